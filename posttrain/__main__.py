@@ -1,0 +1,5 @@
+"""`python -m posttrain`."""
+
+from posttrain.cli import main
+
+main()

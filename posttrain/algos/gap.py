@@ -1,0 +1,26 @@
+"""How far the trainer's probabilities are from the engine's, on the tokens that were sampled.
+
+The two run different kernels, so a small gap is normal. A large one means that the loss is computed on a policy that
+did not act: weights that did not arrive, another temperature, another template.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gap_sums(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
+    """Sums over N tokens, to be divided by ``gap/tokens``.
+
+    ``gap/abs``: |d|; ``gap/k3``: e^d - 1 - d, an estimate of KL(engine || trainer); ``gap/outside``: tokens whose ratio
+    lies outside [0.9, 1.1], where d = trainer - engine log-probability. ``gap/tokens``: N.
+    """
+    d = (logprobs - rollout_logprobs).detach().double()
+    ratio = d.clamp(-20.0, 20.0).exp()
+    return {
+        "gap/abs": d.abs().sum(),
+        "gap/k3": (ratio - 1.0 - d).sum(),
+        "gap/outside": ((ratio < 0.9) | (ratio > 1.1)).double().sum(),
+        "gap/tokens": torch.tensor(float(len(d)), dtype=torch.float64),
+    }

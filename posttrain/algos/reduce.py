@@ -1,0 +1,37 @@
+"""How per-token losses become one number.
+
+Every aggregation is a weighted sum over tokens, with weights that depend on the whole global batch. The driver computes
+the weights once; workers only sum. So the loss cannot depend on micro-batching, packing or world size.
+
+Shape legend: T tokens, B sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str) -> Tensor:
+    """Weight of each token in the loss, [T] float32; 0 where ``loss_mask`` is false.
+
+    - ``token-mean``: 1 / (tokens with loss in the batch) (DAPO, arXiv:2503.14476, equation 8);
+    - ``seq-mean-token-mean``: 1 / (sequences x the sequence's own tokens) (GRPO, arXiv:2402.03300, equation 3);
+    - ``seq-mean-token-sum``: 1 / sequences (Dr. GRPO, arXiv:2503.20783, up to a constant).
+
+    Sequences without a token that carries loss do not count as sequences. A batch without any gives zeros.
+    """
+    mask = loss_mask.double()
+    lengths = cu_seqlens.diff().long()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    tokens = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, sequence, mask)
+    sequences = (tokens > 0).sum().clamp(min=1)
+    if aggregation == "token-mean":
+        weights = mask / tokens.sum().clamp(min=1)
+    elif aggregation == "seq-mean-token-mean":
+        weights = mask / (sequences * tokens.clamp(min=1))[sequence]
+    elif aggregation == "seq-mean-token-sum":
+        weights = mask / sequences
+    else:
+        raise ValueError(f"unknown loss aggregation {aggregation!r}")
+    return weights.float()

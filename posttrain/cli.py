@@ -1,0 +1,314 @@
+"""The command line: parse, resolve the config, call one ``run``. Imports nothing heavy.
+
+Data goes to stdout, everything else to stderr. Exit codes: 0, 1 for a failed run, 2 for bad input, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, ParamSpec
+
+import typer
+
+from posttrain import __version__
+from posttrain.errors import ConfigError, PosttrainError
+from posttrain.presets import Resolved, default_preset, dump_toml, list_presets, load_preset, resolve
+from posttrain.runs import Interrupted
+
+P = ParamSpec("P")
+
+app = typer.Typer(
+    name="posttrain",
+    help="From raw data to a better language model: prep, sft, rl, generate, eval, merge-ckpt.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+presets_app = typer.Typer(help="List the shipped presets, or show one.", invoke_without_command=True)
+app.add_typer(presets_app, name="presets")
+
+_debug = False
+
+PresetOption = Annotated[str | None, typer.Option("--preset", "-p", help="A preset's name, or the path of a .toml.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one key; repeatable.")]
+NameOption = Annotated[str | None, typer.Option("--name", help="Name of the run (run.name).")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Folder, hub id, builtin:tiny or run:NAME.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="run.seed")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+ResumeOption = Annotated[
+    Literal["auto", "never"] | None, typer.Option("--resume", help="Go on with an unfinished run, or refuse to.")
+]
+StepsOption = Annotated[int | None, typer.Option("--steps", help="train.steps")]
+WorkersOption = Annotated[int | None, typer.Option("--workers", help="Training workers (cluster.workers).")]
+ToolsOption = Annotated[str | None, typer.Option("--tools", help="Tools, separated by commas (rollout.tools).")]
+
+
+def guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn what a command raises into one message on stderr and an exit code."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Interrupted as stopped:
+            _fail(f"{stopped}; the same command goes on from there", None, 130)
+        except KeyboardInterrupt:
+            _fail("interrupted", None, 130)
+        except PosttrainError as error:
+            _fail(f"error: {error.message}", error.hint, error.exit_code)
+        except BrokenPipeError:
+            # The reader (`| head`) has gone. Point stdout elsewhere, or Python complains again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except Exception as error:
+            _fail(f"error: {type(error).__name__}: {error}", "run with --debug for the traceback", 1)
+
+    return wrapper
+
+
+def _fail(message: str, hint: str | None, code: int) -> None:
+    if _debug:
+        traceback.print_exc(file=sys.stderr)
+    typer.echo(message, err=True)
+    if hint is not None:
+        typer.echo(f"hint: {hint}", err=True)
+    raise typer.Exit(code) from None
+
+
+@app.callback()
+def _main(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+    global _debug
+    _debug = debug
+
+
+@app.command()
+@guarded
+def prep(
+    name: Annotated[str | None, typer.Argument(help="Name of the data set; --list shows them.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the data sets.")] = False,
+    source: Annotated[str | None, typer.Option(help="Folder with the raw files; without it, the hub.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder to write to; default data/NAME.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows of each split.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of generated data.")] = 0,
+    train_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: rows to train on.")] = None,
+    test_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: held-out rows.")] = None,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Turn raw data into checked parquet."""
+    from posttrain import prep
+    from posttrain.datasets import DATASETS
+
+    if list_:
+        for known in DATASETS.names():
+            typer.echo(known)
+        return
+    if name is None:
+        raise ConfigError("which data set?", hint=f"one of: {', '.join(DATASETS.names())}")
+    report = prep.run(
+        name,
+        source,
+        out,
+        limit=limit,
+        seed=seed,
+        train_rows=train_rows,
+        test_rows=test_rows,
+        overwrite=overwrite,
+    )
+    for file, rows in report.rows.items():
+        typer.echo(f"{Path(report.out) / file}  {rows} rows")
+
+
+@app.command()
+@guarded
+def sft(
+    preset: PresetOption = None,
+    set_: SetOption = None,
+    name: NameOption = None,
+    model: ModelOption = None,
+    data: Annotated[str | None, typer.Option(help="Parquet of conversations (data.train).")] = None,
+    steps: StepsOption = None,
+    workers: WorkersOption = None,
+    seed: SeedOption = None,
+    overwrite: OverwriteOption = False,
+    resume: ResumeOption = None,
+) -> None:
+    """Fine-tune on conversations."""
+    flags = _run_flags(name, model, seed, overwrite, resume)
+    flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers}
+    resolved = _resolve("sft", preset, set_, flags)
+    from posttrain import sft
+
+    typer.echo(sft.run(resolved))
+
+
+@app.command()
+@guarded
+def rl(
+    preset: PresetOption = None,
+    set_: SetOption = None,
+    algo: Annotated[str | None, typer.Option(help="RL algorithm: a bundle of algo.* values.")] = None,
+    tools: ToolsOption = None,
+    name: NameOption = None,
+    model: ModelOption = None,
+    data: Annotated[str | None, typer.Option(help="Parquet of prompts (data.train).")] = None,
+    steps: StepsOption = None,
+    workers: WorkersOption = None,
+    seed: SeedOption = None,
+    overwrite: OverwriteOption = False,
+    resume: ResumeOption = None,
+) -> None:
+    """Train with reinforcement learning on multi-turn episodes."""
+    flags = _run_flags(name, model, seed, overwrite, resume)
+    flags |= {"algo.name": algo, "rollout.tools": _tools(tools)}
+    flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers}
+    resolved = _resolve("rl", preset, set_, flags)
+    from posttrain import rl
+
+    typer.echo(rl.run(resolved))
+
+
+@app.command()
+@guarded
+def generate(
+    preset: PresetOption = None,
+    set_: SetOption = None,
+    name: NameOption = None,
+    model: ModelOption = None,
+    data: Annotated[str | None, typer.Option(help="Parquet of prompts (generate.data).")] = None,
+    out: Annotated[str | None, typer.Option(help="Responses parquet (generate.out).")] = None,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Responses per prompt (rollout.n).")] = None,
+    temperature: Annotated[float | None, typer.Option(help="rollout.temperature")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (generate.limit).")] = None,
+    tools: ToolsOption = None,
+    seed: SeedOption = None,
+    overwrite: OverwriteOption = False,
+    resume: ResumeOption = None,
+) -> None:
+    """Sample responses to a parquet of prompts."""
+    flags = _run_flags(name, model, seed, overwrite, resume)
+    flags |= {"generate.data": data, "generate.out": out, "generate.limit": limit, "rollout.n": n}
+    flags |= {"rollout.temperature": temperature, "rollout.tools": _tools(tools)}
+    resolved = _resolve("generate", preset, set_, flags)
+    from posttrain import generate
+
+    generate.run(resolved)
+
+
+@app.command("eval")
+@guarded
+def evaluate(
+    file: Annotated[Path | None, typer.Argument(help="Responses parquet; default: the newest one under runs/.")] = None,
+    pass_at: Annotated[str, typer.Option("--pass-at", help="k of pass@k, separated by commas.")] = "1",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+) -> None:
+    """Grade responses: pass@k by data source."""
+    from posttrain import evaluate
+
+    try:
+        ks = [int(k) for k in pass_at.split(",")]
+    except ValueError:
+        raise ConfigError(f"--pass-at {pass_at!r} is not a list of whole numbers", hint="--pass-at 1,5") from None
+    resolved = resolve("eval", flags={"eval.pass_at": ks})
+    if file is None:
+        file = evaluate.newest_responses()
+        typer.echo(f"evaluating {file}", err=True)
+    evaluate.run(file, resolved.config.eval.pass_at, as_json, out)
+
+
+@app.command("merge-ckpt")
+@guarded
+def merge_ckpt(
+    checkpoint: Annotated[str, typer.Argument(help="A run's name, its folder, or a global_step_N folder.")],
+    out: Annotated[str, typer.Option(help="Hugging Face folder to write.")],
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Merge a sharded checkpoint into a Hugging Face folder."""
+    from posttrain import merge_ckpt
+
+    typer.echo(merge_ckpt.run(checkpoint, out, overwrite=overwrite))
+
+
+@app.command()
+@guarded
+def quickstart(
+    seed: Annotated[int, typer.Option(help="Seeds data, training and sampling.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line on stdout.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for everything it makes.")] = Path("runs/quickstart"),
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Run the whole pipeline on the tiny model and print a table."""
+    from posttrain import quickstart
+
+    quickstart.run(seed, out, as_json, overwrite)
+
+
+@presets_app.callback()
+@guarded
+def presets_list(context: typer.Context) -> None:
+    """List the shipped presets: name, command, description."""
+    if context.invoked_subcommand is not None:
+        return
+    found = list_presets()
+    width = max(len(preset.name) for preset in found)
+    for preset in found:
+        typer.echo(f"{preset.name:<{width}}  {preset.command:<8}  {preset.description}")
+
+
+@presets_app.command("show")
+@guarded
+def presets_show(
+    name: Annotated[str, typer.Argument(help="A preset's name, or the path of a .toml.")],
+    provenance: Annotated[bool, typer.Option("--provenance", help="Say where each value came from.")] = False,
+) -> None:
+    """Print a preset's resolved config as TOML."""
+    command: Any = load_preset(name).command
+    resolved = resolve(command, name)
+    typer.echo(dump_toml(resolved.config, resolved.provenance if provenance else None), nl=False)
+
+
+@app.command()
+@guarded
+def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False) -> None:
+    """Print the version."""
+    typer.echo(json.dumps({"posttrain": __version__}) if as_json else __version__)
+
+
+def _resolve(
+    command: Literal["sft", "rl", "generate"], preset: str | None, sets: list[str] | None, flags: dict[str, Any]
+) -> Resolved:
+    if preset is None:
+        preset, line = default_preset(command)
+        typer.echo(line, err=True)
+    return resolve(command, preset, sets or [], flags)
+
+
+def _run_flags(
+    name: str | None, model: str | None, seed: int | None, overwrite: bool, resume: str | None
+) -> dict[str, Any]:
+    return {
+        "run.name": name,
+        "run.seed": seed,
+        "run.overwrite": overwrite or None,
+        "run.resume": resume,
+        "model.path": model,
+    }
+
+
+def _tools(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def main() -> None:
+    """Entry point of the console script. ``--debug`` may stand anywhere on the line."""
+    args = [arg for arg in sys.argv[1:] if arg != "--debug"]
+    app(args=["--debug", *args] if len(args) < len(sys.argv) - 1 else args)

@@ -1,0 +1,61 @@
+"""Calls to actors, with a deadline on every one and an answer to "who did not answer"."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from posttrain.errors import DeadlineError, PosttrainError, WorkerError
+
+
+async def gather(refs: Sequence[Any], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:
+    """Results of one call to each of several actors, in order.
+
+    Raises:
+        DeadlineError: some did not answer in time; the message names them.
+        WorkerError: one died or raised; the message names it and shows the end of its log.
+        PosttrainError: one raised an error with a message of ours, which is passed on.
+    """
+    futures = [asyncio.wrap_future(ref.future()) for ref in refs]
+    done, pending = await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+    # One failure usually makes its peers fail in a collective: report the one that has a message of ours, or the first.
+    failures = [(n, f.exception()) for n, f in zip(names, futures, strict=True) if f in done and f.exception()]
+    if failures:
+        for future in pending:
+            future.cancel()
+        raise min((_translate(n, e, what) for n, e in failures), key=lambda e: isinstance(e, WorkerError))
+    if pending:
+        late = [n for n, f in zip(names, futures, strict=True) if f in pending]
+        for future in pending:
+            future.cancel()
+        raise DeadlineError(
+            f"{', '.join(late)} did not finish {what} within {deadline_s:g} s",
+            hint="raise cluster.step_deadline_s if the work is really that long; else look at the worker's log",
+        )
+    return [f.result() for f in futures]
+
+
+def _translate(name: str, error: BaseException | None, what: str) -> PosttrainError:
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        if isinstance(cause, PosttrainError):
+            return cause
+        return WorkerError(f"{name} failed in {what}: {type(cause).__name__}: {cause}\n{_last_lines(str(error))}")
+    if isinstance(error, ray.exceptions.RayActorError):
+        return WorkerError(f"{name} died during {what}", hint="was it killed, or out of memory? see its log")
+    return WorkerError(f"{name} failed in {what}: {type(error).__name__}: {error}")
+
+
+def _last_lines(text: str, count: int = 12) -> str:
+    return "\n".join(text.rstrip().splitlines()[-count:])
+
+
+def worker_log(pid: int) -> str:
+    """The end of a local worker's stderr, or an empty string where there is none."""
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())  # no public way to the log folder
+    files = sorted(logs.glob(f"worker-*-{pid}.err"))
+    return _last_lines(files[-1].read_text(errors="replace")) if files else ""

@@ -1,0 +1,172 @@
+"""Start Ray, place workers, and take everything down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import warnings
+from types import TracebackType
+from typing import Any
+
+from posttrain.config import Config
+from posttrain.errors import RunError
+from posttrain.models.load import ModelSource
+from posttrain.rollout.hf import EngineSpec
+from posttrain.train.worker import WorkerSpec
+
+# Seen before ray is imported: no usage reports, no log shipping of idle services.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray  # noqa: E402
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+
+from posttrain.cluster.calls import gather  # noqa: E402
+from posttrain.cluster.samplers import RemoteSampler, SamplerActor  # noqa: E402
+from posttrain.cluster.trainers import TrainActor, TrainerGroup  # noqa: E402
+
+_GPU_SHARE = 0.3
+"""A colocated process's share of a GPU: actor, reference and sampler fit on one."""
+
+
+class Cluster:
+    """Processes of one run. Use as ``async with Cluster(cfg) as cluster``: leaving it ends every worker."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.actors: list[Any] = []
+        self.groups: dict[str, PlacementGroup] = {}
+        self.owns_ray = False
+
+    async def __aenter__(self) -> Cluster:
+        if not ray.is_initialized():
+            await asyncio.to_thread(self._init_ray)
+        self.device = _device(self.cfg)
+        return self
+
+    def _init_ray(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            ray.init(
+                address=self.cfg.cluster.address,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
+        self.owns_ray = True
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for actor in self.actors:
+            with contextlib.suppress(Exception):  # it may be dead already, which is what we want
+                ray.kill(actor)
+        for group in self.groups.values():
+            remove_placement_group(group)
+        if self.owns_ray:
+            await asyncio.to_thread(ray.shutdown)
+
+    @property
+    def dtype(self) -> str:
+        if self.cfg.train.dtype != "auto":
+            return self.cfg.train.dtype
+        return "bfloat16" if self.device == "cuda" else "float32"
+
+    @property
+    def sync_tolerance(self) -> float:
+        if self.cfg.cluster.sync_tolerance is not None:
+            return self.cfg.cluster.sync_tolerance
+        return 1e-3 if self.dtype == "float32" else 0.1
+
+    async def trainer(
+        self, role: str, source: ModelSource, *, temperature: float = 1.0, total_steps: int = 1, trainable: bool = True
+    ) -> TrainerGroup:
+        """Start a group of ``cluster.workers`` training workers for one model."""
+        cfg = self.cfg
+        world_size = cfg.cluster.workers
+        spec = WorkerSpec(
+            source=source,
+            device=self.device,
+            dtype=self.dtype,
+            seed=cfg.run.seed,
+            gradient_checkpointing=cfg.train.gradient_checkpointing and trainable,
+            temperature=temperature,
+            optim=cfg.train.optim if trainable else None,
+            total_steps=total_steps,
+            threads=_threads(world_size),
+        )
+        options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]
+        actors = [
+            TrainActor.options(**o).remote(spec, rank, world_size, cfg.plugins) for rank, o in enumerate(options)
+        ]
+        self.actors += actors
+        group = TrainerGroup(
+            role,
+            actors,
+            cfg.cluster.step_deadline_s,
+            cfg.train.tokens_per_microbatch,
+            cfg.train.sequences_per_microbatch,
+        )
+        await group.start(cfg.cluster.start_deadline_s)
+        return group
+
+    async def samplers(self, source: ModelSource, stop_token_ids: list[int]) -> list[RemoteSampler]:
+        """Start ``rollout.replicas`` engines with the model's own weights, as version 0."""
+        cfg = self.cfg
+        count = cfg.rollout.replicas
+        spec = EngineSpec(
+            source=source,
+            device=self.device,
+            dtype=self.dtype,
+            seed=cfg.run.seed,
+            kv_tokens=cfg.rollout.kv_tokens,
+            max_concurrent=cfg.rollout.max_concurrent,
+            memory_fraction=cfg.rollout.memory_fraction,
+            stop_token_ids=stop_token_ids,
+            threads=_threads(count),
+        )
+        pool = "trainers" if cfg.cluster.placement == "colocated" and "trainers" in self.groups else "samplers"
+        samplers = []
+        for i in range(count):
+            options = await self._options(pool, count, i)
+            actor = SamplerActor.options(**options).remote(spec, cfg.plugins)
+            self.actors.append(actor)
+            samplers.append(RemoteSampler(actor, f"sampler {i}", cfg.cluster.step_deadline_s))
+        await asyncio.gather(*(s.start(cfg.cluster.start_deadline_s) for s in samplers))
+        return samplers
+
+    async def _options(self, pool: str, count: int, index: int) -> dict[str, Any]:
+        """Ray options that put a process on GPU ``index`` of a pool; on CPU processes share the machine freely."""
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+        if self.device == "cpu":
+            return options
+        if pool not in self.groups:
+            bundles = [{"GPU": 1.0, "CPU": 1.0}] * count
+            self.groups[pool] = placement_group(bundles)
+            what = f"{count} GPUs for {pool}"
+            await gather([self.groups[pool].ready()], [what], "placement", self.cfg.cluster.start_deadline_s)
+        group = self.groups[pool]
+        bundle = index % len(group.bundle_specs)
+        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        env = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        return options | {
+            "num_gpus": _GPU_SHARE,
+            "scheduling_strategy": strategy,
+            "runtime_env": {"env_vars": env},
+        }
+
+
+def _threads(processes: int) -> int:
+    """CPU threads of each of several processes that work at the same time."""
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def _device(cfg: Config) -> str:
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if cfg.cluster.device == "cuda" and gpus == 0:
+        raise RunError("cluster.device = cuda, but Ray sees no GPU", hint="run `nvidia-smi`, or set cluster.device = 'cpu'")
+    if cfg.cluster.device != "auto":
+        return cfg.cluster.device
+    return "cuda" if gpus else "cpu"

@@ -1,0 +1,163 @@
+"""An engine in a Ray actor, and the driver's handle on it, which is a ``Sampler`` itself.
+
+Many requests travel in one message and many answers in one reply: a turn costs the driver microseconds, not a round
+trip of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from posttrain.cluster.calls import gather
+from posttrain.cluster.wire import Wire, from_wire
+from posttrain.errors import PosttrainError, RunError
+from posttrain.registry import load_plugins
+from posttrain.rollout.hf import EngineSpec, HFSampler
+from posttrain.types import Sample, SamplingParams
+
+_HEARTBEAT_S = 5.0
+"""An engine without an answer to give says so this often, so that silence means trouble."""
+_SILENCE_S = 60.0
+"""An engine that has said nothing for this long is taken for dead."""
+
+Answer = tuple[int, Sample | PosttrainError]
+
+
+@ray.remote
+class SamplerActor:
+    """Owns one engine. An async actor: calls interleave on its event loop."""
+
+    def __init__(self, spec: EngineSpec, plugins: list[str]) -> None:
+        load_plugins(plugins)
+        self.spec = spec
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.answers: list[Answer] = []
+        self.answered = asyncio.Event()
+
+    async def start(self) -> None:
+        self.engine = HFSampler(self.spec)
+
+    async def submit(self, requests: Sequence[tuple[int, Sequence[int], SamplingParams]]) -> None:
+        for request_id, ids, params in requests:
+            self.tasks[request_id] = asyncio.create_task(self._run(request_id, ids, params))
+
+    async def _run(self, request_id: int, ids: Sequence[int], params: SamplingParams) -> None:
+        try:
+            answer: Sample | PosttrainError = await self.engine.generate(ids, params)
+        except PosttrainError as error:
+            answer = error
+        except Exception as error:  # the request must be answered whatever the engine does
+            answer = RunError(f"{type(error).__name__}: {error}")
+        finally:
+            self.tasks.pop(request_id, None)
+        self.answers.append((request_id, answer))
+        self.answered.set()
+
+    async def collect(self) -> list[Answer]:
+        """Answers since the last call; waits for one, at most a heartbeat."""
+        try:
+            await asyncio.wait_for(self.answered.wait(), _HEARTBEAT_S)
+        except TimeoutError:
+            return []
+        await asyncio.sleep(0)  # requests that finished in the same engine step travel together
+        answers, self.answers = self.answers, []
+        self.answered.clear()
+        return answers
+
+    async def abort(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            if (task := self.tasks.get(request_id)) is not None:
+                task.cancel()
+
+    async def update_weights(self, version: int, buckets: Sequence[ray.ObjectRef]) -> None:
+        for ref in buckets:
+            bucket: Mapping[str, Wire] = await ref
+            await self.engine.load_weights({name: from_wire(wire) for name, wire in bucket.items()})
+        await self.engine.finish_update(version)
+
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        return await self.engine.score(sequences, temperature)
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+class RemoteSampler:
+    """The driver's handle on one ``SamplerActor``."""
+
+    def __init__(self, actor: Any, name: str, deadline_s: float) -> None:
+        self.actor = actor
+        self.name = name
+        self.deadline_s = deadline_s
+        self.ids = itertools.count()
+        self.waiting: dict[int, asyncio.Future[Sample]] = {}
+        self.outbox: list[tuple[int, Sequence[int], SamplingParams]] = []
+        self.collector: asyncio.Task[None] | None = None
+
+    async def start(self, deadline_s: float) -> None:
+        await self._call("start", deadline_s)
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Sample:
+        loop = asyncio.get_running_loop()
+        request_id = next(self.ids)
+        future: asyncio.Future[Sample] = loop.create_future()
+        self.waiting[request_id] = future
+        if not self.outbox:
+            loop.call_soon(self._flush)
+        self.outbox.append((request_id, list(prompt_ids), params))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self.waiting.pop(request_id, None) is not None:
+                self.actor.abort.remote([request_id])
+            raise
+
+    def _flush(self) -> None:
+        requests, self.outbox = self.outbox, []
+        # A failure to submit shows as silence or death in collect.
+        self.actor.submit.remote([r for r in requests if r[0] in self.waiting])
+        if self.collector is None or self.collector.done():
+            self.collector = asyncio.get_running_loop().create_task(self._collect())
+
+    async def _collect(self) -> None:
+        """Hand answers to those who wait, until nobody does."""
+        try:
+            while self.waiting:
+                ref = self.actor.collect.remote()
+                (answers,) = await gather([ref], [self.name], "generation", _SILENCE_S)
+                for request_id, answer in answers:
+                    future = self.waiting.pop(request_id, None)
+                    if future is None or future.done():
+                        continue
+                    if isinstance(answer, Sample):
+                        future.set_result(answer)
+                    else:
+                        future.set_exception(answer)
+        except PosttrainError as error:
+            waiting, self.waiting = self.waiting, {}
+            for future in waiting.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    async def update_weights(self, version: int, buckets: Sequence[Any]) -> None:
+        """Load the weights that a trainer put into shared memory, and count as ``version`` from then on."""
+        await self._call("update_weights", self.deadline_s, version, list(buckets))
+
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        result: list[list[float]] = await self._call("score", self.deadline_s, [list(s) for s in sequences], temperature)
+        return result
+
+    async def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        raise RunError("weights reach a remote engine through shared memory: use update_weights")
+
+    async def close(self) -> None:
+        await self._call("close", 20.0)
+
+    async def _call(self, method: str, deadline_s: float, *args: Any) -> Any:
+        return (await gather([getattr(self.actor, method).remote(*args)], [self.name], method, deadline_s))[0]

@@ -1,0 +1,126 @@
+"""A group of training workers, and the driver's handle on it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from posttrain.cluster.calls import gather
+from posttrain.cluster.wire import to_wire
+from posttrain.data.pack import PackedBatch, place
+from posttrain.registry import load_plugins
+from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
+
+BUCKET_BYTES = 256 << 20
+
+# Metrics that are not sums over workers.
+_SAME = {"grad_norm", "lr"}
+_LARGEST = {"seconds", "memory_gib"}
+
+
+@ray.remote
+class TrainActor(TrainWorker):
+    """A ``TrainWorker`` in a Ray actor."""
+
+    def __init__(self, spec: WorkerSpec, rank: int, world_size: int, plugins: list[str]) -> None:
+        load_plugins(plugins)
+        super().__init__(spec, rank, world_size)
+
+    def address(self) -> tuple[str, int]:
+        """An address of this node and a free port, for rank 0."""
+        ip = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ip, probe.getsockname()[1]
+
+    def put_weights(self) -> list[ray.ObjectRef]:
+        """Gather the full weights, bucket by bucket, into this node's shared memory. Rank 0 returns references."""
+        buckets = self.weight_buckets(BUCKET_BYTES)
+        return [ray.put({name: to_wire(t) for name, t in bucket}) for bucket in buckets if bucket]
+
+
+@dataclass
+class TrainerGroup:
+    """The driver's handle on one model's workers (actor, reference)."""
+
+    role: str
+    actors: list[Any]
+    deadline_s: float
+    tokens_per_microbatch: int
+    sequences_per_microbatch: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What rank 0 told about the model: parameters, attention."""
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{self.role} worker {rank}" for rank in range(len(self.actors))]
+
+    async def start(self, deadline_s: float) -> None:
+        address, port = (await gather([self.actors[0].address.remote()], self.names[:1], "start", deadline_s))[0]
+        refs = [a.setup.remote(address, port, self.deadline_s) for a in self.actors]
+        self.facts = (await gather(refs, self.names, "start (load and shard the model)", deadline_s))[0]
+
+    async def call(self, method: str, per_worker: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Call a method on every worker, each with its own arguments."""
+        arguments = per_worker or [()] * len(self.actors)
+        refs = [getattr(a, method).remote(*args) for a, args in zip(self.actors, arguments, strict=True)]
+        return await gather(refs, self.names, method, self.deadline_s)
+
+    async def logprobs(self, batch: PackedBatch) -> Tensor:
+        """[T] log-probabilities under the current weights; 0 where the batch carries no loss."""
+        placement = self._place(batch)
+        columns = await self.call("logprobs", [(shard,) for shard in placement.shards(batch)])
+        return placement.gather(columns, batch)
+
+    async def evaluate(self, batch: PackedBatch) -> float:
+        """The weighted negative log-likelihood of the batch, without a gradient."""
+        shards = self._place(batch).shards(batch)
+        return sum(m["loss"] for m in await self.call("evaluate", [(s,) for s in shards]))
+
+    async def update(self, batch: PackedBatch, loss: LossSpec) -> dict[str, float]:
+        """One optimizer step on the batch; metrics over all workers."""
+        shards = self._place(batch).shards(batch)
+        per_worker = await self.call("update", [(shard, loss) for shard in shards])
+        merged = dict(per_worker[0])
+        for metrics in per_worker[1:]:
+            for key, value in metrics.items():
+                if key in _LARGEST:
+                    merged[key] = max(merged[key], value)
+                elif key not in _SAME:
+                    merged[key] = merged.get(key, 0.0) + value
+        return merged
+
+    async def put_weights(self) -> list[Any]:
+        """References to the full weights in shared memory (see ``sync.publish``)."""
+        return (await self.call("put_weights"))[0]  # type: ignore[no-any-return]
+
+    async def save(self, folder: str) -> None:
+        await self.call("save", [(folder,)] * len(self.actors))
+
+    async def load(self, folder: str) -> None:
+        await self.call("load", [(folder,)] * len(self.actors))
+
+    async def offload(self) -> None:
+        await self.call("offload")
+
+    async def onload(self) -> None:
+        await self.call("onload")
+
+    def _place(self, batch: PackedBatch) -> Any:
+        return place(
+            batch.lengths,
+            ranks=len(self.actors),
+            token_budget=self.tokens_per_microbatch,
+            sequence_limit=self.sequences_per_microbatch,
+        )
+
+
+def canary_batch(sequences: Sequence[Sequence[int]]) -> PackedBatch:
+    """Sequences in which every token but the first is to be scored."""
+    return PackedBatch.from_sequences(sequences, [torch.ones(len(s), dtype=torch.bool).tolist() for s in sequences])

@@ -1,0 +1,307 @@
+"""The whole configuration tree. Every default is stated here and nowhere else.
+
+The tree is frozen, and a key it does not know is an error. ``posttrain.presets`` fills it from TOML and remembers where
+each value came from. Imports pydantic only, so that ``posttrain --help`` stays fast.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Command = Literal["sft", "rl", "generate", "eval"]
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys forbidden, field docstrings become descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class RunConfig(Section):
+    """Where a run lives and how it starts."""
+
+    name: str = ""
+    """Folder under `run.dir`; empty: the preset's name."""
+    dir: str = "runs"
+    """Folder that holds runs."""
+    seed: int = 0
+    """Seeds data order, sampling and model initialisation."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: an unfinished run of this name and config goes on from its last checkpoint. never: it is an error."""
+    overwrite: bool = False
+    """Delete an existing run of this name first."""
+    logger: list[Literal["console", "jsonl"]] = ["console", "jsonl"]
+    """Where metrics go."""
+
+
+class ModelConfig(Section):
+    """The model to start from."""
+
+    path: str = "builtin:tiny"
+    """A Hugging Face folder or hub id, `builtin:tiny`, or `run:NAME` (the newest checkpoint of a run; `run:latest`)."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with the model. Off unless asked."""
+
+
+class DataConfig(Section):
+    """What is trained on, and in which batches."""
+
+    train: str = ""
+    """Parquet file of SFT or RLHF rows."""
+    val: str = ""
+    """Held-out parquet; empty: no validation."""
+    batch_size: PositiveInt = 32
+    """Rows per optimizer step (SFT) or prompts per step (RL), over all workers."""
+    max_length: PositiveInt = 2048
+    """SFT: longest conversation, in tokens."""
+    truncation: Literal["error", "left", "right", "drop"] = "error"
+    """SFT: what happens to a longer conversation."""
+    shuffle: bool = True
+    """A new order every epoch, from `run.seed`."""
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: Annotated[float, Field(ge=0.0)] = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+    """Applied to matrices only, not to norms, biases and embeddings."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_ratio: Fraction = 0.0
+    """Share of all steps spent raising the rate from 0."""
+    min_lr_ratio: Fraction = 0.0
+    """Where cosine and linear end, as a share of `lr`."""
+    grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    """Largest global gradient norm."""
+
+
+class TrainConfig(Section):
+    """The trainer."""
+
+    epochs: PositiveInt = 1
+    """Passes over the data; `steps` ends a run earlier."""
+    steps: PositiveInt | None = None
+    """Optimizer steps (SFT) or RL steps; None: `epochs` decides."""
+    tokens_per_microbatch: PositiveInt = 16384
+    """Most tokens a worker runs through the model at once. Any value gives the same gradient."""
+    sequences_per_microbatch: PositiveInt | None = None
+    """Most sequences at once, besides the token budget; None: no limit."""
+    sequence_parallel: PositiveInt = 1
+    """Workers that share one sequence (Ulysses)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type; master weights and gradient reduction stay float32. auto: bfloat16 on GPU, float32 on CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass."""
+    offload: bool = False
+    """Keep parameters and optimizer state in host memory while the samplers run."""
+    val_every: PositiveInt | None = None
+    """Steps between validations; None: only after the last step."""
+    save_every: PositiveInt | None = None
+    """Steps between checkpoints; None: only after the last step."""
+    optim: OptimConfig = OptimConfig()
+
+
+class AlgoConfig(Section):
+    """The RL algorithm. `--algo NAME` sets a coherent bundle; each field stays open to `--set`."""
+
+    name: str = "grpo"
+    advantage: Literal["grpo"] = "grpo"
+    normalize_by_std: bool = True
+    """Divide group-relative rewards by their standard deviation (GRPO) or not (Dr. GRPO)."""
+    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0.0)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """Lower bound c of the objective for negative advantages (dual-clip PPO); None: off."""
+    loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the KL loss to the reference model; 0: no reference model is loaded."""
+    kl_estimator: Literal["k1", "k2", "low_var_kl"] = "low_var_kl"
+    updates_per_step: PositiveInt = 1
+    """Optimizer steps made from one batch of trajectories; above 1 the clip acts on stale log-probabilities."""
+
+
+class RolloutConfig(Section):
+    """How episodes are sampled."""
+
+    engine: Literal["hf", "sglang", "vllm"] = "hf"
+    n: PositiveInt = 8
+    """Episodes per prompt."""
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0: no limit."""
+    max_prompt_tokens: PositiveInt = 1024
+    """A prompt longer than this is an error before the first step."""
+    max_response_tokens: PositiveInt = 1024
+    """Most tokens after the prompt, over all turns, tool results included."""
+    max_turns: PositiveInt = 1
+    """Most assistant turns in an episode."""
+    tools: list[str] = []
+    """Names of tools the model may call."""
+    tool_format: Literal["hermes"] = "hermes"
+    """How the model writes calls."""
+    max_tool_response_chars: PositiveInt = 1024
+    """A longer tool result is cut in the middle."""
+    over_sample_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Start this share of groups more than needed, and cancel the slowest once enough are in."""
+    replicas: PositiveInt = 1
+    """Engines that share the load."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of one engine."""
+    memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Share of a GPU's memory for an engine (weights and KV cache). On CPU `kv_tokens` rules."""
+    kv_tokens: PositiveInt = 65536
+    """KV cache of the embedded engine on CPU, in tokens."""
+    max_concurrent: PositiveInt = 256
+    """Requests an engine runs at once."""
+    tool_deadline_s: Annotated[float, Field(gt=0.0)] = 30.0
+    episode_deadline_s: Annotated[float, Field(gt=0.0)] = 600.0
+    """An episode that takes longer ends with stop reason `deadline`."""
+
+
+class ValConfig(Section):
+    """Validation sampling during `rl`."""
+
+    n: PositiveInt = 1
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    limit: PositiveInt | None = None
+    """Only the first so many rows of `data.val`."""
+
+
+class RewardConfig(Section):
+    """Grading."""
+
+    on_error: Literal["drop", "zero", "raise"] = "drop"
+    """What an episode whose grader failed counts as."""
+
+
+class ClusterConfig(Section):
+    """Processes and their deadlines."""
+
+    workers: PositiveInt = 1
+    """Training workers (one GPU each, where there are GPUs)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    placement: Literal["colocated", "separate"] = "colocated"
+    """colocated: trainers and samplers take turns on the same GPUs. separate: each has its own."""
+    address: str | None = None
+    """Address of a running Ray cluster; None: start one here."""
+    start_deadline_s: Annotated[float, Field(gt=0.0)] = 300.0
+    """Longest wait for workers to come up."""
+    step_deadline_s: Annotated[float, Field(gt=0.0)] = 1800.0
+    """Longest wait for one call to a worker."""
+    sync_tolerance: Annotated[float, Field(gt=0.0)] | None = None
+    """Largest mean |log-probability difference| between trainer and engine after a weight update;
+    None: 1e-3 in float32, 0.1 in bfloat16."""
+
+
+class CheckpointConfig(Section):
+    """What a checkpoint holds and how many are kept."""
+
+    keep: PositiveInt = 2
+    """Newest checkpoints that stay."""
+    save_hf: bool = False
+    """Also write the full safetensors into `actor/huggingface`."""
+
+
+class GenerateConfig(Section):
+    """`posttrain generate`: where prompts come from and responses go."""
+
+    data: str = ""
+    """RLHF parquet with the prompts."""
+    out: str = ""
+    """Responses parquet; empty: `<run.dir>/<run.name>/responses.parquet`."""
+    limit: PositiveInt | None = None
+    """Only the first so many prompts."""
+
+
+class EvalConfig(Section):
+    """`posttrain eval`."""
+
+    pass_at: list[PositiveInt] = [1]
+    """k of pass@k (unbiased estimator of Chen et al. 2021, arXiv:2107.03374)."""
+
+
+class Config(Section):
+    """One run of one command."""
+
+    command: Command
+    description: str = ""
+    plugins: list[str] = []
+    """User files or modules imported in every process before names are looked up."""
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    algo: AlgoConfig = AlgoConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    val: ValConfig = ValConfig()
+    reward: RewardConfig = RewardConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    generate: GenerateConfig = GenerateConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        """Combinations that make no sense are refused before anything starts."""
+        if self.cluster.workers % self.train.sequence_parallel:
+            raise ValueError(
+                f"train.sequence_parallel = {self.train.sequence_parallel} does not divide "
+                f"cluster.workers = {self.cluster.workers}"
+            )
+        if self.command == "rl":
+            self._check_rl()
+        if self.command in ("sft", "rl"):
+            ranks = self.cluster.workers // self.train.sequence_parallel
+            rows = self.data.batch_size * (self.rollout.n if self.command == "rl" else 1)
+            if rows % ranks:
+                what = "data.batch_size * rollout.n" if self.command == "rl" else "data.batch_size"
+                raise ValueError(
+                    f"{what} = {rows} is not divisible by {ranks} data-parallel workers "
+                    "(cluster.workers / train.sequence_parallel)"
+                )
+        return self
+
+    def _check_rl(self) -> None:
+        if self.rollout.n < 2:
+            raise ValueError("rollout.n must be at least 2: GRPO compares the episodes of one prompt")
+        if self.rollout.temperature == 0.0:
+            raise ValueError("rollout.temperature = 0 samples the same episode every time: nothing to learn from")
+        if self.rollout.top_p < 1.0 or self.rollout.top_k:
+            raise ValueError(
+                "rollout.top_p < 1 or rollout.top_k > 0 while training: the trainer's log-probabilities would be of "
+                "another distribution than the one sampled from"
+            )
+        if self.data.batch_size % self.algo.updates_per_step:
+            raise ValueError(
+                f"algo.updates_per_step = {self.algo.updates_per_step} does not divide "
+                f"data.batch_size = {self.data.batch_size} prompts"
+            )
+
+
+def algo_bundle(name: str) -> dict[str, Any]:
+    """The `algo.*` values that `--algo NAME` sets. Raises ``ConfigError`` for an unknown name."""
+    from posttrain.errors import ConfigError
+    from posttrain.registry import nearest
+
+    if name not in ALGO_BUNDLES:
+        close = nearest(name, ALGO_BUNDLES)
+        known = ", ".join(ALGO_BUNDLES)
+        raise ConfigError(f"unknown algo {name!r}", hint=f"did you mean {close!r}?" if close else f"known: {known}")
+    return ALGO_BUNDLES[name]
+
+
+ALGO_BUNDLES: dict[str, dict[str, Any]] = {
+    # DeepSeekMath, arXiv:2402.03300: the KL term is the preset's choice.
+    "grpo": {"advantage": "grpo", "normalize_by_std": True, "loss_agg": "token-mean"},
+    # Understanding R1-Zero-like training, arXiv:2503.20783: no division by the group's standard deviation or by length.
+    "dr_grpo": {"advantage": "grpo", "normalize_by_std": False, "loss_agg": "seq-mean-token-sum"},
+}

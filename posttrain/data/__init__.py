@@ -1,0 +1,1 @@
+"""Rows on disk, and the batches made from them."""

@@ -1,0 +1,54 @@
+"""The order of the data: which rows make up which batch. The driver owns it, so a run resumes at any world size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class BatchOrder:
+    """An endless sequence of batches of row indices: epoch after epoch, each in an order of its own.
+
+    Batches run across the end of an epoch, so that no row is left out and every batch has the same size.
+    """
+
+    rows: int
+    batch_size: int
+    seed: int
+    shuffle: bool = True
+    position: int = 0
+    """Rows handed out so far, over all epochs."""
+
+    def next(self) -> list[int]:
+        """Row indices of the next batch."""
+        indices = [self._row(self.position + i) for i in range(self.batch_size)]
+        self.position += self.batch_size
+        return indices
+
+    def _row(self, position: int) -> int:
+        epoch, offset = divmod(position, self.rows)
+        return int(self._epoch(epoch)[offset])
+
+    def _epoch(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        cached = getattr(self, "_cached", None)
+        if cached is None or cached[0] != epoch:
+            order = np.arange(self.rows)
+            if self.shuffle:
+                np.random.default_rng((self.seed, epoch)).shuffle(order)
+            self._cached = (epoch, order)
+            return order
+        return cached[1]  # type: ignore[no-any-return]
+
+    def state(self) -> dict[str, int]:
+        return {"position": self.position, "rows": self.rows, "seed": self.seed}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def total_steps(rows: int, batch_size: int, epochs: int, steps: int | None) -> int:
+    """Optimizer steps of a run: ``steps``, or as many as ``epochs`` passes give (the last rounded to a whole batch)."""
+    return steps if steps is not None else max(1, round(rows * epochs / batch_size))

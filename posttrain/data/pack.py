@@ -1,0 +1,176 @@
+"""Ragged batches: sequences side by side without padding, balanced over workers, cut into micro-batches.
+
+Shape legend: T tokens of all sequences, B sequences.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class PackedBatch:
+    """B sequences side by side in T tokens. The same type feeds SFT and RL; columns a stage has no use for are None.
+
+    Log-probability columns hold at position t the log-probability of token t given those before it.
+    """
+
+    input_ids: Tensor
+    """[T] int64"""
+    position_ids: Tensor
+    """[T] int64, restarting at 0 in each sequence"""
+    cu_seqlens: Tensor
+    """[B + 1] int32 offsets: sequence b is tokens cu_seqlens[b]:cu_seqlens[b + 1]"""
+    loss_mask: Tensor
+    """[T] bool, true where the token carries loss (the assistant wrote it)"""
+    loss_weights: Tensor | None = None
+    """[T] float32: the loss is the sum of weight times per-token loss (see ``algos.reduce``)"""
+    advantages: Tensor | None = None
+    """[T] float32"""
+    rollout_logprobs: Tensor | None = None
+    """[T] float32, the engine's"""
+    old_logprobs: Tensor | None = None
+    """[T] float32, the trainer's before this step's first update; None: the policy has not moved since sampling"""
+    ref_logprobs: Tensor | None = None
+    """[T] float32, the reference model's"""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.cu_seqlens.diff().tolist()
+
+    @staticmethod
+    def from_sequences(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> PackedBatch:
+        """Pack sequences in order. The first token of a sequence never carries loss: nothing predicts it."""
+        lengths = torch.tensor([len(s) for s in ids], dtype=torch.int64)
+        offsets = torch.zeros(len(ids) + 1, dtype=torch.int32)
+        offsets[1:] = lengths.cumsum(0)
+        mask = torch.cat([torch.as_tensor(m, dtype=torch.bool) for m in masks])
+        mask[offsets[:-1].long()] = False
+        return PackedBatch(
+            input_ids=torch.cat([torch.as_tensor(s, dtype=torch.int64) for s in ids]),
+            position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()]),
+            cu_seqlens=offsets,
+            loss_mask=mask,
+        )
+
+    def select(self, sequences: Sequence[int]) -> PackedBatch:
+        """The batch of these sequences, in this order."""
+        starts = self.cu_seqlens.tolist()
+        tokens = torch.cat([torch.arange(starts[b], starts[b + 1]) for b in sequences])
+        lengths = torch.tensor([starts[b + 1] - starts[b] for b in sequences])
+        offsets = torch.zeros(len(sequences) + 1, dtype=torch.int32)
+        offsets[1:] = lengths.cumsum(0)
+        columns = {
+            f.name: None if (column := getattr(self, f.name)) is None else column[tokens]
+            for f in fields(self)
+            if f.name != "cu_seqlens"
+        }
+        return PackedBatch(cu_seqlens=offsets, **columns)
+
+    def empty_like(self) -> PackedBatch:
+        """A two-token batch without loss, for a worker that has run out of micro-batches while others have not
+        (collectives need every worker)."""
+        one = replace(self.select([0]))
+        blank = {
+            f.name: None if (column := getattr(one, f.name)) is None else torch.zeros(2, dtype=column.dtype)
+            for f in fields(one)
+        }
+        blank |= {"cu_seqlens": torch.tensor([0, 2], dtype=torch.int32), "position_ids": torch.arange(2)}
+        return PackedBatch(**blank)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which sequences go to which worker and micro-batch. ``parts[rank][m]`` lists sequence indices; every rank has the
+    same number of micro-batches, and an empty list stands for a micro-batch without work."""
+
+    parts: list[list[list[int]]]
+
+    def shards(self, batch: PackedBatch) -> list[list[PackedBatch]]:
+        """``batch`` as ``[rank][micro-batch]``."""
+        return [[batch.select(part) if part else batch.empty_like() for part in rank] for rank in self.parts]
+
+    def gather(self, columns: Sequence[Sequence[Tensor]], batch: PackedBatch) -> Tensor:
+        """Put per-token columns computed as ``[rank][micro-batch]`` back into the order of ``batch``: [T]."""
+        starts = batch.cu_seqlens.tolist()
+        out = torch.zeros(batch.num_tokens, dtype=columns[0][0].dtype)
+        for rank, rank_columns in zip(self.parts, columns, strict=True):
+            for part, column in zip(rank, rank_columns, strict=True):
+                at = 0
+                for b in part:
+                    n = starts[b + 1] - starts[b]
+                    out[starts[b] : starts[b + 1]] = column[at : at + n]
+                    at += n
+        return out
+
+
+def place(
+    lengths: Sequence[int], *, ranks: int, token_budget: int, sequence_limit: int | None = None
+) -> Placement:
+    """Balance sequences over workers, and cut each worker's share into micro-batches within the token budget.
+
+    A sequence longer than the budget gets a micro-batch of its own.
+    """
+    shares = [s for s in partition(lengths, ranks)]
+    counts = [_bins_needed([lengths[b] for b in share], token_budget, sequence_limit) for share in shares]
+    bins = max(counts)
+    parts = []
+    for share in shares:
+        cut = partition([lengths[b] for b in share], min(bins, max(1, len(share))))
+        micro = [[share[i] for i in part] for part in cut]
+        parts.append(micro + [[] for _ in range(bins - len(micro))])
+    return Placement(parts)
+
+
+def _bins_needed(lengths: Sequence[int], token_budget: int, sequence_limit: int | None) -> int:
+    """Fewest equal-as-possible bins within the budget."""
+    if not lengths:
+        return 1
+    limit = sequence_limit or len(lengths)
+    bins = max(1, -(-sum(lengths) // token_budget), -(-len(lengths) // limit))
+    while bins < len(lengths):
+        cut = partition(lengths, bins)
+        if all(len(part) <= limit and sum(lengths[i] for i in part) <= token_budget for part in cut if len(part) > 1):
+            break
+        bins += 1
+    return min(bins, len(lengths))
+
+
+def partition(costs: Sequence[int], k: int) -> list[list[int]]:
+    """Split items into ``k`` groups of nearly equal total cost: the largest differencing method of Karmarkar and Karp
+    (1982). Every group has an item where there are at least ``k`` items.
+
+    Returns:
+        ``k`` sorted lists of indices into ``costs``.
+    """
+    if k == 1:
+        return [list(range(len(costs)))]
+    # A state is k (total, items) groups, heaviest first; the two states of largest spread are merged, heavy onto light.
+    # Every item weighs a little extra, so that items of cost 0 spread out as well.
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    scale = len(costs) + 1
+    for i, cost in enumerate(costs):
+        weight = cost * scale + 1
+        heapq.heappush(heap, (-weight, i, [(weight, [i])] + [(0, [])] * (k - 1)))
+    while len(heap) > 1:
+        _, order, a = heapq.heappop(heap)
+        _, _, b = heapq.heappop(heap)
+        merged = sorted(
+            ((x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)), key=lambda g: g[0], reverse=True
+        )
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
+    groups = [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(k)]
+    return sorted(groups, key=lambda g: g[0] if g else len(costs))

@@ -1,0 +1,1 @@
+"""Models that posttrain can make by itself."""

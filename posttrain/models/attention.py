@@ -1,0 +1,195 @@
+"""Exact causal attention over ragged sequences, for the trainer and for the embedded sampler alike.
+
+Registered with transformers under ``posttrain`` (packed training rows) and ``paged|posttrain`` (continuous batching), so
+that any model whose attention goes through ``AttentionInterface`` runs on it unchanged, and trainer and sampler share one
+kernel. On CUDA in half precision it is core torch's varlen attention (``torch.nn.attention.varlen``); elsewhere the
+sequences are padded, within groups of similar length, into scaled dot-product attention. Neither sees a token of
+another sequence.
+
+Shape legend: T tokens of all sequences, B sequences, L longest sequence, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAME = "posttrain"
+
+
+@dataclass(frozen=True)
+class PaddedGroup:
+    """Sequences of similar length, and where their tokens go in a padded [B, L] layout."""
+
+    tokens: Tensor | None
+    """[n] which packed tokens belong to the group; None: all of them, in order."""
+    slots: Tensor
+    """[n] the padded slot of each of those tokens."""
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """How T packed tokens divide into sequences. Built once a micro-batch and passed to every layer as ``ragged=``."""
+
+    cu_seqlens: Tensor
+    """[B + 1] int32 offsets of the sequences, on the model's device."""
+    max_length: int
+    groups: tuple[PaddedGroup, ...]
+    """Used where attention is padded; empty where varlen attention runs."""
+
+    @staticmethod
+    def build(cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype) -> Ragged:
+        lengths = cu_seqlens.diff().cpu()
+        groups = () if uses_varlen(device, dtype) else tuple(_group(cu_seqlens.cpu(), lengths, device))
+        return Ragged(cu_seqlens.to(device, torch.int32), int(lengths.max()), groups)
+
+
+def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def backend(device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel in use, for the log."""
+    return "torch varlen (FlashAttention-2)" if uses_varlen(device, dtype) else "padded SDPA in length groups"
+
+
+def _group(cu_seqlens: Tensor, lengths: Tensor, device: torch.device) -> list[PaddedGroup]:
+    """Group sequences by the power of two their length rounds up to: padding is then under half of any group."""
+    buckets = (lengths - 1).clamp(min=0).to(torch.float64).add(1).log2().ceil().to(torch.int64)
+    groups = []
+    distinct = buckets.unique().tolist()
+    for bucket in distinct:
+        members = (buckets == bucket).nonzero().flatten()
+        member_lengths = lengths[members]
+        longest = int(member_lengths.max())
+        row = torch.repeat_interleave(torch.arange(len(members)), member_lengths)
+        starts = torch.repeat_interleave(member_lengths.cumsum(0) - member_lengths, member_lengths)
+        column = torch.arange(len(row)) - starts
+        tokens = None
+        if len(distinct) > 1:
+            tokens = (torch.repeat_interleave(cu_seqlens[members].long(), member_lengths) + column).to(device)
+        groups.append(PaddedGroup(tokens, (row * longest + column).to(device), len(members), longest))
+    return groups
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function registered with transformers.
+
+    Args:
+        query: [1, H, T, D]; key and value: [1, K, T, D].
+        kwargs: ``ragged`` (a ``Ragged``) for packed rows, or what continuous batching passes (``cache``, ``read_index``,
+            ``write_index``, ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_seqlen_q``, ``max_seqlen_k``).
+
+    Returns:
+        [1, T, H, D], and None for the attention weights.
+    """
+    if attention_mask is not None or dropout:
+        raise ValueError("packed attention takes neither a mask nor dropout")
+    if getattr(module, "sliding_window", None) is not None:
+        raise ValueError("sliding-window attention layers are not supported")
+    if kwargs.get("cache") is not None:
+        return _paged(module, query, key, value, scaling, kwargs), None
+    ragged: Ragged | None = kwargs.get("ragged")
+    if ragged is None:
+        raise ValueError("packed attention needs `ragged=`: without it sequences would attend to each other")
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if not ragged.groups:
+        length = ragged.max_length
+        return _varlen(q, k, v, ragged.cu_seqlens, ragged.cu_seqlens, length, length, scaling).unsqueeze(0), None
+    if len(ragged.groups) == 1:
+        return _padded(q, k, v, ragged.groups[0], scaling).unsqueeze(0), None
+    out = torch.zeros_like(q)
+    for group in ragged.groups:
+        parts = (x.index_select(0, group.tokens) for x in (q, k, v))
+        out = out.index_copy(0, group.tokens, _padded(*parts, group, scaling))
+    return out.unsqueeze(0), None
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, group: PaddedGroup, scaling: float | None) -> Tensor:
+    """Causal self-attention of one group: [n, H, D] -> [n, H, D]. Padding sits right of every sequence, where a causal
+    mask already hides it from the real tokens."""
+
+    def pad(x: Tensor) -> Tensor:
+        padded = x.new_zeros(group.rows * group.length, *x.shape[1:]).index_copy(0, group.slots, x)
+        return padded.view(group.rows, group.length, *x.shape[1:]).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, group.slots)
+
+
+def _paged(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, kwargs: dict[str, Any]
+) -> Tensor:
+    """One step of continuous batching: write the new keys and values, attend to each request's own cache."""
+    k, v = kwargs["cache"].update(
+        key_states=key,
+        value_states=value,
+        layer_idx=module.layer_idx,
+        read_index=kwargs["read_index"],
+        write_index=kwargs["write_index"],
+    )
+    q = query.squeeze(0).transpose(0, 1)
+    cu_q, cu_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
+    longest_q, longest_k = kwargs["max_seqlen_q"], kwargs["max_seqlen_k"]
+    if uses_varlen(q.device, q.dtype):
+        return _varlen(q, k, v, cu_q.int(), cu_k.int(), longest_q, longest_k, scaling).unsqueeze(0)
+    length_q, length_k = cu_q.diff(), cu_k.diff()
+    column_q = torch.arange(longest_q, device=q.device)
+    column_k = torch.arange(longest_k, device=q.device)
+    slots_k = (cu_k[:-1, None] + column_k).clamp_(max=len(k) - 1)
+    padded_k, padded_v = k[slots_k].transpose(1, 2), v[slots_k].transpose(1, 2)
+    if longest_q == 1:
+        padded_q = q[:, :, None]
+        mask = (column_k < length_k[:, None])[:, None, None]
+    else:
+        slots_q = (cu_q[:-1, None] + column_q).clamp_(max=len(q) - 1)
+        padded_q = q[slots_q].transpose(1, 2)
+        # A request's queries are its last tokens: query i sees keys up to i + (keys - queries).
+        last = column_q[None, :] + (length_k - length_q)[:, None]
+        mask = (column_k[None, None, :] <= last[:, :, None])[:, None]
+    out = F.scaled_dot_product_attention(padded_q, padded_k, padded_v, attn_mask=mask, scale=scaling, enable_gqa=True)
+    if longest_q == 1:
+        return out[:, :, 0].unsqueeze(0)
+    return out.transpose(1, 2)[column_q < length_q[:, None]].unsqueeze(0)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scaling: float | None
+) -> Tensor:
+    """[T, H, D] queries over ragged keys, causal and aligned at the end of each sequence."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:  # torch 2.11 has no grouped-query flag here
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=(-1, 0))  # type: ignore[no-any-return]
+
+
+def register() -> None:
+    """Make ``attn_implementation="posttrain"`` known to transformers in this process."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, ragged_attention)
+    AttentionInterface.register(f"paged|{NAME}", ragged_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(f"paged|{NAME}", _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Sequence boundaries travel as ``ragged=``, not as a mask."""

@@ -1,0 +1,103 @@
+"""``builtin:tiny``: a Qwen2 model of under a million parameters, made on demand, with a tokenizer that ships here.
+
+Its tokenizer is made by ``scripts/make_tiny_tokenizer.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from posttrain.errors import ModelError
+from posttrain.registry import nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+PREFIX = "builtin:"
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """Sizes of one built-in model, and the folder of its tokenizer."""
+
+    tokenizer: Path
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    max_length: int
+
+
+BUILTIN: dict[str, BuiltinModel] = {
+    "tiny": BuiltinModel(
+        tokenizer=Path(__file__).parent / "tiny",
+        hidden=128,
+        intermediate=384,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        max_length=4096,
+    )
+}
+
+
+def is_builtin(path: str) -> bool:
+    """Whether ``model.path`` names a built-in model."""
+    return path.startswith(PREFIX)
+
+
+def builtin_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer, with its chat template. ``name`` with or without ``builtin:``. Raises ``ModelError``."""
+    from transformers import AutoTokenizer
+
+    return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(str(_model(name).tokenizer)))
+
+
+def builtin_config(name: str) -> Qwen2Config:
+    """The configuration. The vocabulary is the tokenizer's, padded to a multiple of 64. Raises ``ModelError``."""
+    from transformers import Qwen2Config
+
+    model, tokenizer = _model(name), builtin_tokenizer(name)
+    sizes: dict[str, Any] = {
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "max_position_embeddings": model.max_length,
+    }
+    return Qwen2Config(
+        **sizes,
+        tie_word_embeddings=True,
+        initializer_range=0.02,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def create_builtin(name: str, seed: int) -> Qwen2ForCausalLM:
+    """A freshly initialised model in float32 on CPU, the same for the same seed. The global RNG is left untouched."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    config = builtin_config(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+        return cast("Qwen2ForCausalLM", model.float())  # type: ignore[no-untyped-call]
+
+
+def _model(name: str) -> BuiltinModel:
+    short = name.removeprefix(PREFIX)
+    if short not in BUILTIN:
+        close = nearest(short, BUILTIN)
+        known = ", ".join(PREFIX + known for known in BUILTIN)
+        raise ModelError(
+            f"unknown built-in model {name!r}", hint=f"did you mean '{PREFIX}{close}'?" if close else f"known: {known}"
+        )
+    return BUILTIN[short]

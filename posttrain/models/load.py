@@ -1,0 +1,160 @@
+"""Find and load a model: a Hugging Face folder or hub id, ``builtin:NAME``, or a checkpoint of ours.
+
+The driver calls ``locate`` and ``load_tokenizer`` before any worker starts, so a model that cannot be found is one clear
+message and not a traceback out of a worker.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model's parts come from."""
+
+    path: str
+    """What `model.path` resolved to: a folder, a hub id, or ``builtin:NAME``."""
+    shards: str | None = None
+    """Folder of torch.distributed.checkpoint shards that hold the weights; None: the weights are beside the config."""
+    trust_remote_code: bool = False
+
+    @property
+    def builtin(self) -> str | None:
+        return self.path.removeprefix("builtin:") if self.path.startswith("builtin:") else None
+
+
+def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
+    """Turn a model path into a ``ModelSource``, checking that it exists as far as the disk can tell.
+
+    Raises:
+        ModelError: a local folder that is neither a Hugging Face model nor a checkpoint of ours, or an unknown built-in.
+    """
+    if path.startswith("builtin:"):
+        from posttrain.models.builtin import BUILTIN
+
+        if path.removeprefix("builtin:") not in BUILTIN:
+            raise ModelError(f"unknown built-in model {path!r}", hint=f"known: {', '.join(f'builtin:{n}' for n in BUILTIN)}")
+        return ModelSource(path)
+    folder = Path(path)
+    if folder.is_dir():
+        actor = folder / "actor" if (folder / "actor").is_dir() else folder
+        if (actor / "model").is_dir() and (actor / "huggingface" / "config.json").is_file():
+            return ModelSource(str(actor / "huggingface"), shards=str(actor / "model"), trust_remote_code=trust_remote_code)
+        if (folder / "config.json").is_file():
+            return ModelSource(str(folder), trust_remote_code=trust_remote_code)
+        raise ModelError(f"no model in {path}", hint="a model folder holds config.json; a checkpoint of ours holds actor/model")
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise ModelError(f"model folder not found: {path}", hint="give an existing folder, a hub id (org/name) or builtin:tiny")
+    return ModelSource(path, trust_remote_code=trust_remote_code)
+
+
+def load_config(source: ModelSource) -> PreTrainedConfig:
+    """The model's configuration. Raises ``ModelError`` when the hub has no answer."""
+    from transformers import AutoConfig
+
+    if source.builtin:
+        from posttrain.models.builtin import builtin_config
+
+        return builtin_config(source.builtin)
+    try:
+        return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        raise _not_loadable(source, error) from error
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a chat template and an end-of-sequence token."""
+    from transformers import AutoTokenizer
+
+    if source.builtin:
+        from posttrain.models.builtin import builtin_tokenizer
+
+        return builtin_tokenizer(source.builtin)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _not_loadable(source, error) from error
+    if tokenizer.chat_template is None:
+        raise ModelError(f"the tokenizer of {source.path} has no chat template", hint="use the Instruct variant of the model")
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {source.path} has no end-of-sequence token")
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    """The model with its weights, on the CPU, with packed attention installed.
+
+    ``seed`` initialises a built-in model, which has no weights of its own. Raises ``ModelError``.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from posttrain.models import attention
+
+    attention.register()
+    if source.builtin:
+        from posttrain.models.builtin import create_builtin
+
+        model = create_builtin(source.builtin, seed).to(dtype)
+        model.set_attn_implementation(attention.NAME)
+    elif source.shards:
+        model = AutoModelForCausalLM.from_config(
+            load_config(source), dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=source.trust_remote_code
+        )
+        load_shards(model, source.shards)
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=source.trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise _not_loadable(source, error) from error
+    return model  # type: ignore[no-any-return]
+
+
+def load_shards(model: PreTrainedModel, folder: str) -> None:
+    """Fill a whole (unsharded) model from torch.distributed.checkpoint shards, written at any world size.
+
+    Raises:
+        ModelError: the shards lack a parameter of the model, or cannot be read.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    # The tensors are the model's own: loading writes into them. A tied weight has one name on both sides.
+    state = {name: parameter.data for name, parameter in model.named_parameters()}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, checkpoint_id=folder, no_dist=True)
+    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        raise ModelError(f"cannot read the checkpoint shards in {folder}: {error}", hint="use an earlier checkpoint") from error
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> list[int]:
+    """Ids that end a turn: the tokenizer's and the model's generation config's, since they differ in some releases."""
+    ids = {int(tokenizer.eos_token_id)}  # type: ignore[arg-type]
+    file = Path(source.path) / "generation_config.json"
+    if file.is_file():
+        declared = json.loads(file.read_text()).get("eos_token_id") or []
+        ids |= set(declared if isinstance(declared, list) else [declared])
+    return sorted(ids)
+
+
+def _not_loadable(source: ModelSource, error: Exception) -> ModelError:
+    first_line = str(error).strip().splitlines()[0]
+    if Path(source.path).is_dir():
+        return ModelError(f"cannot load the model in {source.path}: {first_line}", hint="is the folder complete?")
+    return ModelError(
+        f"cannot load {source.path!r} from the Hugging Face hub: {first_line}",
+        hint="check the name and the network, or give a local folder: --model PATH (builtin:tiny needs neither)",
+    )

@@ -1,0 +1,92 @@
+"""A named set of things that a config can ask for (datasets, tools, graders, samplers, algorithms).
+
+Names map to ``"module:attribute"`` strings or to objects; strings are imported on first use, so that listing the names
+of a registry imports nothing heavy. ``plugins = ["my_task.py"]`` in a preset imports a user's file, whose decorators
+add to the registries.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from posttrain.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The known name closest to ``name``, or None when nothing is close."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+class Registry(Generic[T]):
+    """Names to things of one kind. ``kind`` is the word used in messages ("tool", "dataset")."""
+
+    def __init__(self, kind: str, builtin: dict[str, str] | None = None) -> None:
+        self.kind = kind
+        self._entries: dict[str, T | str] = dict(builtin or {})
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: add a thing under ``name``. A name taken by another thing is an error."""
+
+        def add(thing: T) -> T:
+            existing = self._entries.get(name)
+            if existing is not None and not isinstance(existing, str) and existing is not thing:
+                raise ConfigError(f"{self.kind} {name!r} is registered twice", hint="give one of them another name")
+            self._entries[name] = thing
+            return thing
+
+        return add
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def get(self, name: str) -> T:
+        """The thing called ``name``. Raises ``ConfigError`` with the nearest name when there is none."""
+        entry = self._entries.get(name)
+        if entry is None:
+            close = nearest(name, self._entries)
+            hint = f"did you mean {close!r}?" if close else f"known: {', '.join(self.names())}"
+            raise ConfigError(f"unknown {self.kind} {name!r}", hint=hint)
+        if isinstance(entry, str):
+            module, _, attribute = entry.partition(":")
+            entry = getattr(importlib.import_module(module), attribute)
+            self._entries[name] = entry
+        return entry  # type: ignore[return-value]
+
+
+def load_plugins(paths: Iterable[str]) -> None:
+    """Import each user file (``my_task.py``) or module (``my_package.task``) once in this process.
+
+    Raises:
+        ConfigError: the file does not exist, or raises while it is imported.
+    """
+    for path in paths:
+        file = Path(path)
+        if file.suffix != ".py":
+            importlib.import_module(path)
+            continue
+        if not file.is_file():
+            raise ConfigError(f"plugin file not found: {path}", hint="`plugins` are paths relative to where you run")
+        name = f"posttrain_plugin_{file.resolve().stem}"
+        if name in sys.modules:
+            continue
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise ConfigError(f"plugin {path} failed to import: {type(error).__name__}: {error}") from error

@@ -1,0 +1,187 @@
+"""Grading a batch in worker processes, with a deadline for each item.
+
+Cheap graders run in process. The others run in spawned processes, one item at a time in each, so that a grader that
+hangs or dies costs its own item only: its process is killed, and another is started when the next item needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from posttrain.registry import load_plugins
+from posttrain.rewards import compute_score, failed, is_cheap
+from posttrain.types import Score
+
+START_DEADLINE_S = 60.0
+"""Longest wait for a grader process to import the plugins. It does not count against the first item."""
+
+
+@dataclass(frozen=True)
+class GradeItem:
+    """The arguments of one ``compute_score`` call."""
+
+    data_source: str
+    response: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+class GraderPool:
+    """Grades items over ``workers`` processes, started on demand. ``workers=0``: in process, without a deadline.
+
+    ``plugins`` are imported in every grader process. Use ``close()`` at the end, or ``with``.
+    """
+
+    def __init__(self, workers: int = 2, deadline_s: float = 30.0, plugins: Sequence[str] = ()) -> None:
+        self.deadline_s = deadline_s
+        self._closed = False
+        self._slots: queue.SimpleQueue[_Grader] = queue.SimpleQueue()
+        self._graders = [_Grader(list(plugins)) for _ in range(workers)]
+        for grader in self._graders:
+            self._slots.put(grader)
+        self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="grade")
+
+    async def grade(self, items: Sequence[GradeItem]) -> list[Score]:
+        """The verdicts, in the order of the items. A grader that fails, hangs or dies gives ``Score(error=...)``.
+
+        Raises:
+            ConfigError: no grader is known for an item's data source.
+        """
+        if self._closed:
+            raise RuntimeError("this GraderPool is closed")
+        # Looked up for all items first: an unknown data source fails before any work is done.
+        cheap = {source: is_cheap(source) for source in {item.data_source for item in items}}
+        loop = asyncio.get_running_loop()
+        pending: dict[int, asyncio.Future[Score]] = {}
+        for index, item in enumerate(items):
+            if not cheap[item.data_source]:
+                work = self._in_worker if self._graders else _in_process
+                pending[index] = loop.run_in_executor(self._threads, work, item)
+        return [await pending[index] if index in pending else _in_process(item) for index, item in enumerate(items)]
+
+    def close(self) -> None:
+        """End all grader processes, also those at work."""
+        self._closed = True
+        for grader in self._graders:
+            grader.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        # A thread that was about to start a process has done so by now.
+        for grader in self._graders:
+            grader.kill()
+
+    def __enter__(self) -> GraderPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _in_worker(self, item: GradeItem) -> Score:
+        grader = self._slots.get()
+        try:
+            return failed("the grader pool was closed") if self._closed else grader.ask(item, self.deadline_s)
+        finally:
+            self._slots.put(grader)
+
+
+def _in_process(item: GradeItem) -> Score:
+    return compute_score(item.data_source, item.response, item.ground_truth, item.extra_info)
+
+
+class _Grader:
+    """One grader process, (re)started when an item needs it."""
+
+    def __init__(self, plugins: list[str]) -> None:
+        self._plugins = plugins
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    def ask(self, item: GradeItem, deadline_s: float) -> Score:
+        try:
+            pipe = self._pipe or self._start()
+            pipe.send(item)
+            if not pipe.poll(deadline_s):
+                self.kill()
+                return failed(f"timed out after {deadline_s:g} s")
+            verdict = pipe.recv()
+        except (EOFError, OSError):
+            code = self._wait_code()
+            self.kill()
+            return failed(f"the grader process died (exit code {code})")
+        except Exception as error:  # an item that cannot be pickled, a process that does not come up
+            self.kill()
+            return failed(f"the grader could not be asked: {type(error).__name__}: {error}")
+        return verdict if isinstance(verdict, Score) else failed(f"the grader sent {type(verdict).__name__}")
+
+    def kill(self) -> None:
+        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
+        if process is not None:
+            process.kill()
+            process.join()
+        if pipe is not None:
+            pipe.close()
+
+    def _start(self) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._plugins), daemon=True)
+        self._pipe = pipe
+        self._process.start()
+        theirs.close()
+        if not pipe.poll(START_DEADLINE_S):
+            raise TimeoutError(f"the grader process did not start within {START_DEADLINE_S:g} s")
+        ready = pipe.recv()
+        if isinstance(ready, str):
+            raise RuntimeError(ready)
+        return pipe
+
+    def _wait_code(self) -> int | None:
+        process = self._process
+        if process is None:
+            return None
+        process.join(timeout=1.0)
+        return process.exitcode
+
+
+def _serve(pipe: Connection, plugins: list[str]) -> None:
+    """Body of a grader process: items in, verdicts out, until the pool closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    sys.stdout = sys.stderr  # stdout is for the command's data
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    try:
+        load_plugins(plugins)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
+    pipe.send(True)
+    while True:
+        try:
+            item = pipe.recv()
+        except EOFError:
+            return
+        try:
+            verdict = _in_process(item)
+        except Exception as error:
+            verdict = failed(f"{type(error).__name__}: {error}")
+        try:
+            pipe.send(verdict)
+        except Exception as error:  # parts of a Score that cannot be pickled
+            pipe.send(failed(f"the verdict cannot be sent: {type(error).__name__}: {error}"))
+
+
+def _die_with_parent() -> None:
+    """A driver that was killed outright closes nothing, and a hanging grader would stay for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,238 @@
+"""`posttrain rl`: reinforcement learning on multi-turn episodes with tools.
+
+The loop in ``_train`` is the algorithm; everything else on this page prepares it or names its numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from posttrain.algos.advantages import grpo
+from posttrain.algos.reduce import token_weights
+from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.sync import publish
+from posttrain.data.loader import BatchOrder, total_steps
+from posttrain.data.pack import PackedBatch
+from posttrain.data.parquet import read_prompts
+from posttrain.errors import DataError, RunError
+from posttrain.presets import Resolved
+from posttrain.registry import load_plugins
+from posttrain.rewards.grade import GraderPool
+from posttrain.rollout.source import RolloutStats, TrajectorySource
+from posttrain.runs import RunDir, StopSignal
+from posttrain.startup import build_environment, check_prompts, check_supported, open_model
+from posttrain.track.tracker import Tracker
+from posttrain.train.worker import LossSpec
+from posttrain.training import TrainingRun, recorded
+
+if TYPE_CHECKING:
+    from posttrain.config import AlgoConfig
+    from posttrain.rollout.episode import Environment
+    from posttrain.types import Prompt, Trajectory
+
+_CANARIES = 4
+"""Trajectories of the step that every sampler scores after a weight update."""
+
+
+def run(resolved: Resolved) -> Path:
+    """Train as the config says; returns the run's folder.
+
+    Raises:
+        UserError: bad config, data or model, before anything is written.
+        RunError: a worker failed or weights did not arrive; the run can be resumed.
+    """
+    cfg = resolved.config
+    load_plugins(cfg.plugins)
+    check_supported(cfg)
+    source, tokenizer = open_model(cfg)
+    env = build_environment(cfg, source, tokenizer)
+    if not cfg.data.train:
+        raise DataError("no training data", hint="give --data FILE.parquet (posttrain prep writes it)")
+    prompts = read_prompts(cfg.data.train)
+    check_prompts(prompts, env, cfg.data.train)
+    val = read_prompts(cfg.data.val, limit=cfg.val.limit) if cfg.data.val else []
+    check_prompts(val, env, cfg.data.val)
+    steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
+
+    folder = RunDir.open(resolved)
+    title = f"rl {cfg.run.name}"
+    with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker:
+        tracker.note(f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps")
+        training = TrainingRun(cfg, folder, source, tracker, stop, steps)
+        asyncio.run(_train(training, prompts, val, env))
+    return folder.path
+
+
+async def _train(run: TrainingRun, prompts: Sequence[Prompt], val: Sequence[Prompt], env: Environment) -> None:
+    cfg, algo, tracker = run.cfg, run.cfg.algo, run.tracker
+    order = BatchOrder(len(prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
+    loss = LossSpec(algo)
+    async with Cluster(cfg) as cluster:
+        with tracker.phase("start"):
+            temperature = cfg.rollout.temperature
+            updates = run.total_steps * algo.updates_per_step
+            actor = await cluster.trainer("actor", run.source, temperature=temperature, total_steps=updates)
+            ref = None
+            if algo.kl_coef > 0:
+                ref = await cluster.trainer("reference", run.source, temperature=temperature, trainable=False)
+            samplers = await cluster.samplers(run.source, sorted(env.stop_token_ids))
+            source = TrajectorySource(samplers, env, GraderPool(plugins=cfg.plugins), cfg.reward)
+        tracker.note(f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}")
+
+        async def sync(version: int, canary: Sequence[Sequence[int]]) -> dict[str, float]:
+            return await publish(
+                actor, samplers, version=version, canary=canary, temperature=temperature, tolerance=cluster.sync_tolerance
+            )
+
+        if (state := await run.resume(actor)) is not None:
+            order.restore(state)
+            await sync(run.step, [state["canary"]])
+        canary: list[list[int]] = []
+        for step in run.steps():
+            with tracker.phase("gen"):
+                groups = await source.sample([prompts[i] for i in order.next()], cfg.rollout.n, temperature=temperature)
+            batch, kept, metrics = make_batch(groups, algo)
+            metrics |= rollout_metrics(groups, source.stats)
+            if cfg.train.offload:
+                await actor.onload()
+            if algo.updates_per_step > 1:
+                with tracker.phase("old_log_prob"):
+                    batch.old_logprobs = await actor.logprobs(batch)
+            if ref is not None:
+                with tracker.phase("ref"):
+                    batch.ref_logprobs = await ref.logprobs(batch)
+            with tracker.phase("update_actor"):
+                for part in minibatches(batch, kept, algo):
+                    result = await actor.update(part, loss)
+                metrics |= update_metrics(result, batch)
+            with tracker.phase("sync"):
+                canary = [t.tokens.tolist() for t in kept[:_CANARIES]]
+                metrics |= await sync(step, canary)
+            if val and run.due(cfg.train.val_every, step):
+                with tracker.phase("testing"):
+                    metrics |= await validate(source, val, cfg.val.n, cfg.val.temperature)
+            if run.due(cfg.train.save_every, step):
+                await run.save(step, actor, order.state() | {"canary": canary[0]})
+            if cfg.train.offload:
+                await actor.offload()
+            tracker.log(step, metrics)
+        if canary:
+            if cfg.train.offload:
+                await actor.onload()
+            await run.save(run.step, actor, order.state() | {"canary": canary[0]})
+    run.raise_if_interrupted()
+
+
+def make_batch(
+    groups: Sequence[Sequence[Trajectory]], algo: AlgoConfig
+) -> tuple[PackedBatch, list[Trajectory], dict[str, float]]:
+    """Pack the episodes that can be trained on, with their advantages and loss weights.
+
+    Raises:
+        RunError: every episode of the step failed.
+    """
+    kept = [t for group in groups for t in group if t.error is None and t.loss_mask.any()]
+    if not kept:
+        errors = {t.error for group in groups for t in group if t.error}
+        raise RunError(f"no episode of this step can be trained on: {'; '.join(sorted(errors)[:3]) or 'all are empty'}")
+    batch = PackedBatch.from_sequences([t.tokens for t in kept], [t.loss_mask for t in kept])  # type: ignore[arg-type]
+    batch.rollout_logprobs = torch.cat([torch.from_numpy(t.logprobs) for t in kept])
+    rewards = torch.tensor([t.reward for t in kept])
+    group_of = {id(t): g for g, group in enumerate(groups) for t in group}
+    advantages = grpo(
+        rewards, torch.tensor([group_of[id(t)] for t in kept]), normalize_by_std=algo.normalize_by_std
+    )
+    batch.advantages = advantages.repeat_interleave(batch.cu_seqlens.diff().long())
+    batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, algo.loss_agg)
+    metrics = {
+        "critic/score/mean": float(rewards.mean()),
+        "critic/score/max": float(rewards.max()),
+        "critic/score/min": float(rewards.min()),
+        "critic/advantages/mean": float(advantages.mean()),
+        "critic/advantages/max": float(advantages.max()),
+        "critic/advantages/min": float(advantages.min()),
+    }
+    return batch, kept, metrics
+
+
+def minibatches(batch: PackedBatch, kept: Sequence[Trajectory], algo: AlgoConfig) -> list[PackedBatch]:
+    """The batches of a step's optimizer updates. Groups stay whole, and each update has a loss of its own."""
+    if algo.updates_per_step == 1:
+        return [batch]
+    owners = list(dict.fromkeys(t.prompt.index for t in kept))
+    parts = []
+    for prompts in np.array_split(np.asarray(owners), algo.updates_per_step):
+        members = [i for i, t in enumerate(kept) if t.prompt.index in set(prompts.tolist())]
+        if members:
+            part = batch.select(members)
+            part.loss_weights = token_weights(part.loss_mask, part.cu_seqlens, algo.loss_agg)
+            parts.append(part)
+    return parts
+
+
+def rollout_metrics(groups: Sequence[Sequence[Trajectory]], stats: RolloutStats) -> dict[str, float]:
+    """What the episodes of a step looked like."""
+    episodes = [t for group in groups for t in group]
+    played = [t for t in episodes if t.error is None]
+    lengths = np.array([t.response_length for t in played] or [0])
+    flat = [g for g in groups if len({t.reward for t in g if t.error is None}) <= 1]
+    parts: dict[str, list[float]] = {}
+    for trajectory in played:
+        for name, value in trajectory.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    return {
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/clip_ratio": _share(played, lambda t: t.stop_reason == "length"),
+        "prompt_length/mean": float(np.mean([t.prompt_length for t in played] or [0])),
+        "num_turns/mean": float(np.mean([t.turns for t in played] or [0])),
+        "tools/calls_per_episode": float(np.mean([t.tool_calls for t in played] or [0])),
+        "rollout/accuracy": _share(played, lambda t: t.correct),
+        "rollout/failed": float(stats.failed),
+        "rollout/grader_failed": float(stats.grader_failed),
+        "rollout/groups_without_signal": len(flat) / len(groups),
+        **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()},
+    }
+
+
+def _share(episodes: Sequence[Trajectory], test: Any) -> float:
+    return sum(map(test, episodes)) / max(1, len(episodes))
+
+
+def update_metrics(result: dict[str, float], batch: PackedBatch) -> dict[str, float]:
+    """Names of the field for what the (last) update of a step returned."""
+    gap_tokens = max(1.0, result.get("gap/tokens", 0.0))
+    metrics = {
+        "actor/pg_loss": result["pg_loss"],
+        "actor/pg_clipfrac": result["pg_clipfrac"],
+        "actor/pg_clipfrac_lower": result["pg_clipfrac_lower"],
+        "actor/ppo_kl": result["ppo_kl"],
+        "actor/entropy": result["entropy"],
+        "actor/grad_norm": result["grad_norm"],
+        "actor/lr": result["lr"],
+        "rollout_gap/mean_abs": result.get("gap/abs", 0.0) / gap_tokens,
+        "rollout_gap/k3": result.get("gap/k3", 0.0) / gap_tokens,
+        "rollout_gap/outside": result.get("gap/outside", 0.0) / gap_tokens,
+        "perf/total_num_tokens": float(batch.num_tokens),
+        "perf/throughput": batch.num_tokens / result["seconds"],
+        "perf/memory_gib": result["memory_gib"],
+    }
+    if "kl_loss" in result:
+        metrics["actor/kl_loss"] = result["kl_loss"]
+    return metrics
+
+
+async def validate(source: TrajectorySource, prompts: Sequence[Prompt], n: int, temperature: float) -> dict[str, float]:
+    """Accuracy on held-out prompts by data source: ``val-core/<source>/acc/mean@N``."""
+    groups = await source.sample(prompts, n, temperature=temperature)
+    by_source: dict[str, list[float]] = {}
+    for group in groups:
+        by_source.setdefault(group[0].prompt.data_source, []).extend(float(t.correct) for t in group if t.error is None)
+    return {f"val-core/{name}/acc/mean@{n}": float(np.mean(v)) for name, v in by_source.items() if v}

@@ -1,0 +1,37 @@
+"""The contract of a sampler: one engine replica, tokens in and tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from posttrain.types import Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Sampler(Protocol):
+    """What every engine offers. All methods are coroutines of one event loop."""
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Sample:
+        """Continue ``prompt_ids``. Cancelling the coroutine aborts the request."""
+        ...
+
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        """Log-probability of each token given those before it (0 for the first) under the current weights."""
+        ...
+
+    async def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite these parameters. Nothing may be generating."""
+        ...
+
+    async def finish_update(self, version: int) -> None:
+        """All parameters have been loaded: drop caches made with the old ones and count as ``version`` from now on.
+
+        Raises:
+            WeightSyncError: a parameter of the engine has not been loaded since the last call.
+        """
+        ...
+
+    async def close(self) -> None: ...

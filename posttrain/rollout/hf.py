@@ -1,0 +1,166 @@
+"""The embedded engine: transformers' continuous batching, on the same attention as the trainer.
+
+It needs nothing beyond transformers and runs on a CPU. SGLang and vLLM are faster on GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import RunError, WeightSyncError
+from posttrain.models import attention
+from posttrain.models.load import ModelSource, load_model
+from posttrain.models.logprobs import token_logprobs
+from posttrain.types import FinishReason, Sample, SamplingParams
+
+_GREEDY_TEMPERATURE = 1e-6
+"""Stands for temperature 0: at this temperature float32 leaves all probability on the largest logit."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an embedded engine is made of."""
+
+    source: ModelSource
+    device: str
+    dtype: str
+    seed: int
+    kv_tokens: int
+    max_concurrent: int
+    memory_fraction: float
+    stop_token_ids: list[int]
+    threads: int = 0
+
+
+class HFSampler:
+    """A ``Sampler`` over transformers' continuous batching. Create it in the process whose event loop will use it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
+        self.spec = spec
+        self.version = 0
+        self.device = torch.device(spec.device)
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.model = load_model(spec.source, dtype=self.dtype, seed=spec.seed).to(self.device).eval()
+        self.model.requires_grad_(False)
+        self.model.set_attn_implementation(f"paged|{attention.NAME}")
+        self.parameters = dict(self.model.named_parameters())
+        self.loaded: set[str] = set()
+        self.request_ids = itertools.count()
+        self.manager: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        """Start the generation thread with an empty KV cache. The seed depends on the version, so that a run resumed at
+        this version samples as the one that was stopped would have."""
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        torch.manual_seed(hash((self.spec.seed, self.version)) & 0x7FFFFFFF)
+        on_cpu = self.device.type == "cpu"
+        block_size = 32
+        generation = GenerationConfig(
+            do_sample=True,
+            # Values other than 1 make transformers install the processors; each request brings its own values.
+            temperature=0.5,
+            top_k=0,
+            eos_token_id=self.spec.stop_token_ids,
+            pad_token_id=self.spec.stop_token_ids[0],
+        )
+        batching = ContinuousBatchingConfig(
+            block_size=block_size,
+            num_blocks=self.spec.kv_tokens // block_size if on_cpu else None,
+            max_batch_tokens=4096 if on_cpu else 16384,
+            max_memory_percent=None if on_cpu else self.spec.memory_fraction,
+            max_requests_per_batch=self.spec.max_concurrent,
+            return_logprobs=True,
+            per_request_processors=True,
+            use_async_batching=False,
+            use_cuda_graph=False,
+        )
+        self.manager = self.model.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=batching
+        )
+        self.manager.start()
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Sample:
+        if params.top_p < 1.0 or params.top_k:
+            raise RunError("the embedded engine samples from the whole distribution: top_p and top_k are not supported")
+        request_id = f"r{next(self.request_ids)}"
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def deliver(output: Any) -> None:
+            if not future.done():
+                future.set_result(output)
+
+        self.manager.register_result_handler(request_id, deliver)
+        accepted = self.manager.add_request(
+            list(prompt_ids),
+            request_id=request_id,
+            max_new_tokens=params.max_new_tokens,
+            eos_token_id=self.spec.stop_token_ids,
+            temperature=params.temperature or _GREEDY_TEMPERATURE,
+        )
+        if accepted is None:
+            raise RunError(f"the embedded engine has stopped: {self.manager.background_thread_status.fatal_error}")
+        try:
+            output = await future
+        except asyncio.CancelledError:
+            self.manager.cancel_request(request_id)
+            self.manager.output_router.result_handlers.pop(request_id, None)
+            raise
+        if output.error is not None:
+            raise RunError(f"the embedded engine failed: {output.error}")
+        ids = list(output.generated_tokens)
+        reason: FinishReason = "stop" if ids and ids[-1] in self.spec.stop_token_ids else "length"
+        return Sample(ids, [float(x) for x in output.logprobs], reason, self.version)
+
+    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        lengths = torch.tensor([len(s) for s in sequences])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        ids = torch.cat([torch.as_tensor(s, dtype=torch.int64) for s in sequences]).to(self.device)
+        positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(self.device)
+        with torch.no_grad():
+            hidden = self.model.base_model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                ragged=attention.Ragged.build(offsets, self.device, self.dtype),
+            ).last_hidden_state[0]
+            logprobs, _ = token_logprobs(hidden[:-1], self.model.get_output_embeddings().weight, ids[1:], temperature)
+        column = torch.cat([torch.zeros(1), logprobs.cpu()])
+        column[offsets[:-1]] = 0.0
+        return [part.tolist() for part in column.split(lengths.tolist())]
+
+    async def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            parameter = self.parameters.get(name)
+            if parameter is None or parameter.shape != tensor.shape:
+                shape = None if parameter is None else tuple(parameter.shape)
+                raise WeightSyncError(f"the trainer sent {name} {tuple(tensor.shape)}; the engine has {shape}")
+            parameter.copy_(tensor)
+            self.loaded.add(name)
+
+    async def finish_update(self, version: int) -> None:
+        missing = self.parameters.keys() - self.loaded
+        if missing:
+            raise WeightSyncError(f"{len(missing)} parameters of the engine were not sent, among them {min(missing)}")
+        self.loaded.clear()
+        self.version = version
+        # Stopping drops the KV cache. Keeping it, as the library offers, would also keep the hashes of prefixes
+        # computed with the old weights, and serve them to new requests.
+        await asyncio.to_thread(self.manager.stop, block=True, timeout=60.0)
+        self._start()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.manager.stop, block=True, timeout=10.0, hard_stop=True)
+        self.manager = None
+        gc.collect()

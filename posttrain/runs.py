@@ -1,0 +1,309 @@
+"""The run folder `<run.dir>/<run.name>/`, who owns it, and how a run is asked to stop.
+
+    config.toml      the resolved config
+    provenance.json  where each value came from
+    run.json         command, status, process, host, versions, times
+    metrics.jsonl    written by `posttrain.track`
+    checkpoints/     written by `posttrain.train.checkpoint`
+
+A folder is created whole or not at all, and one that is not a run is never deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+import tomli
+
+from posttrain import __version__
+from posttrain.errors import ConfigError
+from posttrain.presets import Resolved, dump_toml, flatten_config, flatten_tree
+from posttrain.registry import nearest
+
+Status = Literal["finished", "failed", "interrupted"]
+
+MAY_CHANGE = frozenset(
+    {
+        *("description", "run.dir", "run.resume", "run.overwrite", "run.logger"),
+        *("train.steps", "train.save_every", "train.val_every"),
+    }
+)
+"""Keys in which a resumed run may differ from the run it goes on with."""
+
+VERSIONED = ("torch", "transformers", "ray", "numpy", "pyarrow")
+
+
+class Interrupted(Exception):
+    """The user asked to stop, and the run saved itself: the same command goes on from there. The CLI exits with 130."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """An open run folder. Make one with ``RunDir.open``; end it with ``finish``."""
+
+    path: Path
+    resumed: bool
+    """True when the folder was there already: look for a checkpoint in it."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints; it may not exist yet."""
+        return self.path / "checkpoints"
+
+    @classmethod
+    def open(cls, resolved: Resolved) -> RunDir:
+        """Create the run's folder, or reopen the unfinished one of the same name and config.
+
+        Raises:
+            ConfigError: the folder exists and is finished, in use, of another config, or not a run; or it cannot be
+                created. Nothing is left behind then, and nothing is deleted.
+        """
+        run = resolved.config.run
+        if not run.name or run.name in (".", "..") or "/" in run.name:
+            raise ConfigError(f"run.name = {run.name!r} is not a folder name", hint="give one with --name NAME")
+        path = Path(run.dir) / run.name
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            _create(path, resolved)
+            return cls(path, resumed=False)
+        state = _read_state(path)
+        _check_owner(path, state)
+        if run.overwrite:
+            _create(path, resolved, replace=True)
+            return cls(path, resumed=False)
+        _check_resumable(path, state, resolved)
+        state |= {"status": "running", "resumed": _now(), **_process()}
+        _write_files(path, resolved, state)
+        return cls(path, resumed=True)
+
+    def finish(self, status: Status) -> None:
+        """Record how the run ended. After ``finished`` it cannot be resumed."""
+        state = _read_state(self.path)
+        _write_text(self.path / "run.json", _json(state | {"status": status, "ended": _now()}))
+
+
+def find_run(root: str | Path, name: str) -> Path:
+    """The folder of a run, by name; ``latest`` is the newest one with a checkpoint.
+
+    Raises:
+        ConfigError: there is no such run; the hint has the nearest name.
+    """
+    if name == "latest":
+        return latest_run(root)
+    path = Path(root) / name
+    if (path / "run.json").is_file():
+        return path
+    known = sorted(file.parent.name for file in Path(root).glob("*/run.json"))
+    close = nearest(name, known)
+    hint = f"did you mean {close!r}?" if close else f"runs there: {', '.join(known) or 'none'}"
+    raise ConfigError(f"no run {name!r} in {root}", hint=hint)
+
+
+def latest_run(root: str | Path) -> Path:
+    """The ``sft`` or ``rl`` run with the newest complete checkpoint. Raises ``ConfigError`` when there is none."""
+    found: list[tuple[float, Path]] = []
+    for marker in Path(root).glob("*/checkpoints/global_step_*/COMPLETE"):
+        path = marker.parents[2]
+        if (path / "run.json").is_file() and _read_state(path).get("command") in ("sft", "rl"):
+            found.append((marker.stat().st_mtime, path))
+    if not found:
+        raise ConfigError(f"no run with a checkpoint in {root}", hint="train one first: posttrain sft")
+    return max(found)[1]
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM as a wish first, and as an exception when that takes too long.
+
+    The first signal sets ``requested``: the loop ends after the current step and saves. ``grace_s`` seconds later, or
+    at a second signal, ``KeyboardInterrupt`` is raised in the main thread. Outside the main thread nothing is
+    installed, because Python allows handlers there only.
+    """
+
+    def __init__(self, grace_s: float = 6.0) -> None:
+        self.grace_s = grace_s
+        self.requested = False
+        self._old: dict[int, Any] = {}
+        self._timer: tuple[float, float] | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._on_signal)
+            self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            signal.setitimer(signal.ITIMER_REAL, *self._timer)
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        self._timer = signal.setitimer(signal.ITIMER_REAL, self.grace_s)
+
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+
+def _create(path: Path, resolved: Resolved, *, replace: bool = False) -> None:
+    """Write the new folder beside its place, then rename it: it is there whole or not at all."""
+    made_root = not path.parent.exists()
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        temporary.chmod(0o755)
+        _write_files(temporary, resolved, _new_state(resolved))
+        if replace:
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except OSError as error:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if made_root and path.parent.is_dir() and not any(path.parent.iterdir()):
+            path.parent.rmdir()
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot create run folder {path}: {reason}", hint="choose a place: --set run.dir=DIR"
+        ) from error
+
+
+def _write_files(path: Path, resolved: Resolved, state: dict[str, Any]) -> None:
+    _write_text(path / "config.toml", dump_toml(resolved.config))
+    _write_text(path / "provenance.json", _json(resolved.provenance))
+    _write_text(path / "run.json", _json(state))
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """run.json. A folder without one is not a run, and is never touched."""
+    file = path / "run.json"
+    if not file.is_file():
+        raise ConfigError(f"{path} exists and is not a run folder", hint="give another name with --name NAME")
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", hint="give another name with --name NAME") from error
+    if not isinstance(state, dict):
+        raise ConfigError(f"{file} does not describe a run", hint="give another name with --name NAME")
+    return state
+
+
+def _check_owner(path: Path, state: dict[str, Any]) -> None:
+    here = state.get("host") == socket.gethostname()
+    if state.get("status") != "running" or not here:
+        return
+    pid = int(state.get("pid", 0))
+    # The start time tells the owner from a later process that was given the same pid.
+    if pid > 0 and _started(pid) is not None and _started(pid) == state.get("pid_started"):
+        raise ConfigError(f"run {path} is in use by process {pid}", hint="wait for it, or give --name NAME")
+
+
+def _check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> None:
+    config = resolved.config
+    again = "--overwrite to start it again, or --name NAME for another folder"
+    if state.get("status") == "finished":
+        raise ConfigError(f"output folder exists: {path} holds a finished run", hint=again)
+    if config.run.resume == "never":
+        raise ConfigError(f"output folder exists: {path} holds an unfinished run", hint=f"--resume auto, {again}")
+    if state.get("command") != config.command:
+        raise ConfigError(f"output folder exists: {path} is a run of `posttrain {state.get('command')}`", hint=again)
+    changes = _changes(path, resolved)
+    if changes:
+        shown = "\n".join(f"  {change}" for change in changes[:5])
+        more = f"\n  and {len(changes) - 5} more" if len(changes) > 5 else ""
+        raise ConfigError(
+            f"{path} holds an unfinished run of another config:\n{shown}{more}", hint=f"give the same values, {again}"
+        )
+
+
+def _changes(path: Path, resolved: Resolved) -> list[str]:
+    """`key: old -> new` for each key that differs from the stored config, except those that may."""
+    try:
+        stored = tomli.loads((path / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path / 'config.toml'} cannot be read: {error}", hint="--overwrite or --name NAME"
+        ) from error
+    old, new = flatten_tree(stored), flatten_config(resolved.config)
+    keys = [key for key in dict.fromkeys([*old, *new]) if key not in MAY_CHANGE and old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key, 'none')!r} -> {new.get(key, 'none')!r}" for key in keys]
+
+
+def _new_state(resolved: Resolved) -> dict[str, Any]:
+    return {
+        "command": resolved.config.command,
+        "preset": resolved.preset_name,
+        "status": "running",
+        **_process(),
+        "versions": {"posttrain": __version__, "python": platform.python_version(), **_versions()},
+        "started": _now(),
+    }
+
+
+def _process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"pid": pid, "pid_started": _started(pid), "host": socket.gethostname()}
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in the system's own unit; None when it is not alive."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return None
+        try:
+            os.kill(pid, 0)  # a system without /proc
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            return "unknown"
+        return "unknown"
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found: dict[str, str] = {}
+    for package in VERSIONED:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _now() -> str:
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,104 @@
+"""What `sft`, `rl` and `generate` settle before any process starts, so that bad input is one clear message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from posttrain.config import Config
+from posttrain.errors import ConfigError, DataError
+from posttrain.models.load import ModelSource, load_config, load_tokenizer, locate
+from posttrain.runs import find_run
+from posttrain.train import checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from posttrain.rollout.episode import Environment
+    from posttrain.types import Prompt
+
+
+def check_supported(cfg: Config) -> None:
+    """Refuse settings that the config knows and this version does not do: none is ever ignored in silence.
+
+    Raises:
+        ConfigError: naming every such key.
+    """
+    refused = {
+        f"rollout.engine = {cfg.rollout.engine!r}": cfg.rollout.engine != "hf",
+        f"rollout.tensor_parallel = {cfg.rollout.tensor_parallel}": cfg.rollout.tensor_parallel > 1,
+        f"rollout.over_sample_rate = {cfg.rollout.over_sample_rate:g}": cfg.rollout.over_sample_rate > 0,
+        f"train.sequence_parallel = {cfg.train.sequence_parallel}": cfg.train.sequence_parallel > 1,
+        f"rollout.top_p = {cfg.rollout.top_p:g}": cfg.rollout.top_p < 1,
+        f"rollout.top_k = {cfg.rollout.top_k}": cfg.rollout.top_k > 0,
+        f"val.top_p = {cfg.val.top_p:g}": cfg.val.top_p < 1,
+    }
+    relevant = ("train.", "rollout.", "val.") if cfg.command == "rl" else ("train.",) if cfg.command == "sft" else ("rollout.",)
+    found = [text for text, used in refused.items() if used and text.startswith(relevant)]
+    if found:
+        raise ConfigError(
+            f"not supported by this version: {'; '.join(found)}",
+            hint="override them with --set, for example --set rollout.engine=hf --set train.sequence_parallel=1",
+        )
+
+
+def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
+    """Find the model that `model.path` names and load its tokenizer.
+
+    Raises:
+        ModelError, ConfigError: it cannot be found.
+    """
+    path = cfg.model.path
+    if path.startswith("run:"):
+        try:
+            run = find_run(cfg.run.dir, path.removeprefix("run:"))
+        except ConfigError as error:
+            raise ConfigError(
+                f"model.path = {path!r}: {error.message}",
+                hint=f"{error.hint}; train it first, or give --model PATH (builtin:tiny is the untrained tiny model)",
+            ) from error
+        path = str(checkpoint.find(run).path)
+    source = locate(path, trust_remote_code=cfg.model.trust_remote_code)
+    load_config(source)
+    return source, load_tokenizer(source)
+
+
+def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Environment:
+    """The tools, parser and chat deltas of a run's episodes. Raises ``ConfigError`` for an unknown tool."""
+    from posttrain.data.chat import ChatDeltas
+    from posttrain.models.load import stop_token_ids
+    from posttrain.rollout.episode import Environment
+    from posttrain.tools.base import TOOLS
+    from posttrain.tools.parsers import PARSERS
+
+    tools: dict[str, Any] = {}
+    for name in cfg.rollout.tools:
+        tool = TOOLS.get(name)()
+        tools[tool.name] = tool
+    schemas = [tool.schema for tool in tools.values()] or None
+    return Environment(
+        tokenizer=tokenizer,
+        stop_token_ids=frozenset(stop_token_ids(tokenizer, source)),
+        tools=tools,
+        parser=PARSERS.get(cfg.rollout.tool_format),
+        deltas=ChatDeltas(tokenizer, schemas),
+        cfg=cfg.rollout,
+    )
+
+
+def check_prompts(prompts: Sequence[Prompt], env: Environment, file: str) -> None:
+    """Render every prompt once: one that is longer than `rollout.max_prompt_tokens` is an error now, not at step 900.
+
+    Raises:
+        DataError: naming the file and the row.
+    """
+    from posttrain.data.chat import render_prompt
+
+    limit = env.cfg.max_prompt_tokens
+    for prompt in prompts:
+        length = len(render_prompt(prompt.messages, env.tokenizer, env.schemas))
+        if length > limit:
+            raise DataError(
+                f"{file}, row {prompt.index}: the prompt has {length} tokens, more than rollout.max_prompt_tokens = {limit}",
+                hint="raise rollout.max_prompt_tokens, or remove the row",
+            )

@@ -1,0 +1,126 @@
+"""The Tool protocol, the registry of tools, and function schemas made from Python functions."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Union, get_args, get_origin
+
+from posttrain.errors import ConfigError
+from posttrain.registry import Registry
+from posttrain.types import Prompt, ToolSchema
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What the model reads back. ``error`` says that the call itself was wrong or failed."""
+
+    text: str
+    error: bool = False
+
+
+class Tool(Protocol):
+    """One tool, shared by all episodes of a process; whatever belongs to one episode lives in its state.
+
+    ``name`` is the function name the model calls, which may differ from the name in the registry.
+    """
+
+    name: str
+    schema: ToolSchema
+
+    async def create(self, prompt: Prompt) -> Any:
+        """State for one episode."""
+
+    async def call(self, state: Any, arguments: dict[str, Any]) -> ToolResult:
+        """Run one call. Wrong arguments are a ``ToolResult(error=True)`` that the model can read, not an exception."""
+
+    async def reward(self, state: Any) -> float | None:
+        """The tool's own reward for the episode so far; None when it has no opinion."""
+
+    async def release(self, state: Any) -> None:
+        """Free what ``create`` took. Called exactly once per state, also after errors."""
+
+
+TOOLS: Registry[type[Tool]] = Registry("tool", {"gsm8k": "posttrain.tools.gsm8k:Gsm8kTool"})
+
+
+def function_schema(function: Callable[..., Any]) -> ToolSchema:
+    """The OpenAI function schema of a function, from its name, type hints and docstring.
+
+    The docstring's text up to ``Args:`` (or another section) becomes the description; lines ``name: text`` under
+    ``Args:`` describe the parameters. A parameter without default is required. ``self`` is left out.
+
+    Raises:
+        ConfigError: a parameter has no type hint, or one that JSON cannot express.
+    """
+    description, documented = _docstring_parts(inspect.getdoc(function) or "")
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == "self":
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name not in hints:
+            raise ConfigError(
+                f"tool {function.__name__!r}: parameter {name!r} needs a type hint and a place of its own",
+                hint="write every parameter as `name: type`, without * or **",
+            )
+        properties[name] = _json_type(hints[name], f"tool {function.__name__!r}, parameter {name!r}")
+        if name in documented:
+            properties[name]["description"] = documented[name]
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return {
+        "type": "function",
+        "function": {
+            "name": function.__name__,
+            "description": description,
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }
+
+
+_SIMPLE: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+
+
+def _json_type(hint: Any, where: str) -> dict[str, Any]:
+    """JSON schema of one type hint."""
+    if hint is Any:
+        return {}
+    if hint in _SIMPLE:
+        return {"type": _SIMPLE[hint]}
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal and len({type(value) for value in args}) == 1 and type(args[0]) in _SIMPLE:
+        return {"type": _SIMPLE[type(args[0])], "enum": list(args)}
+    if (origin or hint) is list:
+        return {"type": "array", "items": _json_type(args[0] if args else Any, where)}
+    if (origin or hint) is dict and (not args or args[0] is str):
+        values = _json_type(args[1] if args else Any, where)
+        return {"type": "object", "additionalProperties": values} if values else {"type": "object"}
+    if origin in (Union, types.UnionType):
+        options = [_json_type(arg, where) for arg in args if arg is not type(None)]
+        return options[0] if len(options) == 1 else {"anyOf": options}
+    raise ConfigError(f"{where}: type {hint!r} has no JSON schema", hint="use str, int, float, bool, list or dict")
+
+
+def _docstring_parts(doc: str) -> tuple[str, dict[str, str]]:
+    """(description, parameter descriptions) of a docstring with an optional ``Args:`` section."""
+    description: list[str] = []
+    parameters: dict[str, str] = {}
+    section = current = ""
+    for line in doc.splitlines():
+        if line.rstrip() in ("Args:", "Returns:", "Raises:", "Example:", "Examples:", "Yields:"):
+            section = line.rstrip()
+        elif not section:
+            description.append(line.strip())
+        elif section == "Args:" and line.strip():
+            name, colon, text = line.strip().partition(":")
+            if colon and line.startswith("    ") and not line.startswith("     "):
+                current = name.split(" ")[0]
+                parameters[current] = text.strip()
+            elif current:
+                parameters[current] += " " + line.strip()
+    return " ".join(part for part in description if part), parameters

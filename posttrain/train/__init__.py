@@ -1,0 +1,1 @@
+"""The trainer: one ``TrainWorker`` a process, FSDP2 over all of them."""

@@ -1,0 +1,143 @@
+"""The one vocabulary of data that flows between rooms: messages, prompts, samples, scores, trajectories.
+
+Everything here is plain Python and numpy, cheap to send between processes. Tensors start at ``posttrain.data.pack``.
+
+Shape legend: T tokens of one episode (prompt and all turns).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class FunctionCall(TypedDict):
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolCall(TypedDict, total=False):
+    """A call in the OpenAI shape: ``{"type": "function", "function": {"name", "arguments"}}``."""
+
+    id: str
+    type: str
+    function: FunctionCall
+
+
+class Message(TypedDict, total=False):
+    """One chat message. ``train`` (assistant only, default true) says whether its tokens carry loss in SFT."""
+
+    role: Role
+    content: str
+    tool_calls: list[ToolCall]
+    tool_call_id: str
+    name: str
+    train: bool
+
+
+ToolSchema = dict[str, Any]
+"""An OpenAI function schema: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of RLHF parquet, typed."""
+
+    index: int
+    """Row number in its file: the identity the loader and the logs use."""
+    messages: list[Message]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tools_kwargs(self) -> dict[str, Any]:
+        """Per-row arguments for tools, by tool name: ``{"create_kwargs": {...}, ...}``."""
+        return self.extra_info.get("tools_kwargs") or {}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one continuation is sampled. ``temperature`` 0 is greedy. The log-probabilities an engine returns are of the
+    distribution after temperature (before top-p / top-k truncation), the definition the trainer recomputes."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What an engine returns for one request: token ids in, token ids out."""
+
+    ids: list[int]
+    """Sampled ids, the end-of-turn token included when it was sampled."""
+    logprobs: list[float]
+    finish_reason: FinishReason
+    version: int
+    """Version of the weights that sampled these tokens."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A grader's verdict on one response. ``error`` set means that the grader failed: ``score`` is then meaningless
+    and ``reward.on_error`` decides what happens; it is never silently a 0."""
+
+    score: float
+    correct: bool
+    extracted: str | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+StopReason = Literal["stop", "length", "max_turns", "prompt_too_long", "deadline", "error"]
+
+
+@dataclass
+class Trajectory:
+    """One episode as the engine saw it. A failed episode is data (``error`` set), not a crash."""
+
+    prompt: Prompt
+    tokens: npt.NDArray[np.int32]
+    """[T] the prompt and every turn, exactly as fed to and sampled by the engine."""
+    loss_mask: npt.NDArray[np.bool_]
+    """[T] true where the policy sampled the token."""
+    logprobs: npt.NDArray[np.float32]
+    """[T] the engine's log-probability of each sampled token; 0 elsewhere."""
+    weight_version: npt.NDArray[np.int32]
+    """[T] version of the weights that sampled each token; -1 elsewhere."""
+    messages: list[Message]
+    """The whole conversation, the prompt's messages included, as decoded text (for people and graders)."""
+    stop_reason: StopReason
+    turns: int
+    """Assistant turns taken."""
+    tool_calls: int
+    seconds: float
+    """Wall time of the episode."""
+    prompt_length: int
+    """Tokens of the first rendered prompt."""
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    correct: bool = False
+    error: str | None = None
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt, tool results included."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def response_text(self) -> str:
+        """What graders see: the assistant's own words of every turn, never a tool's."""
+        own = self.messages[len(self.prompt.messages) :]
+        return "\n".join(m.get("content", "") for m in own if m["role"] == "assistant")

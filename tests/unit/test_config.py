@@ -1,0 +1,47 @@
+"""The config tree: what it refuses, and that every key says what it is."""
+
+import pytest
+from pydantic import ValidationError
+
+from posttrain.config import ALGO_BUNDLES, AlgoConfig, Config, algo_bundle
+from posttrain.errors import ConfigError
+
+
+def test_tree_is_frozen_and_closed() -> None:
+    config = Config(command="sft")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.run.seed = 1  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        Config.model_validate({"command": "sft", "trian": {}})
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "message"),
+    [
+        ("sft", {"cluster": {"workers": 3}, "train": {"sequence_parallel": 2}}, "does not divide"),
+        ("sft", {"cluster": {"workers": 3}, "data": {"batch_size": 32}}, "data.batch_size = 32 is not divisible by 3"),
+        ("rl", {"rollout": {"n": 1}}, "at least 2"),
+        ("rl", {"rollout": {"temperature": 0.0}}, "nothing to learn"),
+        ("rl", {"rollout": {"top_p": 0.9}}, "top_p < 1"),
+        ("rl", {"algo": {"updates_per_step": 5}, "data": {"batch_size": 8}}, "does not divide"),
+        ("rl", {"cluster": {"workers": 5}, "rollout": {"n": 8}, "data": {"batch_size": 8}}, "rollout.n = 64"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(command: str, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Config.model_validate({"command": command, **changes})
+
+
+def test_rl_batch_counts_episodes_not_prompts() -> None:
+    config = Config.model_validate(
+        {"command": "rl", "cluster": {"workers": 2}, "data": {"batch_size": 1}, "rollout": {"n": 2}}
+    )
+    assert config.data.batch_size == 1
+
+
+def test_algo_bundles_hold_only_algo_keys() -> None:
+    for name, bundle in ALGO_BUNDLES.items():
+        AlgoConfig.model_validate({"name": name, **bundle})
+    with pytest.raises(ConfigError) as caught:
+        algo_bundle("gropo")
+    assert caught.value.hint == "did you mean 'grpo'?"

@@ -1,0 +1,169 @@
+"""pass@k against brute force, and files that are not what they should be."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.errors import ConfigError, DataError, RunError
+from posttrain.evaluate import evaluate, pass_at_k, run
+from posttrain.rewards import DATA_SOURCES, GRADERS
+from posttrain.types import Score
+
+GSM = "openai/gsm8k"
+
+
+@st.composite
+def draws(draw: st.DrawFn) -> tuple[int, int, int]:
+    n = draw(st.integers(1, 9))
+    return n, draw(st.integers(0, n)), draw(st.integers(1, n))
+
+
+@given(draws())
+def test_pass_at_k_equals_brute_force(case: tuple[int, int, int]) -> None:
+    n, c, k = case
+    subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_by_hand() -> None:
+    assert pass_at_k(5, 1, 1) == pytest.approx(0.2)
+    assert pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)
+    assert pass_at_k(200, 0, 100) == 0.0
+    assert pass_at_k(200, 101, 100) == 1.0
+    for bad in ((3, 4, 1), (3, 1, 4), (3, 1, 0), (3, -1, 1)):
+        with pytest.raises(ValueError, match="needs 0 <= c <= n"):
+            pass_at_k(*bad)
+
+
+def table(folder: Path, problems: list[tuple[str, list[str]]], **more: list[Any]) -> Path:
+    """A responses file whose ground truth is always 4."""
+    columns: dict[str, Any] = {
+        "data_source": [source for source, _ in problems],
+        "reward_model": [{"style": "rule", "ground_truth": "4"} for _ in problems],
+        "responses": [responses for _, responses in problems],
+    }
+    pq.write_table(pa.table(columns | more), folder / "responses.parquet")
+    return folder / "responses.parquet"
+
+
+def test_sources_are_scored_apart_and_together(tmp_path: Path) -> None:
+    file = table(
+        tmp_path,
+        [
+            (GSM, ["#### 4", "#### 5"]),
+            (GSM, ["#### 5", "#### 5"]),
+            ("posttrain/arith", ["#### 4", "#### 4"]),
+        ],
+    )
+    report = evaluate(file, [1, 2])
+    assert report.sources[GSM]["pass@1"] == pytest.approx(0.25)
+    assert report.sources[GSM]["pass@2"] == pytest.approx(0.5)
+    assert report.sources["posttrain/arith"]["pass@1"] == 1.0
+    assert report.overall["pass@1"] == report.overall["mean@2"] == pytest.approx(0.5)
+    assert report.overall["pass@2"] == pytest.approx(2 / 3)
+    assert (report.overall["problems"], report.overall["responses"]) == (3, 6)
+
+
+@pytest.fixture
+def moody(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A data source whose grader fails on the word `hard`."""
+
+    def grade(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
+        if response == "hard":
+            raise TimeoutError("too hard")
+        return Score(float(response == ground_truth), response == ground_truth)
+
+    monkeypatch.setitem(GRADERS._entries, "moody", grade)
+    monkeypatch.setitem(DATA_SOURCES, "test/moody", "moody")
+    return "test/moody"
+
+
+def test_failures_of_graders_are_counted_and_never_zero(tmp_path: Path, moody: str) -> None:
+    file = table(tmp_path, [(moody, ["4", "hard", "5"]), (moody, ["hard", "hard", "4"])])
+    report = evaluate(file, [1, 2])
+    assert report.overall["grader_errors"] == 3
+    assert report.overall["pass@1"] == pytest.approx((1 / 2 + 1) / 2)
+    assert report.overall["pass@2"] == 1.0  # of the one problem with two graded responses
+    assert (report.overall["problems_below_1"], report.overall["problems_below_2"]) == (0, 1)
+    assert report.first_error is not None
+    assert "too hard" in report.first_error
+    with pytest.raises(RunError, match="not one response"):
+        evaluate(table(tmp_path, [(moody, ["hard"])]), [1])
+
+
+def test_failed_episodes_are_left_out(tmp_path: Path) -> None:
+    errors = pa.array([[None, "deadline", None]], pa.list_(pa.string()))
+    file = table(tmp_path, [(GSM, ["#### 4", "", "#### 5"])], errors=errors)
+    report = evaluate(file, [1])
+    assert report.overall["generation_errors"] == 1
+    assert report.overall["pass@1"] == pytest.approx(0.5)
+
+
+def test_json_table_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = table(tmp_path, [(GSM, ["#### 4", "#### 5"])])
+    run(file, [1, 2], as_json=True, out=tmp_path / "deep" / "scores.json")
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out) == json.loads((tmp_path / "deep" / "scores.json").read_text())
+    assert json.loads(out)["sources"][GSM]["pass@2"] == 1.0
+    run(file, [1, 2], as_json=False)
+    shown = capsys.readouterr().out
+    for part in (GSM, "pass@1", "50.0 %", "100.0 %"):
+        assert part in shown
+
+
+def test_k_above_n(tmp_path: Path) -> None:
+    file = table(tmp_path, [(GSM, ["a", "b"]), (GSM, ["a"])])
+    with pytest.raises(ConfigError, match="row 1 of .* has 1") as caught:
+        evaluate(file, [1, 2])
+    assert "posttrain generate --n 2" in str(caught.value.hint)
+    with pytest.raises(ConfigError, match="k >= 1"):
+        evaluate(file, [0])
+
+
+def test_unknown_data_source(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no grader for data source 'openai/gsm9k'"):
+        evaluate(table(tmp_path, [("openai/gsm9k", ["a"])]), [1])
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"responses": None}, "column 'responses' is missing"),
+        ({"responses": ["text"]}, "row 0, column 'responses' is not a list"),
+        ({"responses": [[]]}, "row 0, column 'responses' is not a list"),
+        ({"responses": [[1, 2]]}, "row 0, column 'responses' is not a list of text"),
+        ({"data_source": [3]}, "row 0, column 'data_source' is not text"),
+        ({"reward_model": ["4"]}, "row 0, column 'reward_model' is not a struct"),
+        ({"reward_model": [{"style": "rule"}]}, "row 0, column 'reward_model' is not a struct"),
+        ({"errors": [["a", "b", "c"]]}, "row 0, column 'errors' is not a list of 2"),
+        ({"extra_info": ["x"]}, "row 0, column 'extra_info' is not a struct"),
+    ],
+)
+def test_wrong_schema_names_file_row_and_column(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"data_source": [GSM], "reward_model": [{"ground_truth": "4"}], "responses": [["a", "b"]]}
+    rows = {name: values for name, values in (good | columns).items() if values is not None}
+    file = tmp_path / "r.parquet"
+    pq.write_table(pa.table(rows), file)
+    with pytest.raises(DataError) as caught:
+        evaluate(file, [1])
+    assert str(file) in caught.value.message
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        evaluate(tmp_path / "x.parquet", [1])
+    (tmp_path / "x.parquet").write_text("not parquet")
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        evaluate(tmp_path / "x.parquet", [1])
+    with pytest.raises(DataError, match="no rows"):
+        evaluate(table(tmp_path, []), [1])

@@ -1,0 +1,218 @@
+"""The gsm8k grader, the table of data sources and the grader pool (with real processes)."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from posttrain.errors import ConfigError
+from posttrain.registry import load_plugins
+from posttrain.rewards import DATA_SOURCES, GRADERS, compute_score, is_cheap
+from posttrain.rewards.grade import GradeItem, GraderPool
+from posttrain.rewards.gsm8k import extract, last_number, parse_number
+from posttrain.types import Score
+
+GRADER_FILE = """
+import os, time
+from posttrain.rewards import DATA_SOURCES, GRADERS
+from posttrain.types import Score
+
+@GRADERS.register("moody")
+def moody(response, ground_truth, extra_info):
+    if response == "hang":
+        time.sleep(60)
+    if response == "die":
+        os._exit(3)
+    if response == "raise":
+        raise ValueError("bad mood")
+    if response == "float":
+        return 1.0
+    if response == "nan":
+        return Score(float("nan"), False)
+    if response == "lambda":
+        return Score(1.0, True, parts={"f": lambda: 0})
+    if response == "print":
+        print("noise")
+    return Score(float(len(response)), True, extracted=str(os.getpid()))
+
+DATA_SOURCES["test/moody"] = "moody"
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    path = tmp_path / f"moody_{os.urandom(4).hex()}.py"
+    path.write_text(GRADER_FILE)
+    monkeypatch.setattr(GRADERS, "_entries", dict(GRADERS._entries))
+    for name in list(DATA_SOURCES):
+        monkeypatch.setitem(DATA_SOURCES, name, DATA_SOURCES[name])
+    monkeypatch.setitem(DATA_SOURCES, "test/moody", "")
+    load_plugins([str(path)])
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 8", "8"),
+        ("3+5=8.\n#### 8\n", "8"),
+        ("####8", "8"),
+        ("#### $18.00.", "18"),
+        ("#### 1,234,567.50", "1234567.5"),
+        ("#### -5", "-5"),
+        ("#### -$5", "-5"),
+        ("#### $-5", "-5"),
+        ("#### \u22123", "-3"),
+        ("#### +3", "3"),
+        ("#### 007", "7"),
+        ("#### .50", "0.5"),
+        ("#### -0.0", "0"),
+        ("#### 8 apples", "8"),
+        ("#### 25%", "25"),
+        ("#### 8 #### 9", "9"),
+        ("#### 8\n#### none", "8"),
+        ("8", None),
+        ("", None),
+        ("####", None),
+        ("####\n8", None),
+        ("### 8", None),
+        ("#### eight", None),
+        ("#### 3/4", None),
+        ("#### 1.5/4", None),
+        ("#### 1,2", None),
+        ("#### 1234,567", None),
+        ("#### 1e5", None),
+        ("#### 12:30", None),
+        ("#### 10^3", None),
+        ("#### \u0668", None),
+    ],
+)
+def test_extract(text, number):
+    assert extract(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("it is 20-12 so 8.", "8"), ("20-12", "12"), ("3 / 4 is 0.75", "0.75"), ("3/4", None), ("x", None)],
+)
+def test_last_number(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("8", 8), ("$1,000", 1000), ("#### 8", 8), ("8.0", 8), ("8 apples", 8), ("12 + 3", None), ("", None)],
+)
+def test_parse_number(text, value):
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "correct"),
+    [
+        ("#### 18.00", "18", True),
+        ("#### 1,000", "1000", True),
+        ("#### 1000", "1,000", True),
+        ("#### 18", 18, True),
+        ("#### 0.1", 0.1, True),
+        ("#### 18.01", "18", False),
+        ("#### -18", "18", False),
+        ("18", "18", False),
+    ],
+)
+def test_gsm8k_verdicts(response, truth, correct):
+    for source in ("openai/gsm8k", "posttrain/arith"):
+        score = compute_score(source, response, truth)
+        assert (score.correct, score.score, score.error) == (correct, float(correct), None)
+
+
+def test_flexible_reads_a_number_without_the_mark():
+    assert compute_score("openai/gsm8k", "so it is 18.", "18", {"method": "flexible"}).correct
+    assert not compute_score("openai/gsm8k", "so it is 18.", "18", {"method": "strict"}).correct
+
+
+def test_a_grader_that_fails_says_so():
+    assert "is not a number" in (compute_score("openai/gsm8k", "#### 8", "soon").error or "")
+    assert "unknown method" in (compute_score("openai/gsm8k", "#### 8", "8", {"method": "x"}).error or "")
+
+
+def test_a_long_hostile_response_is_graded_quickly():
+    started = time.perf_counter()
+    for text in ("#### " + "1," * 50_000, "1" * 50_000 + "/2", "$-" * 50_000, "#" * 100_000, "1,111" * 20_000):
+        compute_score("openai/gsm8k", text, "8", {"method": "flexible"})
+        compute_score("openai/gsm8k", text, "8")
+    assert time.perf_counter() - started < 2
+
+
+def test_unknown_data_source_names_the_nearest():
+    with pytest.raises(ConfigError, match="openai/gsm8") as error:
+        compute_score("openai/gsm8", "", "")
+    assert "'openai/gsm8k'" in (error.value.hint or "")
+
+
+def test_graders_that_break_the_contract(plugin):
+    assert compute_score("test/moody", "raise", "").error == "grader 'moody' raised ValueError: bad mood"
+    assert "returned float" in (compute_score("test/moody", "float", "").error or "")
+    assert "nan" in (compute_score("test/moody", "nan", "").error or "")
+    assert not is_cheap("test/moody") and is_cheap("openai/gsm8k")
+
+
+def test_cheap_graders_start_no_process():
+    with GraderPool(workers=2) as pool:
+        items = [GradeItem("openai/gsm8k", f"#### {i}", "3") for i in range(6)]
+        scores = asyncio.run(pool.grade(items))
+        assert [s.correct for s in scores] == [i == 3 for i in range(6)]
+        assert all(grader._process is None for grader in pool._graders)
+
+
+def test_stuck_and_dying_graders_cost_their_own_item_only(plugin, capfd):
+    responses = ["a", "hang", "bb", "die", "ccc", "raise", "lambda", "print", "dddd"]
+    items = [GradeItem("test/moody", response, None) for response in responses]
+    items.insert(4, GradeItem("openai/gsm8k", "#### 8", "8"))
+    with GraderPool(workers=2, deadline_s=1.0, plugins=[plugin]) as pool:
+        scores = dict(zip([i.response for i in items], asyncio.run(pool.grade(items)), strict=True))
+        pids = [grader._process.pid for grader in pool._graders if grader._process]
+    assert [scores[r].score for r in ("a", "bb", "ccc", "dddd", "print", "#### 8")] == [1.0, 2.0, 3.0, 4.0, 5.0, 1.0]
+    assert scores["hang"].error == "timed out after 1 s"
+    assert scores["die"].error == "the grader process died (exit code 3)"
+    assert "bad mood" in (scores["raise"].error or "")
+    assert "cannot be sent" in (scores["lambda"].error or "")
+    assert int(scores["a"].extracted) != os.getpid()
+    assert capfd.readouterr().out == ""  # stdout belongs to the command's data
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_no_workers_means_in_process(plugin):
+    with GraderPool(workers=0) as pool:
+        (score,) = asyncio.run(pool.grade([GradeItem("test/moody", "a", None)]))
+    assert score == Score(1.0, True, extracted=str(os.getpid()))
+
+
+def test_close_ends_a_stuck_grader(plugin):
+    async def close_meanwhile() -> float:
+        pool = GraderPool(workers=1, deadline_s=50, plugins=[plugin])
+        await pool.grade([GradeItem("test/moody", "a", None)])
+        stuck = asyncio.create_task(pool.grade([GradeItem("test/moody", "hang", None)]))
+        await asyncio.sleep(0.2)
+        started = time.perf_counter()
+        await asyncio.to_thread(pool.close)
+        (score,) = await stuck
+        assert score.error
+        with pytest.raises(RuntimeError, match="closed"):
+            await pool.grade([])
+        return time.perf_counter() - started
+
+    assert asyncio.run(close_meanwhile()) < 5
+
+
+def test_unknown_source_and_broken_plugin(plugin, tmp_path):
+    with GraderPool(workers=0) as pool, pytest.raises(ConfigError):
+        asyncio.run(pool.grade([GradeItem("no/such", "", "")]))
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0")
+    with GraderPool(workers=1, plugins=[str(broken)]) as pool:
+        (score,) = asyncio.run(pool.grade([GradeItem("test/moody", "a", None)]))
+    assert "division by zero" in (score.error or "")

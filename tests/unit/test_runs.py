@@ -1,0 +1,206 @@
+"""The run folder: who may open it, what is kept, and how a run is asked to stop."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import tomli
+
+from posttrain.config import Config
+from posttrain.errors import ConfigError
+from posttrain.presets import Resolved, resolve
+from posttrain.runs import RunDir, StopSignal, find_run, latest_run
+
+
+def make(root: Path, *sets: str, name: str = "a") -> Resolved:
+    return resolve("sft", "tiny-multiturn", [f'run.dir="{root}"', *sets], {"run.name": name})
+
+
+def abandoned(root: Path, *sets: str, name: str = "a") -> RunDir:
+    """An unfinished run whose process is gone."""
+    run = RunDir.open(make(root, *sets, name=name))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    state = json.loads((run.path / "run.json").read_text())
+    (run.path / "run.json").write_text(json.dumps(state | {"pid": gone.pid}))
+    return run
+
+
+def state(run: RunDir) -> dict[str, object]:
+    loaded: dict[str, object] = json.loads((run.path / "run.json").read_text())
+    return loaded
+
+
+def test_new_run_holds_its_config_and_origin(tmp_path: Path) -> None:
+    resolved = make(tmp_path / "runs")
+    run = RunDir.open(resolved)
+    assert not run.resumed
+    assert Config.model_validate(tomli.loads((run.path / "config.toml").read_text())) == resolved.config
+    assert json.loads((run.path / "provenance.json").read_text())["run.name"] == "flag --name"
+    written = state(run)
+    assert (written["command"], written["status"], written["pid"]) == ("sft", "running", os.getpid())
+    assert set(written["versions"]) >= {"posttrain", "python", "torch"}  # type: ignore[call-overload]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a"]
+    run.finish("finished")
+    assert state(run)["status"] == "finished"
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    assert not RunDir.open(make(tmp_path)).resumed
+
+
+def test_finished_run_is_kept_until_overwrite(tmp_path: Path) -> None:
+    first = RunDir.open(make(tmp_path))
+    first.finish("finished")
+    (first.path / "result").write_text("precious")
+    with pytest.raises(ConfigError, match="output folder exists") as caught:
+        RunDir.open(make(tmp_path))
+    assert "--overwrite" in str(caught.value.hint)
+    assert "--name" in str(caught.value.hint)
+    assert (first.path / "result").exists()
+    again = RunDir.open(make(tmp_path, "run.overwrite=true"))
+    assert not again.resumed
+    assert not (again.path / "result").exists()
+
+
+def test_unfinished_run_is_resumed_with_what_may_change(tmp_path: Path) -> None:
+    first = abandoned(tmp_path, "train.steps=10")
+    (first.path / "metrics.jsonl").write_text("kept")
+    again = RunDir.open(make(tmp_path, "train.steps=20", "train.save_every=5", 'run.logger=["jsonl"]'))
+    assert again.resumed
+    assert (again.path / "metrics.jsonl").read_text() == "kept"
+    assert tomli.loads((again.path / "config.toml").read_text())["train"]["steps"] == 20
+    assert (state(again)["status"], state(again)["pid"]) == ("running", os.getpid())
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed"])
+def test_a_run_that_ended_early_is_resumed(tmp_path: Path, status: str) -> None:
+    RunDir.open(make(tmp_path)).finish(status)  # type: ignore[arg-type]
+    assert RunDir.open(make(tmp_path)).resumed
+
+
+def test_other_config_is_refused_key_by_key(tmp_path: Path) -> None:
+    first = abandoned(tmp_path)
+    before = (first.path / "config.toml").read_text()
+    with pytest.raises(ConfigError) as caught:
+        RunDir.open(make(tmp_path, "train.optim.lr=0.5", "model.path=other"))
+    assert caught.value.message.splitlines()[1:] == [
+        "  model.path: 'builtin:tiny' -> 'other'",
+        "  train.optim.lr: 0.002 -> 0.5",
+    ]
+    assert (first.path / "config.toml").read_text() == before
+    many = [f"train.optim.{key}=0.5" for key in ("lr", "eps", "weight_decay", "warmup_ratio", "min_lr_ratio")]
+    with pytest.raises(ConfigError, match="and 2 more"):
+        RunDir.open(make(tmp_path, *many, "run.seed=7", "data.shuffle=false"))
+
+
+def test_resume_never(tmp_path: Path) -> None:
+    abandoned(tmp_path)
+    with pytest.raises(ConfigError, match="unfinished run"):
+        RunDir.open(make(tmp_path, "run.resume=never"))
+
+
+@pytest.mark.parametrize("overwrite", ["false", "true"])
+def test_a_live_process_keeps_its_run(tmp_path: Path, overwrite: str) -> None:
+    RunDir.open(make(tmp_path))  # this very process
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        RunDir.open(make(tmp_path, f"run.overwrite={overwrite}"))
+
+
+def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
+    run = RunDir.open(make(tmp_path))
+    (run.path / "run.json").write_text(json.dumps(state(run) | {"pid_started": "1"}))
+    assert RunDir.open(make(tmp_path)).resumed
+
+
+@pytest.mark.parametrize("overwrite", ["false", "true"])
+def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path, overwrite: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="not a run folder"):
+        RunDir.open(make(tmp_path, f"run.overwrite={overwrite}"))
+    assert (tmp_path / "a" / "thesis.tex").read_text() == "years of work"
+
+
+def test_creation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot create run folder"):
+        RunDir.open(make(tmp_path / "file"))
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("posttrain.runs.os.replace", full_disk)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        RunDir.open(make(tmp_path / "runs"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b"])
+def test_names_that_are_no_folder_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="not a folder name"):
+        RunDir.open(make(tmp_path, name=name))
+
+
+def test_find_run_and_latest(tmp_path: Path) -> None:
+    for age, name in enumerate(("new", "old")):
+        marker = RunDir.open(make(tmp_path, name=name)).checkpoints / "global_step_3" / "COMPLETE"
+        marker.parent.mkdir(parents=True)
+        marker.write_text("{}")
+        os.utime(marker, (1e9 - age, 1e9 - age))
+    newest_without = RunDir.open(make(tmp_path, name="untrained"))
+    assert find_run(tmp_path, "old") == tmp_path / "old"
+    assert latest_run(tmp_path) == find_run(tmp_path, "latest") == tmp_path / "new"
+    with pytest.raises(ConfigError) as caught:
+        find_run(tmp_path, "untraind")
+    assert caught.value.hint == "did you mean 'untrained'?"
+    assert not newest_without.checkpoints.exists()
+    with pytest.raises(ConfigError, match="no run with a checkpoint"):
+        latest_run(tmp_path / "old")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_is_a_wish_and_the_second_an_exception(number: signal.Signals) -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    with pytest.raises(KeyboardInterrupt), StopSignal(grace_s=60) as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        os.kill(os.getpid(), number)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)] == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] < 59
+
+
+def test_patience_ends() -> None:
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), StopSignal(grace_s=0.2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+    assert 0.15 < time.monotonic() - start < 5
+
+
+def test_a_loop_that_stops_in_time_is_left_alone() -> None:
+    with StopSignal(grace_s=0.2) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.requested
+    time.sleep(0.4)  # the alarm was taken back
+
+
+def test_other_threads_may_use_it() -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        with StopSignal() as stop:
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]

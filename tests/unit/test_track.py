@@ -1,0 +1,118 @@
+"""metrics.jsonl, phase timings, and what the console shows."""
+
+import io
+import json
+import math
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from posttrain.track import Tracker, truncate_metrics
+from posttrain.track.console import LivePanel, Progress, clock, sparkline
+
+
+def rows(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_lines_and_timings(tmp_path: Path) -> None:
+    with Tracker(tmp_path, "t", 2, ["jsonl"]) as tracker:
+        for _ in range(2):
+            with tracker.phase("gen"):
+                time.sleep(0.02)
+        with tracker.phase("update"), tracker.phase("inner"):
+            time.sleep(0.01)
+        tracker.log(1, {"train/loss": np.float32(0.5), "n": 3})  # type: ignore[dict-item]
+        tracker.log(2, {"train/loss": 0.25})
+        first = rows(tmp_path)[0]  # flushed while the run goes on
+    first, second = rows(tmp_path)
+    assert (first["step"], first["train/loss"], first["n"]) == (1, 0.5, 3)
+    assert first["timing_s/gen"] >= 0.04  # both visits
+    assert first["timing_s/update"] >= first["timing_s/inner"] >= 0.01
+    assert first["timing_s/step"] >= first["timing_s/gen"] + first["timing_s/update"]
+    assert "timing_s/gen" not in second
+    assert second["time"] == pytest.approx(time.time(), abs=60)
+
+
+def test_a_phase_that_fails_is_timed_and_left(tmp_path: Path) -> None:
+    with Tracker(tmp_path, "t", 1, ["jsonl"]) as tracker:
+        with pytest.raises(ValueError, match="boom"), tracker.phase("gen"):
+            raise ValueError("boom")
+        tracker.log(1, {})
+    assert rows(tmp_path)[0]["timing_s/gen"] >= 0
+
+
+def test_nan_stays_readable_json(tmp_path: Path) -> None:
+    with Tracker(tmp_path, "t", 1, ["jsonl"]) as tracker:
+        tracker.log(1, {"a": math.nan, "b": math.inf})
+    row = rows(tmp_path)[0]
+    assert math.isnan(float(row["a"]))
+    assert float(row["b"]) == math.inf
+
+
+def test_resume_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
+    with Tracker(tmp_path, "t", 5, ["jsonl"]) as tracker:
+        for step in (1, 2, 3, 4):
+            tracker.log(step, {})
+    file = tmp_path / "metrics.jsonl"
+    with file.open("a") as torn:
+        torn.write('{"step": 1, "ti')
+    truncate_metrics(file, 3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    with Tracker(tmp_path, "t", 5, ["jsonl"]) as tracker:
+        tracker.log(3, {})
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    truncate_metrics(tmp_path / "missing.jsonl", 1)
+    assert not (tmp_path / "missing.jsonl").exists()
+
+
+def test_plain_lines_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(tmp_path, "t", 4, ["console"]) as tracker:
+        tracker.note("resuming at step 1")
+        with tracker.phase("gen"):
+            pass
+        tracker.log(1, {"critic/score/mean": 0.5, "actor/pg_loss": -0.01, "perf/throughput": 1234.5, "other": 1.0})
+    out, err = capsys.readouterr()
+    note, line = err.splitlines()
+    assert out == ""
+    assert note == "resuming at step 1"
+    assert line.startswith("step 1/4  reward 0.500  loss -0.0100  tokens/s 1234")
+    assert "(gen 0.0)" in line
+    assert "eta 0:0" in line
+    assert "other" not in line
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_no_logger_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(None, "t", None, ["jsonl"]) as tracker:
+        tracker.note("hello")
+        tracker.log(1, {})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_panel_shows_the_run() -> None:
+    stream = io.StringIO()
+    panel = LivePanel(Progress("rl tiny", 10), Console(file=stream, force_terminal=True, width=100, color_system=None))
+    panel.phase("gen")
+    for step, reward in ((1, 0.0), (2, 0.5), (3, 1.0)):
+        values = {"critic/score/mean": reward, "actor/grad_norm": 0.25, "val-core/x": 0.125, "timing_s/step": 2.0}
+        panel.step(step, values)
+    panel.note("[saved] step 3")
+    panel.close()
+    panel.close()
+    text = stream.getvalue()
+    for part in ("rl tiny", "3/10", "eta 0:14", "gen 0:00", "1.000", "0.250", "0.125", "▁▅█", "[saved] step 3"):
+        assert part in text
+
+
+def test_sparkline_and_clock() -> None:
+    assert sparkline(deque([0.0, 1.0])) == "▁█"
+    assert sparkline(deque([2.0, 2.0])) == "▁▁"
+    assert sparkline(deque([0.0, math.nan, 1.0])) == "▁ █"
+    assert sparkline(deque([math.inf])) == ""
+    assert [clock(s) for s in (0, 61, 3661)] == ["0:00", "1:01", "1:01:01"]
