@@ -47,6 +47,10 @@ ResumeOption = Annotated[
 ]
 StepsOption = Annotated[int | None, typer.Option("--steps", help="train.steps")]
 WorkersOption = Annotated[int | None, typer.Option("--workers", help="Training workers (cluster.workers).")]
+PluginOption = Annotated[
+    list[str] | None,
+    typer.Option("--plugin", metavar="FILE", help="Import your own data sets and graders; repeatable."),
+]
 ToolsOption = Annotated[str | None, typer.Option("--tools", help="Tools, separated by commas (rollout.tools).")]
 
 
@@ -101,12 +105,15 @@ def prep(
     seed: Annotated[int, typer.Option(help="Seed of generated data.")] = 0,
     train_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: rows to train on.")] = None,
     test_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: held-out rows.")] = None,
+    plugin: PluginOption = None,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Turn raw data into checked parquet."""
     from posttrain import prep
     from posttrain.datasets import DATASETS
+    from posttrain.registry import load_plugins
 
+    load_plugins(plugin or [])
     if list_:
         for known in DATASETS.names():
             typer.echo(known)
@@ -191,16 +198,15 @@ def generate(
     tools: ToolsOption = None,
     seed: SeedOption = None,
     overwrite: OverwriteOption = False,
-    resume: ResumeOption = None,
 ) -> None:
     """Sample responses to a parquet of prompts."""
-    flags = _run_flags(name, model, seed, overwrite, resume)
+    flags = _run_flags(name, model, seed, overwrite)
     flags |= {"generate.data": data, "generate.out": out, "generate.limit": limit, "rollout.n": n}
     flags |= {"rollout.temperature": temperature, "rollout.tools": _tools(tools)}
     resolved = _resolve("generate", preset, set_, flags)
     from posttrain import generate
 
-    generate.run(resolved)
+    typer.echo(generate.run(resolved))
 
 
 @app.command("eval")
@@ -210,15 +216,18 @@ def evaluate(
     pass_at: Annotated[str, typer.Option("--pass-at", help="k of pass@k, separated by commas.")] = "1",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    plugin: PluginOption = None,
 ) -> None:
     """Grade responses: pass@k by data source."""
     from posttrain import evaluate
+    from posttrain.registry import load_plugins
 
     try:
         ks = [int(k) for k in pass_at.split(",")]
     except ValueError:
         raise ConfigError(f"--pass-at {pass_at!r} is not a list of whole numbers", hint="--pass-at 1,5") from None
-    resolved = resolve("eval", flags={"eval.pass_at": ks})
+    resolved = resolve("eval", flags={"eval.pass_at": ks, "plugins": plugin})
+    load_plugins(resolved.config.plugins)
     if file is None:
         file = evaluate.newest_responses()
         typer.echo(f"evaluating {file}", err=True)
@@ -293,7 +302,7 @@ def _resolve(
 
 
 def _run_flags(
-    name: str | None, model: str | None, seed: int | None, overwrite: bool, resume: str | None
+    name: str | None, model: str | None, seed: int | None, overwrite: bool, resume: str | None = None
 ) -> dict[str, Any]:
     return {
         "run.name": name,

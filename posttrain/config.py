@@ -69,11 +69,15 @@ class OptimConfig(Section):
     """AdamW and its schedule."""
 
     lr: Annotated[float, Field(ge=0.0)] = 1e-5
+    """Learning rate after warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and the second moment."""
     eps: float = 1e-8
+    """Added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
     """Applied to matrices only, not to norms, biases and embeddings."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """How the rate falls after warm-up."""
     warmup_ratio: Fraction = 0.0
     """Share of all steps spent raising the rate from 0."""
     min_lr_ratio: Fraction = 0.0
@@ -88,11 +92,11 @@ class TrainConfig(Section):
     epochs: PositiveInt = 1
     """Passes over the data; `steps` ends a run earlier."""
     steps: PositiveInt | None = None
-    """Optimizer steps (SFT) or RL steps; None: `epochs` decides."""
+    """Optimizer steps (SFT) or RL steps; none: `epochs` decides."""
     tokens_per_microbatch: PositiveInt = 16384
     """Most tokens a worker runs through the model at once. Any value gives the same gradient."""
     sequences_per_microbatch: PositiveInt | None = None
-    """Most sequences at once, besides the token budget; None: no limit."""
+    """Most sequences at once, besides the token budget; none: no limit."""
     sequence_parallel: PositiveInt = 1
     """Workers that share one sequence (Ulysses)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -102,9 +106,9 @@ class TrainConfig(Section):
     offload: bool = False
     """Keep parameters and optimizer state in host memory while the samplers run."""
     val_every: PositiveInt | None = None
-    """Steps between validations; None: only after the last step."""
+    """Steps between validations; none: only after the last step."""
     save_every: PositiveInt | None = None
-    """Steps between checkpoints; None: only after the last step."""
+    """Steps between checkpoints; none: only after the last step."""
     optim: OptimConfig = OptimConfig()
 
 
@@ -112,17 +116,23 @@ class AlgoConfig(Section):
     """The RL algorithm. `--algo NAME` sets a coherent bundle; each field stays open to `--set`."""
 
     name: str = "grpo"
+    """Which bundle the other fields start from."""
     advantage: Literal["grpo"] = "grpo"
+    """From one reward an episode to its advantage: relative to the episodes of the same prompt."""
     normalize_by_std: bool = True
     """Divide group-relative rewards by their standard deviation (GRPO) or not (Dr. GRPO)."""
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """The ratio to the old policy counts no lower than 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0.0)] = 0.2
+    """The ratio to the old policy counts no higher than 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Lower bound c of the objective for negative advantages (dual-clip PPO); None: off."""
+    """Lower bound c of the objective for negative advantages (dual-clip PPO); none: off."""
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    """How losses of tokens become one number; see docs/architecture.md."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the KL loss to the reference model; 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "low_var_kl"] = "low_var_kl"
+    """How the KL is estimated from the sampled tokens (Schulman 2020); low_var_kl is k3."""
     updates_per_step: PositiveInt = 1
     """Optimizer steps made from one batch of trajectories; above 1 the clip acts on stale log-probabilities."""
 
@@ -131,12 +141,15 @@ class RolloutConfig(Section):
     """How episodes are sampled."""
 
     engine: Literal["hf", "sglang", "vllm"] = "hf"
+    """What samples. hf is the embedded engine: transformers' continuous batching."""
     n: PositiveInt = 8
     """Episodes per prompt."""
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """Of sampling; the trainer computes log-probabilities at the same one. 0 is greedy (`generate` only)."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the smallest set of tokens with this probability; 1: from all."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """0: no limit."""
+    """Sample from this many most likely tokens; 0: from all."""
     max_prompt_tokens: PositiveInt = 1024
     """A prompt longer than this is an error before the first step."""
     max_response_tokens: PositiveInt = 1024
@@ -162,6 +175,7 @@ class RolloutConfig(Section):
     max_concurrent: PositiveInt = 256
     """Requests an engine runs at once."""
     tool_deadline_s: Annotated[float, Field(gt=0.0)] = 30.0
+    """A tool call that takes longer becomes an error that the model can read."""
     episode_deadline_s: Annotated[float, Field(gt=0.0)] = 600.0
     """An episode that takes longer ends with stop reason `deadline`."""
 
@@ -170,8 +184,11 @@ class ValConfig(Section):
     """Validation sampling during `rl`."""
 
     n: PositiveInt = 1
+    """Episodes per prompt."""
     temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """Of sampling; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """As `rollout.top_p`."""
     limit: PositiveInt | None = None
     """Only the first so many rows of `data.val`."""
 
@@ -189,17 +206,18 @@ class ClusterConfig(Section):
     workers: PositiveInt = 1
     """Training workers (one GPU each, where there are GPUs)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs where Ray sees any, else the CPU."""
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated: trainers and samplers take turns on the same GPUs. separate: each has its own."""
     address: str | None = None
-    """Address of a running Ray cluster; None: start one here."""
+    """Address of a running Ray cluster; none: start one here."""
     start_deadline_s: Annotated[float, Field(gt=0.0)] = 300.0
     """Longest wait for workers to come up."""
     step_deadline_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """Longest wait for one call to a worker."""
     sync_tolerance: Annotated[float, Field(gt=0.0)] | None = None
     """Largest mean |log-probability difference| between trainer and engine after a weight update;
-    None: 1e-3 in float32, 0.1 in bfloat16."""
+    none: 1e-3 in float32, 0.1 in bfloat16."""
 
 
 class CheckpointConfig(Section):
@@ -233,7 +251,9 @@ class Config(Section):
     """One run of one command."""
 
     command: Command
+    """What the preset is for."""
     description: str = ""
+    """One line for `posttrain presets`."""
     plugins: list[str] = []
     """User files or modules imported in every process before names are looked up."""
     run: RunConfig = RunConfig()

@@ -229,25 +229,31 @@ def _print_table(report: Report, pass_at: Sequence[int]) -> None:
 
     scores = [*(f"pass@{k}" for k in dict.fromkeys(pass_at)), f"mean@{report.n}"]
     table = Table(title=report.file, title_justify="left")
-    table.add_column("data source")
-    for name in ("problems", "responses", *scores, "grader errors", "generation errors"):
+    table.add_column("data source", no_wrap=True)
+    for name in ("problems", *scores):
         table.add_column(name, justify="right")
     rows = [*report.sources.items()]
     if len(rows) > 1:
         rows.append(("all", report.overall))
     for source, numbers in rows:
         percents = ["-" if (v := numbers[name]) is None else f"{100 * v:.1f} %" for name in scores]
-        counts = [str(numbers[name]) for name in ("problems", "responses")]
-        errors = [str(numbers[name]) for name in ("grader_errors", "generation_errors")]
-        table.add_row(source, *counts, *percents, *errors)
+        table.add_row(source, str(numbers["problems"]), *percents)
     console = Console()
     console.print(table)
-    below = {k: report.overall[f"problems_below_{k}"] for k in dict.fromkeys(pass_at)}
-    for k, count in below.items():
-        if count:
-            console.print(f"pass@{k} leaves out {count} problems with fewer than {k} graded responses")
-    if report.first_error is not None:
-        console.print(f"first grader error: {report.first_error}", markup=False, highlight=False)
+    for line in _left_out(report, pass_at):
+        console.print(line, markup=False, highlight=False)
+
+
+def _left_out(report: Report, pass_at: Sequence[int]) -> Iterator[str]:
+    """One line for each reason why a response or a problem does not count."""
+    numbers = report.overall
+    if numbers["generation_errors"]:
+        yield f"{numbers['generation_errors']} responses left out: their episodes failed"
+    if numbers["grader_errors"]:
+        yield f"{numbers['grader_errors']} responses left out: their grader failed, first at {report.first_error}"
+    for k in dict.fromkeys(pass_at):
+        if count := numbers[f"problems_below_{k}"]:
+            yield f"{count} problems left out of pass@{k}: fewer than {k} graded responses"
 
 
 def _write(path: Path, text: str) -> None:

@@ -39,6 +39,7 @@ FLAGS = {
     "eval.pass_at": "--pass-at",
     "generate.data": "--data",
     "model.path": "--model",
+    "plugins": "--plugin",
     "val.n": "--val-n",
 }
 """Flags that are not called after the last part of their key."""

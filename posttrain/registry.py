@@ -11,6 +11,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -62,31 +63,44 @@ class Registry(Generic[T]):
             module, _, attribute = entry.partition(":")
             entry = getattr(importlib.import_module(module), attribute)
             self._entries[name] = entry
-        return entry  # type: ignore[return-value]
+        return entry
 
 
 def load_plugins(paths: Iterable[str]) -> None:
     """Import each user file (``my_task.py``) or module (``my_package.task``) once in this process.
 
     Raises:
-        ConfigError: the file does not exist, or raises while it is imported.
+        ConfigError: there is no such file or module, or it raises while it is imported.
     """
     for path in paths:
-        file = Path(path)
-        if file.suffix != ".py":
-            importlib.import_module(path)
-            continue
-        if not file.is_file():
-            raise ConfigError(f"plugin file not found: {path}", hint="`plugins` are paths relative to where you run")
-        name = f"posttrain_plugin_{file.resolve().stem}"
-        if name in sys.modules:
-            continue
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
         try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            raise ConfigError(f"plugin {path} failed to import: {type(error).__name__}: {error}") from error
+            if path.endswith(".py"):
+                _import_file(Path(path))
+            else:
+                importlib.import_module(path)
+        except Exception as error:  # whatever a user's file raises
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"plugin {path} failed to import: {type(error).__name__}: {error}",
+                hint="a plugin is the path of a .py file, or a module that Python can import",
+            ) from error
+
+
+def _import_file(file: Path) -> None:
+    if not file.is_file():
+        raise ConfigError(f"plugin file not found: {file}", hint="plugins are paths relative to where you run")
+    # Files of the same name in different folders are different modules.
+    name = f"posttrain_plugin_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

@@ -6,10 +6,9 @@ The loop in ``_train`` is the algorithm; everything else on this page prepares i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -64,7 +63,9 @@ def run(resolved: Resolved) -> Path:
     folder = RunDir.open(resolved)
     title = f"rl {cfg.run.name}"
     with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker:
-        tracker.note(f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps")
+        tracker.note(
+            f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
+        )
         training = TrainingRun(cfg, folder, source, tracker, stop, steps)
         asyncio.run(_train(training, prompts, val, env))
     return folder.path
@@ -84,11 +85,18 @@ async def _train(run: TrainingRun, prompts: Sequence[Prompt], val: Sequence[Prom
                 ref = await cluster.trainer("reference", run.source, temperature=temperature, trainable=False)
             samplers = await cluster.samplers(run.source, sorted(env.stop_token_ids))
             source = TrajectorySource(samplers, env, GraderPool(plugins=cfg.plugins), cfg.reward)
-        tracker.note(f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}")
+        tracker.note(
+            f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
+        )
 
         async def sync(version: int, canary: Sequence[Sequence[int]]) -> dict[str, float]:
             return await publish(
-                actor, samplers, version=version, canary=canary, temperature=temperature, tolerance=cluster.sync_tolerance
+                actor,
+                samplers,
+                version=version,
+                canary=canary,
+                temperature=temperature,
+                tolerance=cluster.sync_tolerance,
             )
 
         if (state := await run.resume(actor)) is not None:
@@ -142,13 +150,11 @@ def make_batch(
     if not kept:
         errors = {t.error for group in groups for t in group if t.error}
         raise RunError(f"no episode of this step can be trained on: {'; '.join(sorted(errors)[:3]) or 'all are empty'}")
-    batch = PackedBatch.from_sequences([t.tokens for t in kept], [t.loss_mask for t in kept])  # type: ignore[arg-type]
+    batch = PackedBatch.from_sequences([t.tokens for t in kept], [t.loss_mask for t in kept])
     batch.rollout_logprobs = torch.cat([torch.from_numpy(t.logprobs) for t in kept])
     rewards = torch.tensor([t.reward for t in kept])
     group_of = {id(t): g for g, group in enumerate(groups) for t in group}
-    advantages = grpo(
-        rewards, torch.tensor([group_of[id(t)] for t in kept]), normalize_by_std=algo.normalize_by_std
-    )
+    advantages = grpo(rewards, torch.tensor([group_of[id(t)] for t in kept]), normalize_by_std=algo.normalize_by_std)
     batch.advantages = advantages.repeat_interleave(batch.cu_seqlens.diff().long())
     batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, algo.loss_agg)
     metrics = {
@@ -202,7 +208,7 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], stats: RolloutStats)
     }
 
 
-def _share(episodes: Sequence[Trajectory], test: Any) -> float:
+def _share(episodes: Sequence[Trajectory], test: Callable[[Trajectory], bool]) -> float:
     return sum(map(test, episodes)) / max(1, len(episodes))
 
 

@@ -52,7 +52,9 @@ def run(resolved: Resolved) -> Path:
     with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker:
         tracker.note(f"{len(train):,} conversations, {sum(len(c.ids) for c in train):,} tokens, {steps} steps")
         if dropped:
-            tracker.note(f"{dropped} conversations are longer than data.max_length (truncation = {cfg.data.truncation})")
+            tracker.note(
+                f"{dropped} conversations are longer than data.max_length (truncation = {cfg.data.truncation})"
+            )
         training = TrainingRun(cfg, folder, source, tracker, stop, steps)
         asyncio.run(_train(training, train, val))
     return folder.path
@@ -64,7 +66,9 @@ async def _train(run: TrainingRun, train: Sequence[RenderedChat], val: Sequence[
     async with Cluster(cfg) as cluster:
         with tracker.phase("start"):
             actor = await cluster.trainer("actor", run.source, total_steps=run.total_steps)
-        tracker.note(f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}")
+        tracker.note(
+            f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
+        )
         if (state := await run.resume(actor)) is not None:
             order.restore(state)
         for step in run.steps():
@@ -127,7 +131,7 @@ def load_chats(path: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> tu
             too_long += 1
             if how == "error":
                 raise DataError(
-                    f"{path}, row {i}: the conversation has {len(chat.ids)} tokens, more than data.max_length = {limit}",
+                    f"{path}, row {i}: the conversation has {len(chat.ids)} tokens, data.max_length is {limit}",
                     hint='raise data.max_length, or set data.truncation to "drop", "left" or "right"',
                 )
             if how == "drop":

@@ -33,7 +33,7 @@ def check_supported(cfg: Config) -> None:
         f"rollout.top_k = {cfg.rollout.top_k}": cfg.rollout.top_k > 0,
         f"val.top_p = {cfg.val.top_p:g}": cfg.val.top_p < 1,
     }
-    relevant = ("train.", "rollout.", "val.") if cfg.command == "rl" else ("train.",) if cfg.command == "sft" else ("rollout.",)
+    relevant = {"sft": ("train.",), "generate": ("rollout.",)}.get(cfg.command, ("train.", "rollout.", "val."))
     found = [text for text, used in refused.items() if used and text.startswith(relevant)]
     if found:
         raise ConfigError(
@@ -99,6 +99,6 @@ def check_prompts(prompts: Sequence[Prompt], env: Environment, file: str) -> Non
         length = len(render_prompt(prompt.messages, env.tokenizer, env.schemas))
         if length > limit:
             raise DataError(
-                f"{file}, row {prompt.index}: the prompt has {length} tokens, more than rollout.max_prompt_tokens = {limit}",
+                f"{file}, row {prompt.index}: the prompt has {length} tokens, rollout.max_prompt_tokens is {limit}",
                 hint="raise rollout.max_prompt_tokens, or remove the row",
             )

@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Any
 from posttrain.config import Config
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource
-from posttrain.runs import RunDir, StopSignal
+from posttrain.runs import Interrupted, RunDir, StopSignal
 from posttrain.track.metrics import truncate_metrics
 from posttrain.train import checkpoint
 
 if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
     from posttrain.track.tracker import Tracker
-
-
-class Interrupted(Exception):
-    """The user asked to stop; the run is saved and can be resumed."""
 
 
 @dataclass

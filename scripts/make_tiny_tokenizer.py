@@ -15,6 +15,7 @@ import argparse
 import ast
 import json
 import os
+import platform
 import re
 import sys
 import sysconfig
@@ -26,7 +27,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from posttrain.datasets.arith import Arith
 from posttrain.types import Message
 
-PYTHON = "3.11"
+PYTHON = "3.11.7"
 VOCAB = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>")
@@ -123,7 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the shipped files; write nothing")
     args = parser.parse_args()
-    if not sys.version.startswith(PYTHON + "."):
+    if platform.python_version() != PYTHON:
         print(f"warning: the shipped files were made with Python {PYTHON}", file=sys.stderr)
     changed = False
     for name, text in files(train()).items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,7 +16,7 @@ async def gather(refs: Sequence[Any], names: Sequence[str], what: str, deadline_
 
     Raises:
         DeadlineError: some did not answer in time; the message names them.
-        WorkerError: one died or raised; the message names it and shows the end of its log.
+        WorkerError: one died or raised; the message names it and shows the end of its traceback.
         PosttrainError: one raised an error with a message of ours, which is passed on.
     """
     futures = [asyncio.wrap_future(ref.future()) for ref in refs]
@@ -52,10 +51,3 @@ def _translate(name: str, error: BaseException | None, what: str) -> PosttrainEr
 
 def _last_lines(text: str, count: int = 12) -> str:
     return "\n".join(text.rstrip().splitlines()[-count:])
-
-
-def worker_log(pid: int) -> str:
-    """The end of a local worker's stderr, or an empty string where there is none."""
-    logs = Path(ray._private.worker._global_node.get_logs_dir_path())  # no public way to the log folder
-    files = sorted(logs.glob(f"worker-*-{pid}.err"))
-    return _last_lines(files[-1].read_text(errors="replace")) if files else ""

@@ -7,6 +7,8 @@ import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -20,16 +22,41 @@ from posttrain.train.worker import WorkerSpec
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
-import ray  # noqa: E402
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from posttrain.cluster.calls import gather  # noqa: E402
-from posttrain.cluster.samplers import RemoteSampler, SamplerActor  # noqa: E402
-from posttrain.cluster.trainers import TrainActor, TrainerGroup  # noqa: E402
+from posttrain.cluster.calls import gather
+from posttrain.cluster.samplers import RemoteSampler, SamplerActor
+from posttrain.cluster.trainers import TrainActor, TrainerGroup
 
 _GPU_SHARE = 0.3
 """A colocated process's share of a GPU: actor, reference and sampler fit on one."""
+
+
+def init_ray(address: str | None = None) -> None:
+    """Join the Ray cluster at ``address``, or start one on this machine."""
+    # Ray says on every start that it authenticates its own processes; that is no news to our users.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        ray.init(
+            address=address,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=True,
+        )
+
+
+@contextlib.contextmanager
+def local_ray() -> Iterator[None]:
+    """One Ray instance for several runs in a row, each of which would otherwise start its own."""
+    init_ray()
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 class Cluster:
@@ -48,18 +75,12 @@ class Cluster:
         return self
 
     def _init_ray(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            ray.init(
-                address=self.cfg.cluster.address,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-            )
+        init_ray(self.cfg.cluster.address)
         self.owns_ray = True
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         for actor in self.actors:
             with contextlib.suppress(Exception):  # it may be dead already, which is what we want
                 ray.kill(actor)
@@ -98,9 +119,8 @@ class Cluster:
             threads=_threads(world_size),
         )
         options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]
-        actors = [
-            TrainActor.options(**o).remote(spec, rank, world_size, cfg.plugins) for rank, o in enumerate(options)
-        ]
+        remote = ray.remote(TrainActor)
+        actors = [remote.options(**o).remote(spec, rank, world_size, cfg.plugins) for rank, o in enumerate(options)]
         self.actors += actors
         group = TrainerGroup(
             role,
@@ -131,7 +151,7 @@ class Cluster:
         samplers = []
         for i in range(count):
             options = await self._options(pool, count, i)
-            actor = SamplerActor.options(**options).remote(spec, cfg.plugins)
+            actor = ray.remote(SamplerActor).options(**options).remote(replace(spec, replica=i), cfg.plugins)
             self.actors.append(actor)
             samplers.append(RemoteSampler(actor, f"sampler {i}", cfg.cluster.step_deadline_s))
         await asyncio.gather(*(s.start(cfg.cluster.start_deadline_s) for s in samplers))
@@ -164,9 +184,11 @@ def _threads(processes: int) -> int:
 
 
 def _device(cfg: Config) -> str:
-    gpus = int(ray.cluster_resources().get("GPU", 0))
+    gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
     if cfg.cluster.device == "cuda" and gpus == 0:
-        raise RunError("cluster.device = cuda, but Ray sees no GPU", hint="run `nvidia-smi`, or set cluster.device = 'cpu'")
+        raise RunError(
+            "cluster.device = cuda, but Ray sees no GPU", hint="run `nvidia-smi`, or set cluster.device = 'cpu'"
+        )
     if cfg.cluster.device != "auto":
         return cfg.cluster.device
     return "cuda" if gpus else "cpu"

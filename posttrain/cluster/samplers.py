@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from torch import Tensor
 
 from posttrain.cluster.calls import gather
 from posttrain.cluster.wire import Wire, from_wire
@@ -29,9 +28,8 @@ _SILENCE_S = 60.0
 Answer = tuple[int, Sample | PosttrainError]
 
 
-@ray.remote
 class SamplerActor:
-    """Owns one engine. An async actor: calls interleave on its event loop."""
+    """Owns one engine. ``Cluster`` makes it a Ray actor, an async one: calls interleave on its event loop."""
 
     def __init__(self, spec: EngineSpec, plugins: list[str]) -> None:
         load_plugins(plugins)
@@ -75,7 +73,7 @@ class SamplerActor:
             if (task := self.tasks.get(request_id)) is not None:
                 task.cancel()
 
-    async def update_weights(self, version: int, buckets: Sequence[ray.ObjectRef]) -> None:
+    async def update_weights(self, version: int, buckets: Sequence[ray.ObjectRef[Any]]) -> None:
         for ref in buckets:
             bucket: Mapping[str, Wire] = await ref
             await self.engine.load_weights({name: from_wire(wire) for name, wire in bucket.items()})
@@ -150,11 +148,10 @@ class RemoteSampler:
         await self._call("update_weights", self.deadline_s, version, list(buckets))
 
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        result: list[list[float]] = await self._call("score", self.deadline_s, [list(s) for s in sequences], temperature)
+        result: list[list[float]] = await self._call(
+            "score", self.deadline_s, [list(s) for s in sequences], temperature
+        )
         return result
-
-    async def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        raise RunError("weights reach a remote engine through shared memory: use update_weights")
 
     async def close(self) -> None:
         await self._call("close", 20.0)

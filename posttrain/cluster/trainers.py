@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.cluster.calls import gather
 from posttrain.cluster.wire import to_wire
-from posttrain.data.pack import PackedBatch, place
+from posttrain.data.pack import PackedBatch, Placement, place
 from posttrain.registry import load_plugins
 from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
 
@@ -24,9 +24,8 @@ _SAME = {"grad_norm", "lr"}
 _LARGEST = {"seconds", "memory_gib"}
 
 
-@ray.remote
 class TrainActor(TrainWorker):
-    """A ``TrainWorker`` in a Ray actor."""
+    """What of a ``TrainWorker`` only a Ray actor needs. ``Cluster`` makes it one."""
 
     def __init__(self, spec: WorkerSpec, rank: int, world_size: int, plugins: list[str]) -> None:
         load_plugins(plugins)
@@ -34,12 +33,12 @@ class TrainActor(TrainWorker):
 
     def address(self) -> tuple[str, int]:
         """An address of this node and a free port, for rank 0."""
-        ip = ray.util.get_node_ip_address()
+        ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ip, probe.getsockname()[1]
 
-    def put_weights(self) -> list[ray.ObjectRef]:
+    def put_weights(self) -> list[ray.ObjectRef[Any]]:
         """Gather the full weights, bucket by bucket, into this node's shared memory. Rank 0 returns references."""
         buckets = self.weight_buckets(BUCKET_BYTES)
         return [ray.put({name: to_wire(t) for name, t in bucket}) for bucket in buckets if bucket]
@@ -81,7 +80,7 @@ class TrainerGroup:
     async def evaluate(self, batch: PackedBatch) -> float:
         """The weighted negative log-likelihood of the batch, without a gradient."""
         shards = self._place(batch).shards(batch)
-        return sum(m["loss"] for m in await self.call("evaluate", [(s,) for s in shards]))
+        return float(sum(m["loss"] for m in await self.call("evaluate", [(s,) for s in shards])))
 
     async def update(self, batch: PackedBatch, loss: LossSpec) -> dict[str, float]:
         """One optimizer step on the batch; metrics over all workers."""
@@ -112,7 +111,7 @@ class TrainerGroup:
     async def onload(self) -> None:
         await self.call("onload")
 
-    def _place(self, batch: PackedBatch) -> Any:
+    def _place(self, batch: PackedBatch) -> Placement:
         return place(
             batch.lengths,
             ranks=len(self.actors),

@@ -8,7 +8,8 @@ again, so what is trained is exactly what was sampled.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,26 @@ def render_chats(
     """``render_chat`` of many conversations, tokenized together (the tokenizer then uses all cores)."""
     marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)))
     find_spans = _marked_spans if marked else _spans_by_prefix
-    rendered = [find_spans(messages, tokenizer, tools, template_kwargs) for messages, tools in conversations]
+    rendered = []
+    for i, (messages, tools) in enumerate(conversations):
+        with _named(f"conversation {i}"):
+            rendered.append(find_spans(messages, tokenizer, tools, template_kwargs))
     encoded = tokenizer([text for text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True)
-    return [
-        RenderedChat(ids, _token_mask(offsets, spans))
-        for ids, offsets, (_, spans) in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
-    ]
+    chats = []
+    for i, (_, spans) in enumerate(rendered):
+        with _named(f"conversation {i}"):
+            mask = _token_mask(encoded["offset_mapping"][i], spans)
+        chats.append(RenderedChat(encoded["input_ids"][i], mask))
+    return chats
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Put a name before the message of a ``DataError``."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{what}: {error.message}", hint=error.hint) from error
 
 
 def _token_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
@@ -94,7 +109,7 @@ def _marked_spans(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        texts, marks = render_jinja_template(
+        rendered: Any = render_jinja_template(  # its annotation knows only the form without marks
             [_plain(messages)],
             tools=list(tools) if tools else None,
             chat_template=tokenizer.chat_template,
@@ -103,12 +118,35 @@ def _marked_spans(
         )
     except TemplateError as error:
         raise DataError(f"the chat template refuses the conversation: {error}") from error
+    texts, marks = rendered
     turns = [m for m in messages if m["role"] == "assistant"]
     if len(turns) != len(marks[0]):
         raise DataError(
             f"the chat template marks {len(marks[0])} generated parts in a conversation of {len(turns)} assistant turns"
         )
-    return texts[0], [(start, end) for m, (start, end) in zip(turns, marks[0], strict=True) if m.get("train", True)]
+    text, eos = texts[0], str(tokenizer.eos_token)
+    opening = _generation_prompt(tokenizer, template_kwargs)
+    spans = [_as_sampled(text, span, opening, eos) for span in marks[0]]
+    return text, [span for m, span in zip(turns, spans, strict=True) if m.get("train", True)]
+
+
+def _generation_prompt(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> str:
+    """What a template puts before the assistant starts to write."""
+    question: list[Message] = [{"role": "user", "content": "?"}]
+    without = _render(tokenizer, question, None, False, template_kwargs)
+    return _render(tokenizer, question, None, True, template_kwargs).removeprefix(without)
+
+
+def _as_sampled(text: str, span: tuple[int, int], opening: str, eos: str) -> tuple[int, int]:
+    """A marked part without what no policy samples: templates in use also mark the line break that ends the generation
+    prompt, or the one that follows the end of the turn."""
+    start, end = span
+    for begin in range(start, min(end, start + len(opening)) + 1):
+        if text.endswith(opening, 0, begin):
+            start = begin
+            break
+    last = text.rfind(eos, start, end)
+    return start, end if last < 0 else last + len(eos)
 
 
 def _spans_by_prefix(
@@ -151,6 +189,9 @@ def render_prompt(
     return ids
 
 
+_STAND_IN = "(what the assistant wrote)"
+
+
 class ChatDeltas:
     """What a template puts between the end of one assistant turn and the start of the next.
 
@@ -168,20 +209,21 @@ class ChatDeltas:
         self.tools = tools
         self.template_kwargs = template_kwargs
         self.eos = str(tokenizer.eos_token)
+        if tools:  # a template that cannot do it is known before the first episode
+            self.ids([{"role": "tool", "content": "?"}])
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """Ids of ``messages`` (tool results or a user's reply) that follow a turn whose end-of-turn token was sampled,
         up to where the assistant writes again."""
-        before: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+        before: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
         text = _render(self.tokenizer, [*before, *messages], self.tools, True, self.template_kwargs)
-        stem = _render(self.tokenizer, before, self.tools, False, self.template_kwargs)
-        end = stem.rfind(self.eos)
-        if end < 0 or not text.startswith(stem[: end + len(self.eos)]):
+        _, finished_turn, rest = text.partition(_STAND_IN + self.eos)
+        if not finished_turn:
             raise DataError(
                 "the chat template does not continue a finished assistant turn",
                 hint="multi-turn rollouts need a template that ends turns with the end-of-sequence token",
             )
-        ids: list[int] = self.tokenizer(text[end + len(self.eos) :], add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(rest, add_special_tokens=False)["input_ids"]
         return ids
 
 

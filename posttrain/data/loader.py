@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.errors import DataError
+
 
 @dataclass
 class BatchOrder:
@@ -46,6 +48,12 @@ class BatchOrder:
         return {"position": self.position, "rows": self.rows, "seed": self.seed}
 
     def restore(self, state: dict[str, int]) -> None:
+        """Go on where ``state`` was taken. Raises ``DataError`` when the data has another number of rows since."""
+        if state["rows"] != self.rows:
+            raise DataError(
+                f"the checkpoint was made with {state['rows']} rows of training data; now there are {self.rows}",
+                hint="put the data file back, or start again with --overwrite",
+            )
         self.position = state["position"]
 
 

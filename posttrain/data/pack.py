@@ -8,9 +8,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Ints = Sequence[int] | npt.NDArray[np.int32]
+Bools = Sequence[bool] | npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -52,7 +58,7 @@ class PackedBatch:
         return self.cu_seqlens.diff().tolist()
 
     @staticmethod
-    def from_sequences(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> PackedBatch:
+    def from_sequences(ids: Sequence[Ints], masks: Sequence[Bools]) -> PackedBatch:
         """Pack sequences in order. The first token of a sequence never carries loss: nothing predicts it."""
         lengths = torch.tensor([len(s) for s in ids], dtype=torch.int64)
         offsets = torch.zeros(len(ids) + 1, dtype=torch.int32)
@@ -73,7 +79,7 @@ class PackedBatch:
         lengths = torch.tensor([starts[b + 1] - starts[b] for b in sequences])
         offsets = torch.zeros(len(sequences) + 1, dtype=torch.int32)
         offsets[1:] = lengths.cumsum(0)
-        columns = {
+        columns: dict[str, Any] = {
             f.name: None if (column := getattr(self, f.name)) is None else column[tokens]
             for f in fields(self)
             if f.name != "cu_seqlens"
@@ -84,12 +90,12 @@ class PackedBatch:
         """A two-token batch without loss, for a worker that has run out of micro-batches while others have not
         (collectives need every worker)."""
         one = replace(self.select([0]))
-        blank = {
+        blank: dict[str, Any] = {
             f.name: None if (column := getattr(one, f.name)) is None else torch.zeros(2, dtype=column.dtype)
             for f in fields(one)
         }
         blank |= {"cu_seqlens": torch.tensor([0, 2], dtype=torch.int32), "position_ids": torch.arange(2)}
-        return PackedBatch(**blank)  # type: ignore[arg-type]
+        return PackedBatch(**blank)
 
 
 @dataclass(frozen=True)
@@ -117,36 +123,32 @@ class Placement:
         return out
 
 
-def place(
-    lengths: Sequence[int], *, ranks: int, token_budget: int, sequence_limit: int | None = None
-) -> Placement:
+def place(lengths: Sequence[int], *, ranks: int, token_budget: int, sequence_limit: int | None = None) -> Placement:
     """Balance sequences over workers, and cut each worker's share into micro-batches within the token budget.
 
     A sequence longer than the budget gets a micro-batch of its own.
     """
-    shares = [s for s in partition(lengths, ranks)]
-    counts = [_bins_needed([lengths[b] for b in share], token_budget, sequence_limit) for share in shares]
-    bins = max(counts)
-    parts = []
-    for share in shares:
-        cut = partition([lengths[b] for b in share], min(bins, max(1, len(share))))
-        micro = [[share[i] for i in part] for part in cut]
-        parts.append(micro + [[] for _ in range(bins - len(micro))])
-    return Placement(parts)
-
-
-def _bins_needed(lengths: Sequence[int], token_budget: int, sequence_limit: int | None) -> int:
-    """Fewest equal-as-possible bins within the budget."""
-    if not lengths:
-        return 1
+    shares = partition(lengths, ranks)
     limit = sequence_limit or len(lengths)
-    bins = max(1, -(-sum(lengths) // token_budget), -(-len(lengths) // limit))
-    while bins < len(lengths):
-        cut = partition(lengths, bins)
-        if all(len(part) <= limit and sum(lengths[i] for i in part) <= token_budget for part in cut if len(part) > 1):
-            break
+    bins = max(_fewest_bins([lengths[b] for b in share], token_budget, limit) for share in shares)
+    # More bins until every worker's share fits into as many. With a bin for each sequence it does.
+    while True:
+        parts = [_cut(share, lengths, bins) for share in shares]
+        micro = [m for rank in parts for m in rank if len(m) > 1]
+        if all(len(m) <= limit and sum(lengths[b] for b in m) <= token_budget for m in micro):
+            return Placement(parts)
         bins += 1
-    return min(bins, len(lengths))
+
+
+def _fewest_bins(lengths: Sequence[int], token_budget: int, limit: int) -> int:
+    """A lower bound on the micro-batches of one worker."""
+    tokens = sum(min(n, token_budget) for n in lengths)
+    return max(1, -(-tokens // token_budget), -(-len(lengths) // limit))
+
+
+def _cut(share: Sequence[int], lengths: Sequence[int], bins: int) -> list[list[int]]:
+    """A worker's sequences in ``bins`` micro-batches of nearly equal cost."""
+    return [[share[i] for i in part] for part in partition([lengths[b] for b in share], bins)]
 
 
 def partition(costs: Sequence[int], k: int) -> list[list[int]]:

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
-from posttrain.datasets.base import RawRow, WordProblems
+from posttrain.data.parquet import Conversation
+from posttrain.datasets.base import RawRow, WordProblems, reasoning
 from posttrain.errors import DataError
 
 Split = Literal["train", "test"]
@@ -24,6 +25,8 @@ TEST_PERCENT = 20
 LARGEST_OPERAND = 50
 """All problems are enumerated, and their number grows with the cube of the largest operand."""
 LARGEST_FACTOR = 9
+HASTY_SHARE = 0.5
+"""Share of SFT training conversations that stop a step early."""
 
 NAMES = (
     "Tom",
@@ -142,11 +145,13 @@ TEMPLATES = (
 class ArithSpec:
     """Difficulty of the problems."""
 
-    max_operand: int = 20
+    max_operand: int = 9
     """Largest number in a question. Factors stop at ``LARGEST_FACTOR``."""
     min_operand: int = 2
     """Smallest number in a question; 2 keeps "1 apples" out."""
-    steps: tuple[int, ...] = (1, 2)
+    max_result: int = 18
+    """Largest number in a solution. Small ones are what a tiny model learns to reckon with in a minute."""
+    steps: tuple[int, ...] = (2,)
     """Which template lengths take part."""
     templates: tuple[str, ...] = ()
     """Names of the templates that take part; empty: all."""
@@ -187,6 +192,7 @@ def generate(
     spec = ArithSpec(
         max_operand=base.max_operand if max_operand is None else max_operand,
         min_operand=base.min_operand,
+        max_result=base.max_result,
         steps=base.steps if steps is None else steps,
         templates=base.templates,
     )
@@ -211,7 +217,7 @@ def _numbers(template: Template, spec: ArithSpec) -> Iterator[tuple[int, ...]]:
     """Every choice of numbers whose partial results are non-negative."""
     top = min(spec.max_operand, LARGEST_FACTOR) if "*" in template.ops else spec.max_operand
     for numbers in itertools.product(range(spec.min_operand, top + 1), repeat=template.steps + 1):
-        if all(result >= 0 for _, _, _, result in _steps(template, numbers)):
+        if all(0 <= result <= spec.max_result for _, _, _, result in _steps(template, numbers)):
             yield numbers
 
 
@@ -250,10 +256,22 @@ class Arith(WordProblems):
     licence = "Apache-2.0 (generated)"
     hub_id: str | None = None
     splits: tuple[str, ...] = ("train", "test")
-    default_rows: ClassVar[dict[str, int]] = {"train": 4000, "test": 200}
+    default_rows: ClassVar[dict[str, int]] = {"train": 1700, "test": 200}
 
-    def __init__(self, spec: ArithSpec | None = None) -> None:
+    def __init__(self, spec: ArithSpec | None = None, hasty_share: float = HASTY_SHARE) -> None:
         self.spec = spec or ArithSpec()
+        self.hasty_share = hasty_share
+
+    def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
+        """As for every word problem, but some training conversations stop a step early and submit what they have, as
+        collected demonstrations do. SFT imitates them; RL, which sees rewards only, learns to finish."""
+        hasty = split == "train" and random.Random(f"hasty-{row['question']}").random() < self.hasty_share
+        worked = reasoning(row["answer"])
+        if not hasty or "\n" not in worked:
+            return super().to_sft(row, index, split)
+        worked = worked[: worked.rindex("\n")]
+        answer = worked[worked.rindex("=") + 1 :].rstrip(".")
+        return self._conversation(row, worked, answer, reward=float(answer == self.gold(row)))
 
     def available(self, source: str | None) -> Sequence[str]:
         if source is not None:

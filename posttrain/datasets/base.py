@@ -80,14 +80,16 @@ class WordProblems:
 
     def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
         """The assistant reasons, hands its answer to the tool, reads the result and closes."""
-        gold = self.gold(row)
+        return self._conversation(row, reasoning(row["answer"]), self.gold(row), reward=1.0)
+
+    def _conversation(self, row: RawRow, worked: str, answer: str, reward: float) -> Conversation:
         call: Message = {
             "role": "assistant",
-            "content": reasoning(row["answer"]),
-            "tool_calls": [{"type": "function", "function": {"name": tool.FUNCTION, "arguments": {"answer": gold}}}],
+            "content": worked,
+            "tool_calls": [{"type": "function", "function": {"name": tool.FUNCTION, "arguments": {"answer": answer}}}],
         }
-        result: Message = {"role": "tool", "name": tool.FUNCTION, "content": tool.result_text(gold, 1.0)}
-        close: Message = {"role": "assistant", "content": f"#### {gold}"}
+        result: Message = {"role": "tool", "name": tool.FUNCTION, "content": tool.result_text(answer, reward)}
+        close: Message = {"role": "assistant", "content": f"#### {answer}"}
         return Conversation([*self._prompt(row), call, result, close], [tool.SCHEMA])
 
     def check(self, row: RawRow) -> Score:

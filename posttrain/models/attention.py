@@ -1,10 +1,10 @@
 """Exact causal attention over ragged sequences, for the trainer and for the embedded sampler alike.
 
-Registered with transformers under ``posttrain`` (packed training rows) and ``paged|posttrain`` (continuous batching), so
-that any model whose attention goes through ``AttentionInterface`` runs on it unchanged, and trainer and sampler share one
-kernel. On CUDA in half precision it is core torch's varlen attention (``torch.nn.attention.varlen``); elsewhere the
-sequences are padded, within groups of similar length, into scaled dot-product attention. Neither sees a token of
-another sequence.
+Registered with transformers under ``posttrain`` (packed training rows) and ``paged|posttrain`` (continuous batching),
+so that any model whose attention goes through ``AttentionInterface`` runs on it unchanged, and trainer and sampler
+share one kernel. On CUDA in half precision it is core torch's varlen attention (``torch.nn.attention.varlen``);
+elsewhere the sequences are padded, within groups of similar length, into scaled dot-product attention. Neither sees a
+token of another sequence.
 
 Shape legend: T tokens of all sequences, B sequences, L longest sequence, H query heads, K key/value heads, D head size.
 """
@@ -63,7 +63,7 @@ def _group(cu_seqlens: Tensor, lengths: Tensor, device: torch.device) -> list[Pa
     """Group sequences by the power of two their length rounds up to: padding is then under half of any group."""
     buckets = (lengths - 1).clamp(min=0).to(torch.float64).add(1).log2().ceil().to(torch.int64)
     groups = []
-    distinct = buckets.unique().tolist()
+    distinct = torch.unique(buckets).tolist()
     for bucket in distinct:
         members = (buckets == bucket).nonzero().flatten()
         member_lengths = lengths[members]
@@ -92,8 +92,8 @@ def ragged_attention(
 
     Args:
         query: [1, H, T, D]; key and value: [1, K, T, D].
-        kwargs: ``ragged`` (a ``Ragged``) for packed rows, or what continuous batching passes (``cache``, ``read_index``,
-            ``write_index``, ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_seqlen_q``, ``max_seqlen_k``).
+        kwargs: ``ragged`` (a ``Ragged``) for packed rows, or what continuous batching passes (``cache``,
+            ``read_index``, ``write_index``, ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_seqlen_q``, ``max_seqlen_k``).
 
     Returns:
         [1, T, H, D], and None for the attention weights.
@@ -115,8 +115,10 @@ def ragged_attention(
         return _padded(q, k, v, ragged.groups[0], scaling).unsqueeze(0), None
     out = torch.zeros_like(q)
     for group in ragged.groups:
-        parts = (x.index_select(0, group.tokens) for x in (q, k, v))
-        out = out.index_copy(0, group.tokens, _padded(*parts, group, scaling))
+        tokens = group.tokens
+        assert tokens is not None  # only a group that is alone has all tokens
+        part_q, part_k, part_v = (x.index_select(0, tokens) for x in (q, k, v))
+        out = out.index_copy(0, tokens, _padded(part_q, part_k, part_v, group, scaling))
     return out.unsqueeze(0), None
 
 
@@ -178,7 +180,9 @@ def _varlen(
     if repeat > 1:  # torch 2.11 has no grouped-query flag here
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=(-1, 0))  # type: ignore[no-any-return]
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=(-1, 0))
+    assert isinstance(out, Tensor)  # a pair only where the log-sum-exp is asked for too
+    return out
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
 """Find and load a model: a Hugging Face folder or hub id, ``builtin:NAME``, or a checkpoint of ours.
 
-The driver calls ``locate`` and ``load_tokenizer`` before any worker starts, so a model that cannot be found is one clear
-message and not a traceback out of a worker.
+The driver calls ``locate`` and ``load_tokenizer`` before any worker starts, so a model that cannot be found is one
+clear message and not a traceback out of a worker.
 """
 
 from __future__ import annotations
@@ -38,24 +38,32 @@ def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
     """Turn a model path into a ``ModelSource``, checking that it exists as far as the disk can tell.
 
     Raises:
-        ModelError: a local folder that is neither a Hugging Face model nor a checkpoint of ours, or an unknown built-in.
+        ModelError: a local folder that is neither a Hugging Face model nor a checkpoint of ours, or no such built-in.
     """
     if path.startswith("builtin:"):
         from posttrain.models.builtin import BUILTIN
 
         if path.removeprefix("builtin:") not in BUILTIN:
-            raise ModelError(f"unknown built-in model {path!r}", hint=f"known: {', '.join(f'builtin:{n}' for n in BUILTIN)}")
+            raise ModelError(
+                f"unknown built-in model {path!r}", hint=f"known: {', '.join(f'builtin:{n}' for n in BUILTIN)}"
+            )
         return ModelSource(path)
     folder = Path(path)
     if folder.is_dir():
         actor = folder / "actor" if (folder / "actor").is_dir() else folder
         if (actor / "model").is_dir() and (actor / "huggingface" / "config.json").is_file():
-            return ModelSource(str(actor / "huggingface"), shards=str(actor / "model"), trust_remote_code=trust_remote_code)
+            return ModelSource(
+                str(actor / "huggingface"), shards=str(actor / "model"), trust_remote_code=trust_remote_code
+            )
         if (folder / "config.json").is_file():
             return ModelSource(str(folder), trust_remote_code=trust_remote_code)
-        raise ModelError(f"no model in {path}", hint="a model folder holds config.json; a checkpoint of ours holds actor/model")
+        raise ModelError(
+            f"no model in {path}", hint="a model folder holds config.json; a checkpoint of ours holds actor/model"
+        )
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise ModelError(f"model folder not found: {path}", hint="give an existing folder, a hub id (org/name) or builtin:tiny")
+        raise ModelError(
+            f"model folder not found: {path}", hint="give an existing folder, a hub id (org/name) or builtin:tiny"
+        )
     return ModelSource(path, trust_remote_code=trust_remote_code)
 
 
@@ -86,10 +94,12 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise _not_loadable(source, error) from error
     if tokenizer.chat_template is None:
-        raise ModelError(f"the tokenizer of {source.path} has no chat template", hint="use the Instruct variant of the model")
+        raise ModelError(
+            f"the tokenizer of {source.path} has no chat template", hint="use the Instruct variant of the model"
+        )
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {source.path} has no end-of-sequence token")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
@@ -102,14 +112,18 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
     from posttrain.models import attention
 
     attention.register()
+    model: PreTrainedModel
     if source.builtin:
         from posttrain.models.builtin import create_builtin
 
-        model = create_builtin(source.builtin, seed).to(dtype)
+        model = create_builtin(source.builtin, seed).to(dtype)  # type: ignore[arg-type]
         model.set_attn_implementation(attention.NAME)
     elif source.shards:
-        model = AutoModelForCausalLM.from_config(
-            load_config(source), dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=source.trust_remote_code
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            load_config(source),
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=source.trust_remote_code,
         )
         load_shards(model, source.shards)
     else:
@@ -119,7 +133,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
             )
         except (OSError, ValueError) as error:
             raise _not_loadable(source, error) from error
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def load_shards(model: PreTrainedModel, folder: str) -> None:
@@ -128,21 +142,24 @@ def load_shards(model: PreTrainedModel, folder: str) -> None:
     Raises:
         ModelError: the shards lack a parameter of the model, or cannot be read.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     # The tensors are the model's own: loading writes into them. A tied weight has one name on both sides.
     state = {name: parameter.data for name, parameter in model.named_parameters()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, checkpoint_id=folder, no_dist=True)
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-        raise ModelError(f"cannot read the checkpoint shards in {folder}: {error}", hint="use an earlier checkpoint") from error
+            load(state, checkpoint_id=folder, no_dist=True)
+    except (OSError, RuntimeError, CheckpointException) as error:
+        raise ModelError(
+            f"cannot read the checkpoint shards in {folder}: {error}", hint="use an earlier checkpoint"
+        ) from error
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> list[int]:
     """Ids that end a turn: the tokenizer's and the model's generation config's, since they differ in some releases."""
-    ids = {int(tokenizer.eos_token_id)}  # type: ignore[arg-type]
+    ids = {int(tokenizer.eos_token_id)}
     file = Path(source.path) / "generation_config.json"
     if file.is_file():
         declared = json.loads(file.read_text()).get("eos_token_id") or []

@@ -32,7 +32,7 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: f
         return _chunk(hidden, head, targets, temperature)
     parts = [
         checkpoint(_chunk, h, head, t, temperature, use_reentrant=False)
-        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        for h, t in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 

@@ -1,4 +1,4 @@
-"""The contract of a sampler: one engine replica, tokens in and tokens out."""
+"""The contracts of a sampler and of the engine behind it: tokens in and tokens out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Sampler(Protocol):
-    """What every engine offers. All methods are coroutines of one event loop."""
+    """One engine replica as the driver sees it. All methods are coroutines of one event loop."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Sample:
         """Continue ``prompt_ids``. Cancelling the coroutine aborts the request."""
@@ -21,6 +21,12 @@ class Sampler(Protocol):
     async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
         """Log-probability of each token given those before it (0 for the first) under the current weights."""
         ...
+
+    async def close(self) -> None: ...
+
+
+class Engine(Sampler, Protocol):
+    """A sampler in the process that holds its weights."""
 
     async def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite these parameters. Nothing may be generating."""
@@ -33,5 +39,3 @@ class Sampler(Protocol):
             WeightSyncError: a parameter of the engine has not been loaded since the last call.
         """
         ...
-
-    async def close(self) -> None: ...

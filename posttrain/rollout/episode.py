@@ -16,7 +16,7 @@ import numpy as np
 
 from posttrain.config import RolloutConfig
 from posttrain.data.chat import ChatDeltas, render_prompt
-from posttrain.errors import PosttrainError
+from posttrain.errors import PosttrainError, RunError
 from posttrain.tools.base import Tool, ToolResult
 from posttrain.tools.parsers import ParsedCall, ToolParser
 from posttrain.types import Message, Prompt, Sample, SamplingParams, StopReason, Trajectory
@@ -87,7 +87,9 @@ async def run_episode(
     except PosttrainError as failure:
         reason, error = "error", f"{type(failure).__name__}: {failure.message}"
     finally:
-        await episode.release()
+        tool_failure = await episode.release()
+    if tool_failure is not None and error is None:
+        reason, error = "error", tool_failure
     if reason == "deadline":
         error = f"episode took longer than {env.cfg.episode_deadline_s:g} s (rollout.episode_deadline_s)"
     return Trajectory(
@@ -139,7 +141,12 @@ class _Episode:
         if self.prompt_length > cfg.max_prompt_tokens:
             return "prompt_too_long"
         for name, tool in self.env.tools.items():
-            self.states[name] = await tool.create(self.prompt)
+            try:
+                self.states[name] = await tool.create(self.prompt)
+            except PosttrainError:
+                raise
+            except Exception as error:  # a user's code: it costs this episode, not the run
+                raise RunError(f"tool {name} failed in create: {type(error).__name__}: {error}") from error
         while True:
             sample = await self.assistant_turn()
             if sample.finish_reason == "length":
@@ -162,7 +169,7 @@ class _Episode:
         ids = sample.ids
         if sample.finish_reason == "stop" and ids and ids[-1] in self.env.stop_token_ids:
             ids = ids[:-1]
-        self.messages.append({"role": "assistant", "content": self.env.tokenizer.decode(ids)})
+        self.messages.append({"role": "assistant", "content": str(self.env.tokenizer.decode(ids))})
         return sample
 
     async def tool_turn(self, calls: Sequence[ParsedCall]) -> list[int]:
@@ -187,16 +194,26 @@ class _Episode:
                 return await tool.call(self.states[call.name], call.arguments)
         except TimeoutError:
             return ToolResult(f"error: {call.name} did not answer within {deadline:g} s", error=True)
-        except Exception as error:  # a tool is a user's code: its failure is the model's to read, and is kept in the trace
+        except Exception as error:
+            # A tool is a user's code: its failure is the model's to read, and stays in the trace.
             return ToolResult(f"error: {call.name} failed: {type(error).__name__}: {error}", error=True)
 
-    async def release(self) -> None:
+    async def release(self) -> str | None:
+        """Every tool's own reward, and its release whatever happened before. Returns what went wrong, or None."""
+        failure = None
         for name, state in self.states.items():
             tool = self.env.tools[name]
-            reward = await tool.reward(state)
-            if reward is not None:
-                self.tool_rewards[f"tool/{name}"] = reward
-            await tool.release(state)
+            try:
+                async with asyncio.timeout(self.env.cfg.tool_deadline_s):
+                    try:
+                        reward = await tool.reward(state)
+                    finally:
+                        await tool.release(state)
+                if reward is not None:
+                    self.tool_rewards[f"tool/{name}"] = reward
+            except Exception as error:  # a user's code: the other tools are released all the same
+                failure = failure or f"tool {name} failed at the end of the episode: {type(error).__name__}: {error}"
+        return failure
 
 
 def _cut_middle(text: str, limit: int) -> str:

@@ -21,6 +21,8 @@ from posttrain.models.load import ModelSource, load_model
 from posttrain.models.logprobs import token_logprobs
 from posttrain.types import FinishReason, Sample, SamplingParams
 
+_BLOCK = 32
+"""Tokens of a block of the KV cache."""
 _GREEDY_TEMPERATURE = 1e-6
 """Stands for temperature 0: at this temperature float32 leaves all probability on the largest logit."""
 
@@ -38,10 +40,12 @@ class EngineSpec:
     memory_fraction: float
     stop_token_ids: list[int]
     threads: int = 0
+    replica: int = 0
+    """Which of several engines: each samples with a seed of its own."""
 
 
 class HFSampler:
-    """A ``Sampler`` over transformers' continuous batching. Create it in the process whose event loop will use it."""
+    """An ``Engine`` over transformers' continuous batching. Create it in the process whose event loop will use it."""
 
     def __init__(self, spec: EngineSpec) -> None:
         if spec.threads:
@@ -50,7 +54,8 @@ class HFSampler:
         self.version = 0
         self.device = torch.device(spec.device)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        self.model = load_model(spec.source, dtype=self.dtype, seed=spec.seed).to(self.device).eval()
+        model = load_model(spec.source, dtype=self.dtype, seed=spec.seed)
+        self.model = model.to(self.device).eval()  # type: ignore[arg-type]
         self.model.requires_grad_(False)
         self.model.set_attn_implementation(f"paged|{attention.NAME}")
         self.parameters = dict(self.model.named_parameters())
@@ -64,10 +69,9 @@ class HFSampler:
         this version samples as the one that was stopped would have."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        torch.manual_seed(hash((self.spec.seed, self.version)) & 0x7FFFFFFF)
+        torch.manual_seed((hash((self.spec.seed, self.version)) + self.spec.replica) & 0x7FFFFFFF)
         on_cpu = self.device.type == "cpu"
-        block_size = 32
-        generation = GenerationConfig(
+        generation = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=True,
             # Values other than 1 make transformers install the processors; each request brings its own values.
             temperature=0.5,
@@ -76,8 +80,8 @@ class HFSampler:
             pad_token_id=self.spec.stop_token_ids[0],
         )
         batching = ContinuousBatchingConfig(
-            block_size=block_size,
-            num_blocks=self.spec.kv_tokens // block_size if on_cpu else None,
+            block_size=_BLOCK,
+            num_blocks=self.spec.kv_tokens // _BLOCK if on_cpu else None,
             max_batch_tokens=4096 if on_cpu else 16384,
             max_memory_percent=None if on_cpu else self.spec.memory_fraction,
             max_requests_per_batch=self.spec.max_concurrent,
@@ -94,6 +98,13 @@ class HFSampler:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Sample:
         if params.top_p < 1.0 or params.top_k:
             raise RunError("the embedded engine samples from the whole distribution: top_p and top_k are not supported")
+        # The library would end the whole engine over a request that cannot fit; it may take a block more than needed.
+        longest = len(prompt_ids) + params.max_new_tokens
+        if self.device.type == "cpu" and longest > self.spec.kv_tokens - _BLOCK:
+            raise RunError(
+                f"a request of up to {longest} tokens does not fit into rollout.kv_tokens = {self.spec.kv_tokens}",
+                hint="raise rollout.kv_tokens, or lower rollout.max_response_tokens",
+            )
         request_id = f"r{next(self.request_ids)}"
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -138,7 +149,7 @@ class HFSampler:
             logprobs, _ = token_logprobs(hidden[:-1], self.model.get_output_embeddings().weight, ids[1:], temperature)
         column = torch.cat([torch.zeros(1), logprobs.cpu()])
         column[offsets[:-1]] = 0.0
-        return [part.tolist() for part in column.split(lengths.tolist())]
+        return [part.tolist() for part in torch.split(column, lengths.tolist())]
 
     async def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         for name, tensor in weights.items():

@@ -25,7 +25,8 @@ class ToolResult:
 class Tool(Protocol):
     """One tool, shared by all episodes of a process; whatever belongs to one episode lives in its state.
 
-    ``name`` is the function name the model calls, which may differ from the name in the registry.
+    ``name`` is the function name the model calls, which may differ from the name in the registry. A class derived from
+    this one inherits a ``create``, ``reward`` and ``release`` that do nothing.
     """
 
     name: str

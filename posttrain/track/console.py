@@ -50,7 +50,8 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step = step
-        self.seconds.append(float(metrics["timing_s/step"]))
+        # Starting the workers happens once and says nothing about the steps to come.
+        self.seconds.append(float(metrics["timing_s/step"]) - float(metrics.get("timing_s/start", 0.0)))
         for label, names, style in COLUMNS:
             name = next((name for name in names if name in metrics), None)
             if name is not None:
@@ -156,7 +157,7 @@ class LivePanel:
         for label, text in progress.shown.items():
             grid.add_row(label, text)
         if progress.curve:
-            grid.add_row("reward" if "reward" in progress.shown else "loss", sparkline(progress.curve))
+            grid.add_row("reward curve" if "reward" in progress.shown else "loss curve", sparkline(progress.curve))
         return Panel(grid, title=progress.title, title_align="left", expand=False)
 
 

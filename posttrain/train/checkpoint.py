@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import RunError, UserError
+from posttrain.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
     """Write ``folder/model`` and ``folder/optim``. A collective over the default process group."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     # named_parameters lists a tied weight once, and has no buffers (they follow from the config).
-    dcp.save(dict(model.named_parameters()), checkpoint_id=folder / "model")
+    save(dict(model.named_parameters()), checkpoint_id=folder / "model")
     if optimizer is not None:
-        dcp.save({"state": _moments(model, optimizer), "step": step}, checkpoint_id=folder / "optim")
+        save({"state": _moments(model, optimizer), "step": step}, checkpoint_id=folder / "optim")
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Read what ``save_shards`` wrote, at any world size. Returns the optimizer step. A collective."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    dcp.load(dict(model.named_parameters()), checkpoint_id=folder / "model")
+    load(dict(model.named_parameters()), checkpoint_id=folder / "model")
     if optimizer is None:
         return 0
     state: dict[str, Any] = {"state": _moments(model, optimizer), "step": 0}
-    dcp.load(state, checkpoint_id=folder / "optim")
+    load(state, checkpoint_id=folder / "optim")
     return int(state["step"])
 
 
@@ -107,7 +107,8 @@ def commit(folder: Path, step: int, states: Mapping[str, Mapping[str, Any]], kee
     pointer = folder.parent / ".latest.tmp"
     pointer.write_text(final.name)
     os.replace(pointer, folder.parent / "latest")
-    for old in _folders(folder.parent)[keep:]:
+    # A later one that the run could not resume from does not count: it must not push out what was just written.
+    for old in [f for f in _folders(folder.parent) if _step(f) <= step][keep:]:
         shutil.rmtree(old)
     return Checkpoint(final, step)
 
@@ -123,8 +124,8 @@ def verify(path: Path) -> str | None:
     if not manifest.is_file():
         return "it is not complete"
     try:
-        files = json.loads(manifest.read_text())["files"]
-    except (ValueError, KeyError):
+        files = dict(json.loads(manifest.read_text())["files"])
+    except (ValueError, KeyError, TypeError):
         return "COMPLETE is damaged"
     for name, expected in files.items():
         file = path / name
@@ -137,7 +138,7 @@ def verify(path: Path) -> str | None:
 
 def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest sound checkpoint, and a line for each newer one that is broken."""
-    problems = []
+    problems: list[str] = []
     for folder in _folders(checkpoints):
         problem = verify(folder)
         if problem is None:
@@ -167,12 +168,13 @@ def find(path: str | Path) -> Checkpoint:
 
 
 def _folders(checkpoints: Path) -> list[Path]:
-    """Checkpoint folders, newest first."""
-    return sorted((p for p in checkpoints.glob("global_step_*") if p.is_dir()), key=_step, reverse=True)
+    """Checkpoint folders, newest first. One that was renamed (``global_step_3.bak``) is not ours."""
+    ours = (p for p in checkpoints.glob("global_step_*") if p.is_dir() and p.name[len("global_step_") :].isdigit())
+    return sorted(ours, key=_step, reverse=True)
 
 
 def _step(folder: Path) -> int:
     digits = folder.name.removeprefix("global_step_")
     if not digits.isdigit():
-        raise RunError(f"not a checkpoint folder: {folder}")
+        raise UserError(f"not a checkpoint folder: {folder}", hint="its name must be global_step_N")
     return int(digits)

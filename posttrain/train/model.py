@@ -45,15 +45,13 @@ class PackedLM(nn.Module):
         hidden = self.model.base_model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, ragged=ragged
         ).last_hidden_state[0]
-        head = self.model.get_output_embeddings()
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if getattr(head, "bias", None) is not None:
             raise ModelError(f"{type(self.model).__name__} has a bias in its output head, which is not supported")
         return token_logprobs(hidden[predict - 1], head.weight, input_ids[predict], temperature)
 
 
-def parallelize(
-    model: PackedLM, mesh: DeviceMesh, *, dtype: torch.dtype, gradient_checkpointing: bool
-) -> PackedLM:
+def parallelize(model: PackedLM, mesh: DeviceMesh, *, dtype: torch.dtype, gradient_checkpointing: bool) -> PackedLM:
     """Activation checkpointing, then FSDP2 around every decoder layer and the root.
 
     Parameters and gradient reduction stay float32; compute runs in ``dtype``.

@@ -13,7 +13,8 @@ from posttrain.config import OptimConfig
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only: not on norms, biases or embeddings."""
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    decay, plain = [], []
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             (decay if parameter.ndim >= 2 and parameter not in embeddings else plain).append(parameter)

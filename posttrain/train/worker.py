@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from posttrain.algos import losses
@@ -120,7 +121,7 @@ class TrainWorker:
     # ------------------------------------------------------------------ compute
 
     def logprobs(self, shard: Sequence[PackedBatch]) -> list[Tensor]:
-        """Log-probabilities under the current weights, a [T] column for each micro-batch; 0 where no loss is carried."""
+        """Log-probabilities under the current weights, a [T] column a micro-batch; 0 where no loss is carried."""
         columns = []
         with torch.no_grad():
             for batch in shard:
@@ -155,11 +156,12 @@ class TrainWorker:
         self.optimizer.zero_grad(set_to_none=True)
         for i, batch in enumerate(shard):
             # Gradients stay on their rank until the last micro-batch: one reduction a step.
+            assert isinstance(self.lm, FSDPModule)
             self.lm.set_requires_gradient_sync(i == len(shard) - 1)
             out = self._forward(batch)
             total, parts = self._loss(batch, out, loss)
             # FSDP averages gradients over ranks, but the weights are already those of the global batch.
-            (total * self.world_size).backward()
+            torch.autograd.backward(total * self.world_size)
             parts["entropy"] = (out.weights * out.entropies).sum()
             for key, value in parts.items():
                 sums[key] = sums.get(key, 0.0) + float(value)
@@ -276,6 +278,8 @@ class TrainWorker:
 
     def load(self, folder: str) -> None:
         """Read model and optimizer from ``folder``, written at any world size. A collective."""
+        # After a forward pass without a backward the root still holds whole parameters, and would go on using them.
+        self.lm.reshard()
         self.step = checkpoint.load_shards(Path(folder), self.lm.model, self.optimizer)
 
     def _memory_gib(self) -> float:
@@ -286,4 +290,3 @@ class TrainWorker:
 
 def _local(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
-

@@ -19,7 +19,8 @@ def test_train_and_test_share_no_problem_and_repeat_no_question():
     train, test = list(generate("train", 4000, seed=1)), list(generate("test", 1000, seed=2))
     train_problems = [problem(r["question"]) for r in train]
     test_problems = [problem(r["question"]) for r in test]
-    assert len(set(train_problems)) == 4000 and len(set(test_problems)) == 1000
+    assert len(set(train_problems)) == 4000
+    assert len(set(test_problems)) == 1000
     assert not set(train_problems) & set(test_problems)
     assert len({template for template, _ in train_problems}) == len(TEMPLATES)
 

@@ -10,7 +10,7 @@ from posttrain.errors import ConfigError
 def test_tree_is_frozen_and_closed() -> None:
     config = Config(command="sft")
     with pytest.raises(ValidationError, match="frozen"):
-        config.run.seed = 1  # type: ignore[misc]
+        config.run.seed = 1
     with pytest.raises(ValidationError, match="Extra inputs"):
         Config.model_validate({"command": "sft", "trian": {}})
 

@@ -85,7 +85,9 @@ def moody(monkeypatch: pytest.MonkeyPatch) -> str:
     return "test/moody"
 
 
-def test_failures_of_graders_are_counted_and_never_zero(tmp_path: Path, moody: str) -> None:
+def test_failures_of_graders_are_counted_and_never_zero(
+    tmp_path: Path, moody: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = table(tmp_path, [(moody, ["4", "hard", "5"]), (moody, ["hard", "hard", "4"])])
     report = evaluate(file, [1, 2])
     assert report.overall["grader_errors"] == 3
@@ -94,6 +96,10 @@ def test_failures_of_graders_are_counted_and_never_zero(tmp_path: Path, moody: s
     assert (report.overall["problems_below_1"], report.overall["problems_below_2"]) == (0, 1)
     assert report.first_error is not None
     assert "too hard" in report.first_error
+    run(file, [1, 2], as_json=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "3 responses left out: their grader failed, first at row 0: " in shown
+    assert "1 problems left out of pass@2" in shown
     with pytest.raises(RunError, match="not one response"):
         evaluate(table(tmp_path, [(moody, ["hard"])]), [1])
 
@@ -121,7 +127,7 @@ def test_json_table_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_k_above_n(tmp_path: Path) -> None:
     file = table(tmp_path, [(GSM, ["a", "b"]), (GSM, ["a"])])
-    with pytest.raises(ConfigError, match="row 1 of .* has 1") as caught:
+    with pytest.raises(ConfigError, match=r"row 1 of .* has 1") as caught:
         evaluate(file, [1, 2])
     assert "posttrain generate --n 2" in str(caught.value.hint)
     with pytest.raises(ConfigError, match="k >= 1"):

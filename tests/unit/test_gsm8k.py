@@ -86,7 +86,8 @@ def test_broken_files_are_named(tmp_path, name, text, message):
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=message) as error:
         list(Gsm8k().rows("train", str(file)))
-    assert str(file) in str(error.value) and error.value.hint
+    assert str(file) in str(error.value)
+    assert error.value.hint
 
 
 def test_missing_sources(tmp_path):

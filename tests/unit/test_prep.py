@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def test_gsm8k_is_complete_and_every_gold_answer_is_right(test_data, tmp_path):
         for prompt, row in zip(prompts, raw, strict=True):
             assert prompt.messages[-1]["content"] == row["question"]
             score = compute_score(prompt.data_source, row["answer"], prompt.ground_truth, prompt.extra_info)
-            assert score.correct and score.score == 1.0 and score.error is None
+            assert score.correct
+            assert score.score == 1.0
+            assert score.error is None
         conversations = read_conversations(tmp_path / "out" / f"sft_{split}.parquet")
         for prompt, conversation in zip(prompts, conversations, strict=True):
             assert conversation.messages[: len(prompt.messages)] == prompt.messages
@@ -111,8 +114,7 @@ def test_other_bad_input(tmp_path):
 
 
 def test_prep_needs_no_heavy_library():
-    import subprocess
-
-    code = "import sys, posttrain.prep; print([m for m in ('torch', 'ray', 'transformers', 'pyarrow') if m in sys.modules])"
+    heavy = ["torch", "ray", "transformers", "pyarrow", "pandas"]
+    code = f"import sys, posttrain.prep; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

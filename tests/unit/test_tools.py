@@ -54,7 +54,9 @@ def test_gsm8k_grades(answer, text, reward):
 )
 def test_wrong_arguments_are_told_to_the_model(arguments):
     result, reward = ask(arguments)
-    assert result.error and result.text.startswith("error: ") and "answer" in result.text
+    assert result.error
+    assert result.text.startswith("error: ")
+    assert "answer" in result.text
     assert reward is None
 
 
@@ -188,7 +190,8 @@ def test_tags_and_line_breaks_inside_a_string_argument():
 def test_unreadable_calls_say_why(text, error):
     turn = HERMES.parse("words " + text)
     assert turn.content == "words"
-    assert len(turn.calls) == 1 and error in (turn.calls[0].error or "")
+    assert len(turn.calls) == 1
+    assert error in (turn.calls[0].error or "")
 
 
 def test_a_bad_call_does_not_hide_the_next():

@@ -110,6 +110,12 @@ def test_panel_shows_the_run() -> None:
         assert part in text
 
 
+def test_eta_leaves_out_the_start() -> None:
+    progress = Progress("t", 11)
+    progress.update(1, {"timing_s/step": 62.0, "timing_s/start": 60.0})
+    assert progress.eta == "0:20"
+
+
 def test_sparkline_and_clock() -> None:
     assert sparkline(deque([0.0, 1.0])) == "▁█"
     assert sparkline(deque([2.0, 2.0])) == "▁▁"

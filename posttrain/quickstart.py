@@ -1,0 +1,91 @@
+"""`posttrain quickstart`: the whole pipeline on the tiny model, and what each stage gained.
+
+    prep arith -> generate (untrained) -> sft -> generate -> rl -> generate -> merge-ckpt
+
+One Ray instance serves all stages; everything else is what the commands of the same names do.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from posttrain import generate, merge_ckpt, prep, rl, sft
+from posttrain.cluster.cluster import local_ray
+from posttrain.errors import DataError
+from posttrain.evaluate import evaluate
+from posttrain.presets import resolve
+
+PASS_AT = (1, 5)
+STAGES = {"base": "untrained", "sft": "after SFT", "rl": "after RL"}
+
+
+def run(seed: int, out: Path, as_json: bool, overwrite: bool) -> dict[str, Any]:
+    """Run every stage into ``out`` and print a table, and with ``as_json`` one JSON line on stdout.
+
+    Raises:
+        DataError: ``out`` exists and ``overwrite`` is false.
+    """
+    started = time.monotonic()
+    if out.exists():
+        if not overwrite:
+            raise DataError(f"output folder exists: {out}", hint="give another --out, or --overwrite")
+        shutil.rmtree(out)
+    data = out / "data"
+    note("prep: generated word problems")
+    prep.run("arith", out=str(data), seed=seed)
+    stages: dict[str, dict[str, float]] = {}
+
+    def score(stage: str, model: str) -> None:
+        flags = common(f"generate-{stage}") | {"model.path": model, "generate.data": str(data / "test.parquet")}
+        file = generate.run(resolve("generate", "tiny-arith-generate", flags=flags))
+        overall = evaluate(file, PASS_AT).overall
+        stages[stage] = {f"pass@{k}": float(overall[f"pass@{k}"] or 0.0) for k in PASS_AT}
+        note(f"{STAGES[stage]}: " + ", ".join(f"{name} {100 * value:.1f} %" for name, value in stages[stage].items()))
+
+    def common(name: str) -> dict[str, Any]:
+        return {"run.dir": str(out), "run.name": name, "run.seed": seed}
+
+    with local_ray():
+        note("generate: the untrained model on held-out problems")
+        score("base", "builtin:tiny")
+        note("sft: conversations with a tool")
+        sft.run(resolve("sft", "tiny-arith-sft", flags=common("sft") | {"data.train": str(data / "sft_train.parquet")}))
+        score("sft", "run:sft")
+        note("rl: GRPO on multi-turn episodes with the tool")
+        flags = common("rl") | {"model.path": "run:sft", "data.train": str(data / "train.parquet")}
+        rl.run(resolve("rl", "tiny-arith", flags=flags))
+        score("rl", "run:rl")
+    merged = merge_ckpt.run("rl", str(out / "merged"), runs=str(out))
+    note(f"merge-ckpt: {merged}")
+
+    seconds = round(time.monotonic() - started, 1)
+    result = {"stages": stages, "seconds": seconds, "merged": str(merged)}
+    print_table(stages, seconds)
+    if as_json:
+        typer.echo(json.dumps(result))
+    return result
+
+
+def note(text: str) -> None:
+    typer.echo(f"== {text}", err=True)
+
+
+def print_table(stages: Mapping[str, Mapping[str, float]], seconds: float) -> None:
+    """The table at the end, on stderr so that stdout stays for the JSON line."""
+    table = Table(title=f"held-out problems, {seconds:.0f} s in all")
+    table.add_column("model")
+    for k in PASS_AT:
+        table.add_column(f"pass@{k}", justify="right")
+    for stage, scores in stages.items():
+        table.add_row(STAGES[stage], *(f"{100 * scores[f'pass@{k}']:.1f} %" for k in PASS_AT))
+    Console(file=sys.stderr).print(table)

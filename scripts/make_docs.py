@@ -1,0 +1,179 @@
+#!/usr/bin/env python
+"""Make ``docs/config.md`` from the config tree and ``docs/cli.md`` from the command line.
+
+python scripts/make_docs.py            # writes both
+python scripts/make_docs.py --check    # exit code 1 if one is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+
+from posttrain.cli import app
+from posttrain.config import ALGO_BUNDLES, Config
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+MADE = "<!-- Made by scripts/make_docs.py; do not edit. -->\n"
+
+CONFIG_HEAD = f"""{MADE}
+# Configuration
+
+One tree for all commands. A preset (TOML) fills it; `--set section.key=value` and the named flags of a command change
+single values. The later layer wins: defaults, the bundle of the algo, the preset (the presets it extends first),
+`--algo`, `--set`, named flags. An unknown key is an error. `posttrain presets show NAME --provenance` prints the
+resolved tree with the origin of each value, and every run stores it as `config.toml` and `provenance.json`.
+
+TOML has no null: `--set train.steps=none` resets a value that may be none.
+"""
+
+CLI_HEAD = f"""{MADE}
+# Command line
+
+Data goes to stdout, everything else to stderr. Exit codes: 0; 1 when a run failed; 2 for bad input; 130 after Ctrl-C
+(the run is saved and the same command goes on from there). `--debug` anywhere on the line shows the traceback of an
+error. `--help` works everywhere.
+"""
+
+
+# ---------------------------------------------------------------------- docs/config.md
+
+
+def config_page() -> str:
+    parts = [CONFIG_HEAD, _section("Top level", "", Config)]
+    parts += [_section(f"`[{name}]`", f"{name}.", section) for name, section in _sections(Config)]
+    parts.append("## Algorithms\n\n`--algo NAME` sets these together; each stays open to `--set`.\n")
+    for name, values in ALGO_BUNDLES.items():
+        parts.append(f"- `{name}`: " + ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in values.items()))
+    return "\n".join(parts) + "\n"
+
+
+def _sections(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """(dotted name, class) of each section below ``section``."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield f"{prefix}{name}", field.annotation
+            yield from _sections(field.annotation, f"{prefix}{name}.")
+
+
+def _section(title: str, prefix: str, section: type[BaseModel]) -> str:
+    schema = section.model_json_schema()
+    rows = [
+        (f"`{prefix}{name}`", _type(value), _default(value), value.get("description", "").replace("\n", " "))
+        for name, value in schema["properties"].items()
+        if "$ref" not in value
+    ]
+    return f"## {title}\n\n{section.__doc__}\n\n" + _table(("key", "type", "default", "what it does"), rows)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    if "anyOf" in schema:
+        return " or ".join(_type(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    kind = schema["type"]
+    if kind == "array":
+        items = schema.get("prefixItems") or [schema["items"]]
+        return ("two " if len(items) == 2 else "list of ") + _plural(_type(items[0]))
+    if kind not in ("integer", "number"):
+        return {"string": "text", "boolean": "true or false", "null": "none"}[kind]
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+def _plural(text: str) -> str:
+    first, _, rest = text.partition(" ")
+    return text if first.startswith("`") or first == "text" else f"{first}s {rest}".strip()
+
+
+def _default(schema: dict[str, Any]) -> str:
+    if "default" not in schema:
+        return "(required)"
+    value = schema["default"]
+    return "none" if value is None else f"`{json.dumps(value)}`"
+
+
+# ---------------------------------------------------------------------- docs/cli.md
+
+
+def cli_page() -> str:
+    group: Any = typer.main.get_command(app)
+    return "\n".join([CLI_HEAD, *(_command(path, command) for path, command in commands(group))]) + "\n"
+
+
+def commands(group: Any, path: str = "posttrain") -> Iterator[tuple[str, Any]]:
+    """(words to type, command) of each command, those of sub-groups after the group itself."""
+    for name, command in group.commands.items():
+        yield f"{path} {name}", command
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{path} {name}")
+
+
+def _command(path: str, command: Any) -> str:
+    hints = typing.get_type_hints(command.callback)
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    words = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments]
+    rows = [(_usage(p, hints[p.name]), _help(p)) for p in command.params]
+    usage = " ".join([path, *words, *(["[OPTIONS]"] if len(rows) > len(words) else [])])
+    text = f"## {path}\n\n{command.help}\n\n    {usage}\n"
+    return f"{text}\n{_table(('option', 'what it does'), rows)}" if rows else text
+
+
+def _usage(param: Any, hint: Any) -> str:
+    if param.param_type_name == "argument":
+        return f"`{param.name.upper()}`"
+    names = ", ".join(f"`{name}`" for name in param.opts)
+    if param.is_flag:
+        return names
+    literals = [a for a in (hint, *get_args(hint)) if get_origin(a) is Literal]
+    choices = " or ".join(f"`{value}`" for literal in literals for value in get_args(literal))
+    return f"{names} {choices or '`' + (param.metavar or param.name.strip('_').upper()) + '`'}"
+
+
+def _help(param: Any) -> str:
+    if param.required:
+        return f"{param.help} Required."
+    known = param.default is not None and param.default is not False and not callable(param.default)
+    return f"{param.help} Default: `{param.default}`." if known else param.help
+
+
+# ---------------------------------------------------------------------- both
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    columns = list(head)
+    lines = [columns, ["---"] * len(columns), *(list(row) for row in rows)]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
+    check = parser.parse_args().check
+    stale = 0
+    for name, text in {"config.md": config_page(), "cli.md": cli_page()}.items():
+        file = DOCS / name
+        if file.is_file() and file.read_text(encoding="utf-8") == text:
+            continue
+        stale += 1
+        print(f"{file.name} is out of date" if check else f"wrote {file.name}")
+        if not check:
+            DOCS.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,431 @@
+"""Training in real worker processes on the CPU: what must not depend on how the work is spread, and what must survive."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from posttrain import sft
+from posttrain.algos.reduce import token_weights
+from posttrain.cluster.cluster import Cluster, local_ray
+from posttrain.cluster.samplers import RemoteSampler
+from posttrain.cluster.sync import publish
+from posttrain.config import AlgoConfig, Config
+from posttrain.data.pack import PackedBatch
+from posttrain.data.parquet import Conversation, sft_row, write_rows
+from posttrain.errors import RunError, WeightSyncError, WorkerError
+from posttrain.models.attention import Ragged
+from posttrain.models.builtin import builtin_tokenizer
+from posttrain.models.load import ModelSource, load_model, load_shards
+from posttrain.presets import resolve
+from posttrain.runs import Interrupted
+from posttrain.train import checkpoint
+from posttrain.train.model import PackedLM
+from posttrain.train.worker import LossSpec
+from posttrain.types import SamplingParams
+
+SOURCE = ModelSource("builtin:tiny")
+EOS = builtin_tokenizer("tiny").eos_token_id
+LARGE, SMALL = 1_000_000, 150  # tokens of a micro-batch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_here():
+    with local_ray():
+        yield
+
+
+def config(**sections):
+    optim = {"lr": 1e-3, "eps": 1e-6, "schedule": "constant"}
+    values = {"command": "rl", "run": {"seed": 3}, "train": {"optim": optim, "tokens_per_microbatch": LARGE}}
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return Config.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def clusters():
+    """``clusters(cfg)``: a cluster that ends with the module."""
+    opened = []
+
+    def open_cluster(cfg):
+        cluster = Cluster(cfg)
+        asyncio.run(cluster.__aenter__())
+        opened.append(cluster)
+        return cluster
+
+    yield open_cluster
+    for cluster in opened:
+        asyncio.run(cluster.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def alone(clusters):
+    """(cluster, trainer) of one worker."""
+    cluster = clusters(config(rollout={"replicas": 2}))
+    return cluster, asyncio.run(cluster.trainer("actor", SOURCE))
+
+
+@pytest.fixture(scope="module")
+def pair(clusters, tmp_path_factory):
+    """A trainer of two workers which also recompute activations and take the vocabulary in small chunks."""
+    plugin = tmp_path_factory.mktemp("plugin") / "small_chunks.py"
+    plugin.write_text("from posttrain.models import logprobs\n\nlogprobs.CHUNK_ELEMENTS = 40 * 1024\n")
+    cfg = config(train={"gradient_checkpointing": True}, cluster={"workers": 2})
+    cluster = clusters(cfg.model_copy(update={"plugins": [str(plugin)]}))
+    return asyncio.run(cluster.trainer("actor", SOURCE))
+
+
+@pytest.fixture(scope="module")
+def start(alone, tmp_path_factory):
+    """A checkpoint of the untrained model."""
+    folder = tmp_path_factory.mktemp("start")
+    asyncio.run(alone[1].save(str(folder)))
+    return str(folder)
+
+
+def sequences(count=13, seed=0, longest=120):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, longest, (count,), generator=generator).tolist()
+    return [torch.randint(1000, (n,), generator=generator).tolist() for n in lengths]
+
+
+def sft_batch():
+    ids = sequences()
+    generator = torch.Generator().manual_seed(1)
+    masks = [(torch.rand(len(s), generator=generator) < 0.6).tolist() for s in ids]
+    masks[2] = [False] * len(ids[2])  # a sequence without loss
+    batch = PackedBatch.from_sequences(ids, masks)
+    batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
+    return batch
+
+
+def rl_batch():
+    """Ratios, advantages and a reference that reach every branch of the loss."""
+    batch = sft_batch()
+    generator = torch.Generator().manual_seed(2)
+    noise = lambda scale: torch.randn(batch.num_tokens, generator=generator) * scale  # noqa: E731
+    batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "seq-mean-token-mean")
+    batch.old_logprobs = -6.9 + noise(0.4)
+    batch.ref_logprobs = -6.9 + noise(0.3)
+    batch.rollout_logprobs = batch.old_logprobs + noise(0.1)
+    advantages = torch.randn(batch.num_sequences, generator=generator)
+    batch.advantages = advantages.repeat_interleave(batch.cu_seqlens.diff().long())
+    return batch
+
+
+RL = AlgoConfig(kl_coef=0.1, dual_clip=3.0, clip_high=0.28)
+LOSSES = {"sft": (sft_batch, LossSpec(), "loss"), "rl": (rl_batch, LossSpec(RL), "pg_loss")}
+
+
+def two_steps(group, start, kind, budget):
+    """Metrics of two optimizer steps from the same start, and the log-probabilities after them."""
+    make, loss, _ = LOSSES[kind]
+    batch = make()
+
+    async def work():
+        await group.load(start)
+        group.tokens_per_microbatch = budget
+        steps = [await group.update(batch, loss) for _ in range(2)]
+        logprobs = await group.logprobs(batch)
+        group.tokens_per_microbatch = LARGE
+        return steps, logprobs
+
+    return asyncio.run(work())
+
+
+@pytest.fixture(scope="module")
+def reference(alone, start):
+    return {kind: two_steps(alone[1], start, kind, LARGE) for kind in LOSSES}
+
+
+SAME = ("grad_norm", "lr", "entropy", "pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "loss")
+SUMS = ("gap/abs", "gap/k3", "gap/outside", "gap/tokens")
+
+
+@pytest.mark.parametrize("kind", sorted(LOSSES))
+@pytest.mark.parametrize("budget", [LARGE, SMALL])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_steps_do_not_depend_on_workers_and_micro_batches(workers, budget, kind, alone, pair, start, reference):
+    """Loss and gradient norm at steps 1 and 2 within 1e-5, for 1 and 2 workers and any cut into micro-batches."""
+    steps, logprobs = two_steps({1: alone[1], 2: pair}[workers], start, kind, budget)
+    expected, expected_logprobs = reference[kind]
+    for got, wanted in zip(steps, expected, strict=True):
+        assert set(got) == set(wanted)
+        for name in (n for n in (*SAME, *SUMS) if n in wanted):
+            assert got[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6), name
+    assert expected[0][LOSSES[kind][2]] != pytest.approx(expected[1][LOSSES[kind][2]], rel=1e-3)
+    assert expected[0]["grad_norm"] > 1e-3
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_first_loss_is_that_of_plain_transformers(start, reference):
+    """Not of our own packed forward pass, masks or chunks."""
+    batch = sft_batch()
+    model = load_model(ModelSource("builtin:tiny"), dtype=torch.float32, seed=3)
+    model.set_attn_implementation("eager")
+    total, count = 0.0, 0
+    for ids, mask in zip(
+        batch.input_ids.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
+    ):
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+        total -= float(logprobs[mask[1:]].sum())
+        count += int(mask.sum())
+    assert reference["sft"][0][0]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_evaluation_is_the_loss_without_a_step(alone, pair, start, reference):
+    batch = sft_batch()
+    for group in (alone[1], pair):
+        asyncio.run(group.load(start))
+        for _ in range(2):
+            assert asyncio.run(group.evaluate(batch)) == pytest.approx(reference["sft"][0][0]["loss"], rel=1e-5)
+
+
+def test_fewer_sequences_than_workers(alone, pair, start):
+    batch = sft_batch().select([4])
+    batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
+    results = []
+    for group in (alone[1], pair):
+        asyncio.run(group.load(start))
+        results.append(asyncio.run(group.update(batch, LossSpec())))
+    for name in ("loss", "grad_norm", "entropy"):
+        assert results[1][name] == pytest.approx(results[0][name], rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(alone, start):
+    _, group = alone
+    batch = sft_batch()
+    asyncio.run(group.load(start))
+    before = asyncio.run(group.logprobs(batch))
+    batch.loss_weights[batch.loss_mask] = float("nan")
+    with pytest.raises(RunError, match="not finite at optimizer step 0"):
+        asyncio.run(group.update(batch, LossSpec()))
+    assert torch.equal(asyncio.run(group.logprobs(batch)), before)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_saved_by_two_loaded_by_one(alone, pair, start, tmp_path):
+    batch = rl_batch()
+    spec = LossSpec(RL)
+
+    async def work():
+        await pair.load(start)
+        for _ in range(2):
+            await pair.update(batch, spec)
+        await pair.save(str(tmp_path))
+        saved = await pair.logprobs(batch)
+        await alone[1].load(start)
+        different = await alone[1].logprobs(batch)
+        await alone[1].load(str(tmp_path))
+        loaded = await alone[1].logprobs(batch)
+        # The optimizer's state came along: the third step is the same too.
+        return saved, different, loaded, await pair.update(batch, spec), await alone[1].update(batch, spec)
+
+    saved, different, loaded, third, its_third = asyncio.run(work())
+    torch.testing.assert_close(loaded, saved, rtol=1e-5, atol=1e-5)
+    assert float((different - saved).abs().max()) > 1e-2
+    for name in ("pg_loss", "grad_norm", "kl_loss"):
+        assert its_third[name] == pytest.approx(third[name], rel=1e-4)
+    # The whole model out of the same shards, as merging and sampling read it.
+    lm = PackedLM(load_model(ModelSource("builtin:tiny"), dtype=torch.float32))
+    load_shards(lm.model, str(tmp_path / "model"))
+    predict = batch.loss_mask.nonzero().flatten()
+    ragged = Ragged.build(batch.cu_seqlens, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        values, _ = lm(batch.input_ids, batch.position_ids, predict, ragged, 1.0)
+    torch.testing.assert_close(values, saved[predict], rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- weight sync
+
+
+class Stale(RemoteSampler):
+    """A sampler whose weights get lost: it is given those of an earlier update, under the new version."""
+
+    stale: list
+
+    async def update_weights(self, version, buckets):
+        await super().update_weights(version, self.stale)
+
+
+def test_weight_sync_is_proven(alone, start):
+    cluster, group = alone
+    batch, canary = sft_batch(), sequences(4, seed=5)
+    everything = PackedBatch.from_sequences(canary, [[True] * len(s) for s in canary])
+    options = {"canary": canary, "temperature": 1.0, "tolerance": 1e-4}
+
+    async def gap(sampler):
+        scored = torch.tensor([x for s in await sampler.score(canary, 1.0) for x in s])
+        return float((scored - await group.logprobs(everything)).abs().max())
+
+    async def work():
+        await group.load(start)
+        samplers = await cluster.samplers(SOURCE, [EOS])
+        assert [await gap(s) for s in samplers] == [pytest.approx(0.0, abs=1e-4)] * 2
+        old = await group.put_weights()
+        for _ in range(3):
+            await group.update(batch, LossSpec())
+        assert min([await gap(s) for s in samplers]) > 1e-2
+
+        metrics = await publish(group, samplers, version=1, **options)
+        assert metrics["sync/canary_gap"] < 1e-5
+        assert max([await gap(s) for s in samplers]) < 1e-4
+        params = SamplingParams(8)
+        assert {(await s.generate([1, 2, 3], params)).version for s in samplers} == {1}
+
+        stale = Stale(samplers[1].actor, samplers[1].name, samplers[1].deadline_s)
+        stale.stale = old
+        await group.update(batch, LossSpec())
+        with pytest.raises(WeightSyncError, match=r"sampler 1 does not hold weight version 2") as error:
+            await publish(group, [samplers[0], stale], version=2, **options)
+        assert "sync_tolerance" in error.value.hint
+
+    asyncio.run(work())
+
+
+# ---------------------------------------------------------------------- workers that die
+
+
+def test_a_killed_worker_is_named(clusters):
+    """Its peer fails too, in a collective; the one that died is the one to hear about."""
+    cluster = clusters(config(cluster={"workers": 2, "step_deadline_s": 60.0}))
+
+    async def work():
+        group = await cluster.trainer("actor", SOURCE)
+        group.tokens_per_microbatch = SMALL
+        long = PackedBatch.from_sequences(ids := sequences(400, seed=7), [[True] * len(s) for s in ids])
+        long.loss_weights = token_weights(long.loss_mask, long.cu_seqlens, "token-mean")
+        pid = await group.actors[1].__ray_call__.remote(lambda self: os.getpid())
+        task = asyncio.create_task(group.update(long, LossSpec()))
+        await asyncio.sleep(0.7)
+        assert not task.done()
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match="actor worker 1 died during update"):
+            await task
+        assert time.monotonic() - started < 20.0
+        # And it stays so.
+        with pytest.raises(WorkerError, match="actor worker 1 died during logprobs"):
+            await group.logprobs(sft_batch())
+
+    asyncio.run(work())
+
+
+# ---------------------------------------------------------------------- a run that is stopped and goes on
+
+
+def write_conversations(path, count):
+    words = ["red", "green", "blue", "one", "two", "three"]
+    rows = [
+        sft_row(
+            Conversation(
+                [
+                    {"role": "user", "content": f"Say {words[i % 6]} {i % 7 + 1} times"},
+                    {"role": "assistant", "content": " ".join([words[i % 6]] * (i % 7 + 1))},
+                ]
+            )
+        )
+        for i in range(count)
+    ]
+    write_rows(path, rows)
+
+
+STEPS = 24
+
+
+@pytest.fixture
+def sft_run(tmp_path):
+    """``sft_run(name)``: one `sft` run, and its metrics without the times."""
+    write_conversations(tmp_path / "train.parquet", 50)
+    write_conversations(tmp_path / "val.parquet", 9)
+    preset = tmp_path / "steady.toml"
+    preset.write_text('command = "sft"\n')
+
+    def run(name, stop_after=None):
+        sets = [
+            f"run.dir='{tmp_path / 'runs'}'",
+            f"run.name='{name}'",
+            f"data.train='{tmp_path / 'train.parquet'}'",
+            f"data.val='{tmp_path / 'val.parquet'}'",
+            "data.batch_size=8",
+            f"train.steps={STEPS}",
+            "train.save_every=4",
+            "train.val_every=6",
+            "train.optim.lr=1e-3",
+            "run.logger=['jsonl']",
+            "cluster.device='cpu'",
+        ]
+        folder = tmp_path / "runs" / name
+        if stop_after is not None:
+            interrupt_after(folder / "metrics.jsonl", stop_after)
+        sft.run(resolve("sft", str(preset), sets))
+        return folder
+
+    return run
+
+
+def interrupt_after(path, lines):
+    """Ctrl-C for this process, once the file has so many lines."""
+
+    def watch():
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if path.is_file() and path.read_text().count("\n") >= lines:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            time.sleep(0.002)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def metrics(folder):
+    keep = ("step", "train/loss", "train/grad_norm", "train/lr", "train/tokens", "train/loss_tokens", "val/loss")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k in keep} for row in rows]
+
+
+def assert_same_rows(rows, expected):
+    assert [row.keys() for row in rows] == [row.keys() for row in expected]
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-6)
+
+
+def status(folder):
+    return json.loads((folder / "run.json").read_text())["status"]
+
+
+def test_a_run_that_was_stopped_twice_equals_one_that_was_not(sft_run, tmp_path):
+    whole = metrics(sft_run("whole"))
+    assert [row["step"] for row in whole] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in whole if "val/loss" in row] == [6, 12, 18, 24]
+    assert whole[-1]["val/loss"] < whole[5]["val/loss"]
+
+    for stop_after in (3, 9):
+        with pytest.raises(Interrupted, match=rf"stopped after step \d+ of {STEPS}"):
+            sft_run("stopped", stop_after)
+        folder = tmp_path / "runs" / "stopped"
+        assert status(folder) == "interrupted"
+        done = metrics(folder)
+        assert stop_after <= len(done) < STEPS
+        assert_same_rows(done, whole[: len(done)])
+    # The newest checkpoint gets damaged: the run goes on from the one before, and writes the steps between again.
+    newest = checkpoint.find(folder)
+    shard = next((newest.path / "actor" / "model").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    found, problems = checkpoint.newest(folder / "checkpoints")
+    assert found.step < newest.step
+    assert "is damaged" in problems[0]
+
+    sft_run("stopped")
+    assert status(folder) == "finished"
+    assert_same_rows(metrics(folder), whole)
+    assert checkpoint.find(folder).step == STEPS

@@ -1,0 +1,268 @@
+"""The episode state machine over a sampler that says what the test tells it to."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from posttrain.data.chat import render_prompt
+from posttrain.errors import RunError
+from posttrain.rollout.episode import run_episode
+from posttrain.tools.base import ToolResult
+from tests.unit.scripted import EOS, TOKENIZER, Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, tokens
+
+
+@dataclass
+class Sleep:
+    seconds: float
+
+
+class Probe:
+    """A tool that counts what is asked of it, and does what a test wants in one of its methods."""
+
+    def __init__(self, name="probe", **behaviour):
+        self.name = name
+        self.behaviour = behaviour
+        self.log = []
+        self.schema = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+
+    async def _do(self, what, default=None):
+        self.log.append(what)
+        action = self.behaviour.get(what, default)
+        if isinstance(action, Exception):
+            raise action
+        if isinstance(action, Sleep):
+            await asyncio.sleep(action.seconds)
+            return default
+        return action
+
+    async def create(self, prompt):
+        return await self._do("create", {"of": self.name})
+
+    async def call(self, state, arguments):
+        assert state == {"of": self.name}
+        return ToolResult(await self._do("call", "pong"))
+
+    async def reward(self, state):
+        return await self._do("reward", 0.25)
+
+    async def release(self, state):
+        assert state == {"of": self.name}
+        await self._do("release")
+
+
+async def play(sampler, env, prompt=None, temperature=1.0):
+    return await run_episode(prompt or gsm8k_prompt(), sampler, env, temperature=temperature)
+
+
+def rendered(env, *messages):
+    return render_prompt([{"role": "user", "content": "What is 3 + 5?"}, *messages], TOKENIZER, env.schemas)
+
+
+async def test_tokens_are_the_prompt_the_samples_and_the_deltas():
+    env = environment(Gsm8kTool())
+    sampler = ScriptedSampler(f"3+5=7.\n{call(7)}", f"No, 8.\n{call(8)}", "#### 8")
+    trajectory = await play(sampler, env, temperature=0.7)
+
+    prompt = rendered(env)
+    delta = [env.deltas.ids([{"role": "tool", "content": f"answer={n} reward={r}"}]) for n, r in ((7, 0.0), (8, 1.0))]
+    samples = [[*tokens(t), EOS] for t in (f"3+5=7.\n{call(7)}", f"No, 8.\n{call(8)}", "#### 8")]
+    pieces = [(prompt, False), (samples[0], True), (delta[0], False), (samples[1], True), (delta[1], False), (samples[2], True)]
+
+    assert trajectory.tokens.tolist() == [t for piece, _ in pieces for t in piece]
+    assert trajectory.loss_mask.tolist() == [own for piece, own in pieces for _ in piece]
+    versions = iter((11, 12, 13))
+    assert trajectory.weight_version.tolist() == [
+        v for piece, own in pieces for v in [next(versions) if own else -1] * len(piece)
+    ]
+    assert trajectory.logprobs.tolist() == [
+        -(i + 1) / 8 if own else 0.0 for piece, own in pieces for i in range(len(piece))
+    ]
+    types = [x.dtype for x in (trajectory.tokens, trajectory.loss_mask, trajectory.logprobs, trajectory.weight_version)]
+    assert types == [np.int32, np.bool_, np.float32, np.int32]
+    # Each request continues exactly the tokens so far.
+    assert [len(p) for p in sampler.prompts] == [
+        len(prompt),
+        len(prompt + samples[0] + delta[0]),
+        len(prompt + samples[0] + delta[0] + samples[1] + delta[1]),
+    ]
+    assert all(trajectory.tokens.tolist()[: len(p)] == p for p in sampler.prompts)
+    assert {p.temperature for p in sampler.params} == {0.7}
+    spent = [len(p) - len(prompt) for p in sampler.prompts]
+    assert [p.max_new_tokens for p in sampler.params] == [400 - n for n in spent]
+    # The same, seen as a conversation rendered as a whole.
+    assert rendered(env, *trajectory.messages[1:-1]) + samples[2] == trajectory.tokens.tolist()
+
+    assert (trajectory.stop_reason, trajectory.turns, trajectory.tool_calls, trajectory.error) == ("stop", 3, 2, None)
+    assert trajectory.prompt_length == len(prompt)
+    assert trajectory.response_length == len(trajectory.tokens) - len(prompt)
+    assert trajectory.response_text == f"3+5=7.\n{call(7)}\nNo, 8.\n{call(8)}\n#### 8"
+    assert trajectory.reward_parts == {"tool/calc_gsm8k_reward": 1.0}
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+
+
+async def test_without_tools_a_call_is_only_text():
+    trajectory = await play(ScriptedSampler(call(8)), environment())
+    assert (trajectory.stop_reason, trajectory.turns, trajectory.tool_calls) == ("stop", 1, 0)
+    assert trajectory.messages[-1]["content"] == call(8)
+
+
+async def test_max_turns():
+    env = environment(Gsm8kTool(), max_turns=2)
+    sampler = ScriptedSampler(call(1), call(2), "never asked")
+    trajectory = await play(sampler, env)
+    assert (trajectory.stop_reason, trajectory.turns, trajectory.error) == ("max_turns", 2, None)
+    assert trajectory.tool_calls == 1  # the last turn's call is not run: nobody would read the answer
+    assert trajectory.loss_mask[-1]
+    assert len(sampler.turns) == 1
+
+
+async def test_the_length_limit_inside_a_call():
+    env = environment(Gsm8kTool(), max_response_tokens=8)
+    trajectory = await play(ScriptedSampler(call(8)), env)
+    assert (trajectory.stop_reason, trajectory.turns, trajectory.tool_calls) == ("length", 1, 0)
+    assert trajectory.response_length == 8
+    assert trajectory.tokens[-8:].tolist() == tokens(call(8))[:8]
+    assert trajectory.loss_mask[-8:].all()
+    assert trajectory.error is None
+
+
+async def test_a_tool_result_that_does_not_fit_ends_the_episode():
+    own = len(tokens(call(8))) + 1
+    delta = len(environment(Gsm8kTool()).deltas.ids([{"role": "tool", "content": "answer=8 reward=1.0"}]))
+    for room, expected in ((own + delta, "length"), (own + delta + 1, "length"), (own + delta + 2, "stop")):
+        env = environment(Gsm8kTool(), max_response_tokens=room)
+        trajectory = await play(ScriptedSampler(call(8), "8"), env)
+        assert trajectory.stop_reason == expected
+        assert trajectory.response_length <= room
+        assert trajectory.loss_mask[-1]  # it ends with what the policy wrote, never with half a tool result
+    assert trajectory.turns == 2
+
+
+async def test_a_prompt_that_is_too_long_is_not_played():
+    tool = Probe()
+    trajectory = await play(ScriptedSampler(), environment(tool, max_prompt_tokens=5))
+    assert (trajectory.stop_reason, trajectory.turns) == ("prompt_too_long", 0)
+    assert not trajectory.loss_mask.any()
+    assert tool.log == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reply"),
+    [
+        ('<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": \n</tool_call>', "not valid JSON"),
+        ('<tool_call>\n{"name": "calc_gsm8k_reward"}', "no closing"),
+        (call(name="calculator"), "unknown tool 'calculator'; known: calc_gsm8k_reward"),
+        ('<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"anser": "8"}}\n</tool_call>', "unknown argument"),
+    ],
+)
+async def test_a_call_that_cannot_be_run_is_answered(text, reply):
+    env = environment(Gsm8kTool())
+    trajectory = await play(ScriptedSampler(text, "I give up."), env)
+    assert trajectory.messages[2]["role"] == "tool"
+    assert trajectory.messages[2]["content"].startswith("error: ")
+    assert reply in trajectory.messages[2]["content"]
+    assert (trajectory.stop_reason, trajectory.turns, trajectory.error) == ("stop", 2, None)
+
+
+async def test_several_calls_run_side_by_side_and_are_answered_in_order():
+    slow, fast = Probe("slow", call=Sleep(0.15)), Probe("fast", call="quick")
+    env = environment(slow, fast)
+    text = call(name="slow") + call(name="fast") + call(name="slow")
+    trajectory = await play(ScriptedSampler(text, "done"), env)
+    assert [m["content"] for m in trajectory.messages[2:5]] == ["pong", "quick", "pong"]
+    assert trajectory.tool_calls == 3
+    assert trajectory.seconds < 0.29
+    expected = env.deltas.ids([{"role": "tool", "content": c} for c in ("pong", "quick", "pong")])
+    start = trajectory.prompt_length + len(tokens(text)) + 1
+    assert trajectory.tokens[start : start + len(expected)].tolist() == expected
+
+
+async def test_a_tool_that_raises_or_hangs_is_answered():
+    bad, hung = Probe("bad", call=ValueError("no such file")), Probe("hung", call=Sleep(60.0))
+    env = environment(bad, hung, tool_deadline_s=0.05)
+    trajectory = await play(ScriptedSampler(call(name="bad") + call(name="hung"), "ok"), env)
+    assert [m["content"] for m in trajectory.messages[2:4]] == [
+        "error: bad failed: ValueError: no such file",
+        "error: hung did not answer within 0.05 s",
+    ]
+    assert (trajectory.stop_reason, trajectory.error) == ("stop", None)
+    for tool in (bad, hung):
+        assert tool.log == ["create", "call", "reward", "release"]
+
+
+async def test_a_long_tool_result_is_cut_in_the_middle():
+    env = environment(Probe(call="a" * 500 + "b" * 500), max_tool_response_chars=100)
+    trajectory = await play(ScriptedSampler(call(name="probe"), "ok"), env)
+    assert trajectory.messages[2]["content"] == f"{'a' * 50}\n... 900 characters cut ...\n{'b' * 50}"
+
+
+# ---------------------------------------------------------------------- failures, and release
+
+
+async def test_an_engine_error_is_recorded():
+    tool = Probe()
+    sampler = ScriptedSampler(call(name="probe"), RunError("the engine is gone"))
+    trajectory = await play(sampler, environment(tool))
+    assert trajectory.stop_reason == "error"
+    assert trajectory.error == "RunError: the engine is gone"
+    # What was sampled before is kept, for the trace.
+    assert trajectory.turns == 1
+    assert trajectory.loss_mask.sum() == len(tokens(call(name="probe"))) + 1
+    assert tool.log == ["create", "call", "reward", "release"]
+
+
+async def test_the_episode_deadline():
+    tool = Probe()
+    env = environment(tool, episode_deadline_s=0.1)
+    trajectory = await play(ScriptedSampler(call(name="probe"), 60.0, "late"), env)
+    assert trajectory.stop_reason == "deadline"
+    assert "0.1 s" in trajectory.error
+    assert trajectory.seconds < 5.0
+    assert tool.log[-1] == "release"
+
+
+async def test_a_tool_that_cannot_be_created_ends_the_episode_and_frees_the_others():
+    first, broken = Probe("first"), Probe("broken", create=OSError("no sandbox left"))
+    trajectory = await play(ScriptedSampler(), environment(first, broken))
+    assert trajectory.stop_reason == "error"
+    assert "broken" in trajectory.error
+    assert "OSError: no sandbox left" in trajectory.error
+    assert first.log == ["create", "reward", "release"]
+    assert broken.log == ["create"]
+
+
+async def test_a_row_that_a_tool_cannot_use_is_recorded():
+    trajectory = await play(ScriptedSampler("never"), environment(Gsm8kTool()), gsm8k_prompt(truth="blue"))
+    assert trajectory.stop_reason == "error"
+    assert "'blue' is not a number" in trajectory.error
+
+
+@pytest.mark.parametrize("behaviour", [{"reward": ValueError("bad")}, {"release": ValueError("bad")}, {"reward": Sleep(60.0)}])
+async def test_a_tool_that_fails_at_the_end_does_not_keep_others_from_it(behaviour):
+    broken, last = Probe("broken", **behaviour), Probe("last")
+    trajectory = await play(ScriptedSampler("8"), environment(broken, last, tool_deadline_s=0.05))
+    assert broken.log == ["create", "reward", "release"]
+    assert last.log == ["create", "reward", "release"]
+    assert "tool broken failed at the end of the episode" in trajectory.error
+    assert trajectory.reward_parts == {"tool/last": 0.25}
+
+
+async def test_a_cancelled_episode_releases_its_tools():
+    tool = Probe()
+    task = asyncio.create_task(play(ScriptedSampler(60.0, "late"), environment(tool)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert tool.log == ["create", "reward", "release"]
+
+
+async def test_episodes_do_not_share_state():
+    env = environment(Gsm8kTool())
+    right, wrong = await asyncio.gather(
+        play(ScriptedSampler(call(8), "8"), env), play(ScriptedSampler(call(9), "9"), env)
+    )
+    assert right.reward_parts == {"tool/calc_gsm8k_reward": 1.0}
+    assert wrong.reward_parts == {"tool/calc_gsm8k_reward": 0.0}

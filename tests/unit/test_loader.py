@@ -1,0 +1,65 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.data.loader import BatchOrder, total_steps
+from posttrain.errors import UserError
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 5), st.booleans())
+def test_every_epoch_has_every_row_once(rows, batch_size, seed, shuffle):
+    order = BatchOrder(rows, batch_size, seed, shuffle)
+    batches = [order.next() for _ in range(3 * rows)]
+    assert {len(b) for b in batches} == {batch_size}
+    stream = list(itertools.chain.from_iterable(batches))
+    for epoch in range(3):
+        assert sorted(stream[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 20))
+def test_a_restored_order_goes_on_where_it_stopped(rows, batch_size, taken):
+    order = BatchOrder(rows, batch_size, seed=3)
+    for _ in range(taken):
+        order.next()
+    state = order.state()
+    again = BatchOrder(rows, batch_size, seed=3)
+    again.restore(state)
+    assert [again.next() for _ in range(5)] == [order.next() for _ in range(5)]
+
+
+def test_seeds_and_epochs_have_orders_of_their_own():
+    def epochs(seed):
+        order = BatchOrder(50, 50, seed)
+        return [tuple(order.next()) for _ in range(3)]
+
+    assert epochs(0) == epochs(0)
+    assert len({*epochs(0), *epochs(1)}) == 6
+    assert tuple(range(50)) not in epochs(0)
+
+
+def test_without_shuffle_rows_come_in_order():
+    order = BatchOrder(5, 3, seed=0, shuffle=False)
+    assert [order.next() for _ in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+
+
+def test_data_that_changed_since_the_checkpoint_is_refused():
+    state = BatchOrder(100, 10, seed=0).state()
+    with pytest.raises(UserError, match=r"100.*99"):
+        BatchOrder(99, 10, seed=0).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "epochs", "steps", "expected"),
+    [
+        (100, 10, 1, None, 10),
+        (100, 10, 3, None, 30),
+        (104, 10, 1, None, 10),
+        (106, 10, 1, None, 11),
+        (3, 10, 1, None, 1),
+        (100, 10, 3, 7, 7),
+    ],
+)
+def test_total_steps(rows, batch, epochs, steps, expected):
+    assert total_steps(rows, batch, epochs, steps) == expected

@@ -1,0 +1,216 @@
+"""Batches of graded trajectories, and what becomes of episodes and graders that fail."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from posttrain.config import AlgoConfig, RewardConfig
+from posttrain.errors import ConfigError, RunError
+from posttrain.rewards import DATA_SOURCES, GRADERS
+from posttrain.rewards.grade import GraderPool
+from posttrain.rl import make_batch, minibatches, rollout_metrics, update_metrics, validate
+from posttrain.rollout.source import TrajectorySource
+from posttrain.types import Score
+from tests.unit.scripted import EOS, Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, tokens
+
+
+def moody(response, ground_truth, extra_info):
+    """A grader that fails on what it does not like."""
+    if "boom" in response:
+        raise ValueError("I do not grade that")
+    return Score(score=len(response) / 10, correct="8" in response, parts={"length": float(len(response))})
+
+
+@pytest.fixture
+def moody_grader(monkeypatch):
+    """The grader above, registered the way a plugin does it, for data source ``test/moody``."""
+    monkeypatch.setattr(GRADERS, "_entries", dict(GRADERS._entries))
+    monkeypatch.setitem(DATA_SOURCES, "test/moody", "moody")
+    GRADERS.register("moody")(moody)
+
+
+def source(*samplers, on_error="drop", env=None):
+    return TrajectorySource(samplers, env or environment(), GraderPool(workers=0), RewardConfig(on_error=on_error))
+
+
+def prompts(count, name="openai/gsm8k"):
+    return [gsm8k_prompt(index=i, source=name) for i in range(count)]
+
+
+class ByPrompt(ScriptedSampler):
+    """Answers each request with the next text, whatever the order; counts how many run at once."""
+
+    def __init__(self, *turns):
+        super().__init__(*turns)
+        self.running = self.most = 0
+
+    async def generate(self, prompt_ids, params):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.01)
+        self.running -= 1
+        return await super().generate(prompt_ids, params)
+
+
+async def test_groups_come_graded_and_in_prompt_order():
+    sampler = ByPrompt("#### 8", "#### 9", "so #### 8", "none", "#### 8.0", "8")
+    pool = source(sampler)
+    groups = await pool.sample(prompts(3), 2, temperature=1.0)
+    assert [[t.prompt.index for t in g] for g in groups] == [[0, 0], [1, 1], [2, 2]]
+    assert [[t.reward for t in g] for g in groups] == [[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
+    assert [[t.correct for t in g] for g in groups] == [[True, False]] * 3
+    assert groups[0][0].reward_parts == {"score": 1.0}
+    assert (pool.stats.started, pool.stats.failed, pool.stats.grader_failed) == (6, 0, 0)
+    assert sampler.most == 6
+    assert {p.temperature for p in sampler.params} == {1.0}
+
+
+async def test_the_tools_own_rewards_stay_beside_the_score():
+    sampler = ScriptedSampler(call(8), "#### 9")
+    (group,) = await source(sampler, env=environment(Gsm8kTool())).sample(prompts(1), 1, temperature=1.0)
+    assert group[0].reward_parts == {"tool/calc_gsm8k_reward": 1.0, "score": 0.0}
+    assert group[0].reward == 0.0
+
+
+async def test_play_does_not_grade():
+    (group,) = await source(ScriptedSampler("#### 8")).play(prompts(1), 1, temperature=1.0)
+    assert (group[0].reward, group[0].correct, group[0].reward_parts) == (0.0, False, {})
+
+
+async def test_episodes_are_spread_over_the_samplers():
+    first, second = ByPrompt(*["#### 8"] * 10), ByPrompt(*["#### 8"] * 10)
+    pool = source(first, second)
+    await pool.sample(prompts(4), 2, temperature=1.0)
+    assert (len(first.prompts), len(second.prompts)) == (4, 4)
+    assert pool.load == [0, 0]
+
+
+async def test_all_turns_of_an_episode_stay_on_one_sampler():
+    first, second = ByPrompt(call(8), "#### 8"), ByPrompt(call(9), "#### 9")
+    pool = source(first, second, env=environment(Gsm8kTool()))
+    (group,) = await pool.sample(prompts(1), 2, temperature=1.0)
+    assert [t.turns for t in group] == [2, 2]
+    for trajectory, sampler in zip(group, (first, second), strict=True):
+        assert trajectory.tokens.tolist()[: len(sampler.prompts[1])] == sampler.prompts[1]
+
+
+async def test_the_load_is_given_back_after_a_failure():
+    pool = source(ScriptedSampler(RunError("gone")))
+    await pool.sample(prompts(1), 1, temperature=1.0)
+    assert pool.load == [0]
+
+
+# ---------------------------------------------------------------------- failures
+
+
+async def test_a_failed_episode_is_data_and_is_not_trained_on():
+    sampler = ScriptedSampler("#### 8", RunError("engine fell over"), "#### 9", "#### 8")
+    pool = source(sampler)
+    groups = await pool.sample(prompts(2), 2, temperature=1.0)
+    assert (pool.stats.started, pool.stats.failed) == (4, 1)
+    assert groups[0][1].error == "RunError: engine fell over"
+    batch, kept, metrics = make_batch(groups, AlgoConfig())
+    assert [t.reward for t in kept] == [1.0, 0.0, 1.0]
+    assert batch.num_sequences == 3
+    assert metrics["critic/score/mean"] == pytest.approx(2 / 3)
+    # What is left of the first group has no baseline; the second is as if nothing had happened.
+    starts = batch.cu_seqlens.tolist()[:-1]
+    half = 0.5 / (math.sqrt(0.5) + 1e-6)
+    torch.testing.assert_close(batch.advantages[starts], torch.tensor([0.0, -half, half]))
+    metrics = rollout_metrics(groups, pool.stats)
+    assert metrics["rollout/failed"] == 1.0
+    assert metrics["rollout/accuracy"] == pytest.approx(2 / 3)
+    assert metrics["rollout/groups_without_signal"] == 0.5
+
+
+async def test_a_failing_grader_drops_the_episode(moody_grader):
+    pool = source(ScriptedSampler("8", "boom", "1234567890", "88"))
+    groups = await pool.sample(prompts(2, "test/moody"), 2, temperature=1.0)
+    assert (pool.stats.failed, pool.stats.grader_failed) == (0, 1)
+    assert "I do not grade that" in groups[0][1].error
+    assert groups[0][0].reward_parts == {"score": 0.1, "length": 1.0}
+    _, kept, _ = make_batch(groups, AlgoConfig())
+    assert [t.reward for t in kept] == [0.1, 1.0, 0.2]
+
+
+async def test_a_failing_grader_counts_as_zero_where_asked(moody_grader):
+    pool = source(ScriptedSampler("8", "boom"), on_error="zero")
+    groups = await pool.sample(prompts(1, "test/moody"), 2, temperature=1.0)
+    assert pool.stats.grader_failed == 1
+    assert [(t.reward, t.correct, t.error) for t in groups[0]] == [(0.1, True, None), (0.0, False, None)]
+    assert make_batch(groups, AlgoConfig())[0].num_sequences == 2
+    assert rollout_metrics(groups, pool.stats)["rollout/grader_failed"] == 1.0
+
+
+async def test_a_failing_grader_ends_the_run_where_asked(moody_grader):
+    pool = source(ScriptedSampler("8", "boom"), on_error="raise")
+    with pytest.raises(RunError, match=r"grader of test/moody failed.*I do not grade that"):
+        await pool.sample(prompts(1, "test/moody"), 2, temperature=1.0)
+
+
+async def test_an_unknown_data_source_is_an_error_not_a_zero():
+    with pytest.raises(ConfigError, match="no grader for data source 'openai/gsm8'"):
+        await source(ScriptedSampler("8")).sample(prompts(1, "openai/gsm8"), 1, temperature=1.0)
+
+
+async def test_a_step_without_any_usable_episode_is_an_error():
+    groups = await source(ScriptedSampler(RunError("a"), RunError("b"))).sample(prompts(1), 2, temperature=1.0)
+    with pytest.raises(RunError, match=r"no episode of this step can be trained on: RunError: a; RunError: b"):
+        make_batch(groups, AlgoConfig())
+
+
+async def test_validation_counts_what_was_graded():
+    sampler = ScriptedSampler("#### 8", "#### 9", RunError("gone"), "#### 8")
+    metrics = await validate(source(sampler), prompts(2), 2, 0.5)
+    assert metrics == {"val-core/openai/gsm8k/acc/mean@2": pytest.approx(2 / 3)}
+    assert {p.temperature for p in sampler.params} == {0.5}
+
+
+# ---------------------------------------------------------------------- the batch
+
+
+async def graded(*texts, n=2):
+    return await source(ScriptedSampler(*texts)).sample(prompts(len(texts) // n), n, temperature=1.0)
+
+
+async def test_the_batch_holds_what_was_sampled():
+    groups = await graded("#### 8", "no")
+    batch, kept, _ = make_batch(groups, AlgoConfig())
+    assert batch.input_ids.tolist() == [t for x in kept for t in x.tokens.tolist()]
+    own = batch.input_ids[batch.loss_mask].tolist()
+    assert own == [*tokens("#### 8"), EOS, *tokens("no"), EOS]
+    assert batch.rollout_logprobs[batch.loss_mask].tolist() == [
+        -(i + 1) / 8 for text in ("#### 8", "no") for i in range(len(tokens(text)) + 1)
+    ]
+    assert batch.old_logprobs is None
+    assert batch.ref_logprobs is None
+    assert float(batch.loss_weights.sum()) == pytest.approx(1.0)
+    assert set(batch.loss_weights[~batch.loss_mask].tolist()) == {0.0}
+    up, down = batch.advantages[batch.cu_seqlens[:-1].long()].tolist()
+    assert up == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
+    assert down == -up
+
+
+async def test_minibatches_keep_groups_whole():
+    groups = await graded(*["#### 8", "no"] * 4)
+    algo = AlgoConfig(updates_per_step=2)
+    batch, kept, _ = make_batch(groups, algo)
+    batch.old_logprobs = torch.arange(batch.num_tokens, dtype=torch.float32)
+    parts = minibatches(batch, kept, algo)
+    assert [p.num_sequences for p in parts] == [4, 4]
+    assert torch.cat([p.input_ids for p in parts]).tolist() == batch.input_ids.tolist()
+    assert torch.cat([p.old_logprobs for p in parts]).tolist() == batch.old_logprobs.tolist()
+    # Each is an update of its own, whose loss is a mean over its own tokens.
+    assert [float(p.loss_weights.sum()) for p in parts] == [pytest.approx(1.0)] * 2
+    assert minibatches(batch, kept, AlgoConfig())[0] is batch
+
+
+async def test_throughput_counts_the_tokens_of_the_update_that_was_timed():
+    batch, *_ = make_batch(await graded("#### 8", "no"), AlgoConfig())
+    names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm", "lr", "memory_gib")
+    result = dict.fromkeys(names, 0.0) | {"seconds": 2.0, "gap/tokens": 4.0, "gap/abs": 1.0}
+    metrics = update_metrics(result, batch)
+    assert metrics["perf/throughput"] == batch.num_tokens / 2.0
+    assert metrics["rollout_gap/mean_abs"] == 0.25

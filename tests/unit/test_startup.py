@@ -1,0 +1,166 @@
+"""What is settled before any process starts."""
+
+import pytest
+
+from posttrain.config import Config
+from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.models.export import save_text_side
+from posttrain.models.load import ModelSource
+from posttrain.presets import resolve
+from posttrain.startup import build_environment, check_prompts, check_supported, open_model
+from posttrain.train import checkpoint
+from posttrain.types import Prompt
+
+
+def config(command="rl", **sections):
+    return Config.model_validate({"command": command, "run": {"name": "x"}} | sections)
+
+
+def environment(**rollout):
+    cfg = config(rollout=rollout)
+    source, tokenizer = open_model(cfg)
+    return build_environment(cfg, source, tokenizer)
+
+
+def prompt(text="Hi", index=0):
+    return Prompt(index, [{"role": "user", "content": text}], "openai/gsm8k", "8")
+
+
+@pytest.mark.parametrize("command", ["sft", "rl", "generate"])
+def test_the_defaults_are_supported(command):
+    check_supported(config(command))
+
+
+@pytest.mark.parametrize(
+    ("command", "sections", "named"),
+    [
+        ("rl", {"rollout": {"engine": "vllm"}}, "rollout.engine = 'vllm'"),
+        ("rl", {"rollout": {"engine": "sglang"}}, "rollout.engine = 'sglang'"),
+        ("rl", {"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel = 2"),
+        ("rl", {"rollout": {"over_sample_rate": 0.1}}, "rollout.over_sample_rate = 0.1"),
+        ("rl", {"train": {"sequence_parallel": 2}, "cluster": {"workers": 2}}, "train.sequence_parallel = 2"),
+        ("rl", {"val": {"top_p": 0.9}}, "val.top_p = 0.9"),
+        ("sft", {"train": {"sequence_parallel": 2}, "cluster": {"workers": 2}}, "train.sequence_parallel = 2"),
+        ("generate", {"rollout": {"engine": "vllm"}}, "rollout.engine = 'vllm'"),
+        ("generate", {"rollout": {"top_p": 0.5}}, "rollout.top_p = 0.5"),
+        ("generate", {"rollout": {"top_k": 20}}, "rollout.top_k = 20"),
+    ],
+)
+def test_unsupported_keys_are_refused_by_name(command, sections, named):
+    with pytest.raises(ConfigError) as error:
+        check_supported(config(command, **sections))
+    assert named in error.value.message
+    assert error.value.message.count("=") == 1  # that one, and none that was not set
+    assert "--set" in error.value.hint
+    assert error.value.exit_code == 2
+
+
+def test_all_unsupported_keys_are_named_at_once():
+    sections = {"rollout": {"engine": "vllm", "tensor_parallel": 2, "over_sample_rate": 0.25}}
+    with pytest.raises(ConfigError, match=r"engine.*tensor_parallel.*over_sample_rate"):
+        check_supported(config("rl", **sections))
+
+
+def test_a_key_of_another_command_does_not_matter():
+    check_supported(config("sft", rollout={"engine": "vllm", "tensor_parallel": 4}))
+    check_supported(config("generate", train={"sequence_parallel": 2}, cluster={"workers": 2}))
+
+
+@pytest.mark.parametrize("preset", ["qwen2.5-0.5b-dapo", "qwen3-4b-gsm8k-multiturn", "qwen2.5-3b-gsm8k-multiturn"])
+def test_a_shipped_preset_that_needs_more_says_so(preset):
+    with pytest.raises(ConfigError, match="not supported by this version"):
+        check_supported(resolve("rl", preset).config)
+
+
+def test_the_environment():
+    env = environment(tools=["gsm8k"], max_turns=3)
+    assert list(env.tools) == ["calc_gsm8k_reward"]
+    assert [s["function"]["name"] for s in env.schemas] == ["calc_gsm8k_reward"]
+    assert env.stop_token_ids == {env.tokenizer.eos_token_id}
+    assert env.cfg.max_turns == 3
+    assert environment().schemas is None
+
+
+def test_an_unknown_tool():
+    with pytest.raises(ConfigError, match="unknown tool 'gsm8kk'") as error:
+        environment(tools=["gsm8kk"])
+    assert error.value.hint == "did you mean 'gsm8k'?"
+
+
+def test_a_prompt_that_is_too_long_names_its_file_and_row():
+    env = environment(max_prompt_tokens=20)
+    rows = [prompt(index=0), prompt("word " * 100, index=1), prompt("word " * 100, index=2)]
+    with pytest.raises(DataError, match=r"data/x\.parquet, row 1: the prompt has \d+ tokens") as error:
+        check_prompts(rows, env, "data/x.parquet")
+    assert "20" in error.value.message
+    assert "rollout.max_prompt_tokens" in error.value.hint
+    check_prompts(rows[:1], env, "data/x.parquet")
+
+
+def test_the_tools_count_as_part_of_the_prompt():
+    bare = len(environment().tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False))
+    check_prompts([prompt()], environment(max_prompt_tokens=bare), "f")
+    with pytest.raises(DataError, match="row 0"):
+        check_prompts([prompt()], environment(max_prompt_tokens=bare, tools=["gsm8k"]), "f")
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def test_models_that_are_not_there():
+    with pytest.raises(ModelError, match="builtin:tinny") as error:
+        open_model(config(model={"path": "builtin:tinny"}))
+    assert "builtin:tiny" in error.value.hint
+    with pytest.raises(ModelError, match="not found: /no/such/folder"):
+        open_model(config(model={"path": "/no/such/folder"}))
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ModelError, match="no model in"):
+        open_model(config(model={"path": str(tmp_path)}))
+
+
+def test_a_damaged_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        open_model(config(model={"path": str(tmp_path)}))
+
+
+def test_a_model_without_chat_template(tmp_path):
+    save_text_side(ModelSource("builtin:tiny"), tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="no chat template"):
+        open_model(config(model={"path": str(tmp_path)}))
+
+
+def make_run(root, name, step):
+    """A run folder with a checkpoint that has all but real shards."""
+    run = root / name
+    run.mkdir(parents=True)
+    (run / "run.json").write_text('{"command": "sft"}')
+    folder = checkpoint.begin(run / "checkpoints", step)
+    (folder / "actor" / "model").mkdir(parents=True)
+    (folder / "actor" / "model" / "__0_0.distcp").write_bytes(b"weights")
+    save_text_side(ModelSource("builtin:tiny"), folder / "actor" / "huggingface")
+    return checkpoint.commit(folder, step, {"loader.json": {}}, keep=5).path
+
+
+def test_run_names(tmp_path):
+    older, newer = make_run(tmp_path, "mine", 3), make_run(tmp_path / "other", "mine", 4)
+    for path in ("run:mine", "run:latest"):
+        source, tokenizer = open_model(config(model={"path": path}, run={"name": "x", "dir": str(tmp_path)}))
+        assert source.shards == str(older / "actor" / "model")
+        assert tokenizer.eos_token == "<|im_end|>"
+    assert newer != older
+    with pytest.raises(ConfigError, match="run:mine2") as error:
+        open_model(config(model={"path": "run:mine2"}, run={"name": "x", "dir": str(tmp_path)}))
+    assert "did you mean 'mine'?" in error.value.hint
+
+
+def test_a_run_whose_newest_checkpoint_is_broken_gives_the_one_before(tmp_path):
+    older = make_run(tmp_path, "mine", 3)
+    folder = checkpoint.begin(tmp_path / "mine" / "checkpoints", 6)
+    (folder / "weights").write_bytes(b"weights")
+    (checkpoint.commit(folder, 6, {}, keep=5).path / "weights").write_bytes(b"wrong")
+    source, _ = open_model(config(model={"path": "run:mine"}, run={"name": "x", "dir": str(tmp_path)}))
+    assert source.shards == str(older / "actor" / "model")
