@@ -36,7 +36,6 @@ def run(resolved: Resolved, *, overwrite: bool = False) -> Path:
     """
     cfg = resolved.config
     load_plugins(cfg.plugins)
-    check_supported(cfg)
     if not cfg.generate.data:
         raise DataError("no prompts", hint="give --data FILE.parquet (posttrain prep writes it)")
     out = Path(cfg.generate.out or Path(cfg.run.dir) / cfg.run.name / "responses.parquet")
@@ -44,6 +43,7 @@ def run(resolved: Resolved, *, overwrite: bool = False) -> Path:
         raise DataError(f"output file exists: {out}", hint="give another --out, or --overwrite")
     prompts = read_prompts(cfg.generate.data, limit=cfg.generate.limit)
     source, tokenizer = open_model(cfg)
+    check_supported(cfg)
     env = build_environment(cfg, source, tokenizer)
     check_prompts(prompts, env, cfg.generate.data)
     chunks = [prompts[i : i + _CHUNK] for i in range(0, len(prompts), _CHUNK)]

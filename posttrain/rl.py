@@ -49,8 +49,8 @@ def run(resolved: Resolved) -> Path:
     """
     cfg = resolved.config
     load_plugins(cfg.plugins)
-    check_supported(cfg)
     source, tokenizer = open_model(cfg)
+    check_supported(cfg)
     env = build_environment(cfg, source, tokenizer)
     if not cfg.data.train:
         raise DataError("no training data", hint="give --data FILE.parquet (posttrain prep writes it)")

@@ -41,8 +41,8 @@ def run(resolved: Resolved) -> Path:
     """
     cfg = resolved.config
     load_plugins(cfg.plugins)
-    check_supported(cfg)
     source, tokenizer = open_model(cfg)
+    check_supported(cfg)
     train, dropped = load_chats(cfg.data.train, tokenizer, cfg)
     val = load_chats(cfg.data.val, tokenizer, cfg)[0] if cfg.data.val else []
     steps = total_steps(len(train), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)

@@ -10,6 +10,9 @@ import ray
 
 from posttrain.errors import DeadlineError, PosttrainError, WorkerError
 
+_DEATH_NOTICE_S = 2.0
+"""How much later than a peer's error the news of a dead worker may come."""
+
 
 async def gather(refs: Sequence[Any], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:
     """Results of one call to each of several actors, in order.
@@ -21,12 +24,16 @@ async def gather(refs: Sequence[Any], names: Sequence[str], what: str, deadline_
     """
     futures = [asyncio.wrap_future(ref.future()) for ref in refs]
     done, pending = await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
-    # One failure usually makes its peers fail in a collective: report the one that has a message of ours, or the first.
+    # One failure usually makes its peers fail in a collective, and a peer's error may come before the news of a death.
+    if pending and any(f.exception() for f in done):
+        more, pending = await asyncio.wait(pending, timeout=_DEATH_NOTICE_S, return_when=asyncio.FIRST_EXCEPTION)
+        done |= more
     failures = [(n, f.exception()) for n, f in zip(names, futures, strict=True) if f in done and f.exception()]
     if failures:
         for future in pending:
             future.cancel()
-        raise min((_translate(n, e, what) for n, e in failures), key=lambda e: isinstance(e, WorkerError))
+        name, error = min(failures, key=lambda failure: _precedence(failure[1]))
+        raise _translate(name, error, what)
     if pending:
         late = [n for n, f in zip(names, futures, strict=True) if f in pending]
         for future in pending:
@@ -36,6 +43,13 @@ async def gather(refs: Sequence[Any], names: Sequence[str], what: str, deadline_
             hint="raise cluster.step_deadline_s if the work is really that long; else look at the worker's log",
         )
     return [f.result() for f in futures]
+
+
+def _precedence(error: BaseException | None) -> int:
+    """Which of several failures to report: one that has a message of ours, else a death, else the first."""
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PosttrainError):
+        return 0
+    return 1 if isinstance(error, ray.exceptions.RayActorError) else 2
 
 
 def _translate(name: str, error: BaseException | None, what: str) -> PosttrainError:

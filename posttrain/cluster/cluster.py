@@ -20,6 +20,9 @@ from posttrain.train.worker import WorkerSpec
 
 # Seen before ray is imported: no usage reports, no log shipping of idle services.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# GNU OpenMP's threads spin for milliseconds at every barrier. On cores that others use too (a colocated sampler, another
+# job) a step then takes several times as long; a short spin costs an idle machine little. Workers inherit this.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray

@@ -7,10 +7,13 @@ clear message and not a traceback out of a worker.
 from __future__ import annotations
 
 import json
+import socket
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from posttrain.errors import ModelError
 
@@ -75,6 +78,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
         from posttrain.models.builtin import builtin_config
 
         return builtin_config(source.builtin)
+    _check_reachable(source)
     try:
         return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
@@ -165,6 +169,20 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> l
         declared = json.loads(file.read_text()).get("eos_token_id") or []
         ids |= set(declared if isinstance(declared, list) else [declared])
     return sorted(ids)
+
+
+def _check_reachable(source: ModelSource) -> None:
+    """Say at once that the hub cannot be reached, where the hub's client would retry for half a minute."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    offline = constants.HF_HUB_OFFLINE or source.builtin or Path(source.path).is_dir()
+    if offline or getproxies() or isinstance(try_to_load_from_cache(source.path, "config.json"), str):
+        return
+    host = urlsplit(constants.ENDPOINT).hostname or ""
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError as error:
+        raise _not_loadable(source, OSError(f"{host} cannot be reached ({error.strerror})")) from error
 
 
 def _not_loadable(source: ModelSource, error: Exception) -> ModelError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,16 +29,16 @@ class MetricsFile:
 
 def truncate_metrics(path: Path, from_step: int) -> None:
     """Keep the lines of steps before ``from_step`` (a resumed run writes the later ones again), and drop a last line
-    that a killed process left unfinished. A missing file stays missing."""
+    that a killed process left unfinished. A missing file stays missing.
+
+    The file is shortened in place, since the run's tracker has it open already: what it appends must end up here.
+    """
     if not path.is_file():
         return
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) < from_step]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with path.open("r+", encoding="utf-8") as file:
+        file.write("".join(line + "\n" for line in kept))  # the lines that stay come first: nothing moves
+        file.truncate()
 
 
 def _step(line: str) -> float:

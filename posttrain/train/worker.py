@@ -185,7 +185,7 @@ class TrainWorker:
         predict = batch.loss_mask.nonzero().flatten()
         if len(predict) == 0:
             # Collectives need every rank in every micro-batch: predict something, and let it weigh nothing.
-            predict = torch.ones(1, dtype=torch.int64)
+            predict = torch.tensor([batch.num_tokens - 1])
             weights = torch.zeros(1)
         elif batch.loss_weights is None:
             weights = torch.zeros(len(predict))
@@ -279,7 +279,7 @@ class TrainWorker:
     def load(self, folder: str) -> None:
         """Read model and optimizer from ``folder``, written at any world size. A collective."""
         # After a forward pass without a backward the root still holds whole parameters, and would go on using them.
-        self.lm.reshard()
+        self.lm.reshard()  # type: ignore[operator]
         self.step = checkpoint.load_shards(Path(folder), self.lm.model, self.optimizer)
 
     def _memory_gib(self) -> float:

@@ -1,4 +1,4 @@
-"""Training in real worker processes on the CPU: what must not depend on how the work is spread, and what must survive."""
+"""Training in real processes on the CPU: what must not depend on how the work is spread, and what must survive."""
 
 import asyncio
 import json
@@ -8,17 +8,19 @@ import threading
 import time
 
 import pytest
+import ray
 import torch
 
 from posttrain import sft
 from posttrain.algos.reduce import token_weights
+from posttrain.cluster.calls import gather
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.cluster.samplers import RemoteSampler
 from posttrain.cluster.sync import publish
 from posttrain.config import AlgoConfig, Config
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import Conversation, sft_row, write_rows
-from posttrain.errors import RunError, WeightSyncError, WorkerError
+from posttrain.errors import DeadlineError, PosttrainError, RunError, WeightSyncError, WorkerError
 from posttrain.models.attention import Ragged
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model, load_shards
@@ -170,9 +172,7 @@ def test_the_first_loss_is_that_of_plain_transformers(start, reference):
     model = load_model(ModelSource("builtin:tiny"), dtype=torch.float32, seed=3)
     model.set_attn_implementation("eager")
     total, count = 0.0, 0
-    for ids, mask in zip(
-        batch.input_ids.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
-    ):
+    for ids, mask in zip(batch.input_ids.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True):
         with torch.no_grad():
             logprobs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)
         total -= float(logprobs[mask[1:]].sum())
@@ -197,6 +197,19 @@ def test_fewer_sequences_than_workers(alone, pair, start):
         results.append(asyncio.run(group.update(batch, LossSpec())))
     for name in ("loss", "grad_norm", "entropy"):
         assert results[1][name] == pytest.approx(results[0][name], rel=1e-5)
+
+
+def test_batches_without_loss(alone, pair, start):
+    """A sequence of one token has nothing to predict; neither has a batch whose masks are empty."""
+    single = PackedBatch.from_sequences([[7]], [[True]])
+    blank = PackedBatch.from_sequences([[7, 8, 9], [1, 2]], [[False] * 3, [False] * 2])
+    for group in (alone[1], pair):
+        asyncio.run(group.load(start))
+        for batch in (single, blank):
+            assert asyncio.run(group.logprobs(batch)).tolist() == [0.0] * batch.num_tokens
+            batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
+            result = asyncio.run(group.update(batch, LossSpec()))
+            assert (result["loss"], result["grad_norm"]) == (0.0, 0.0)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(alone, start):
@@ -316,6 +329,49 @@ def test_a_killed_worker_is_named(clusters):
         # And it stays so.
         with pytest.raises(WorkerError, match="actor worker 1 died during logprobs"):
             await group.logprobs(sft_batch())
+
+    asyncio.run(work())
+
+
+def test_the_failure_that_explains_the_others_is_reported():
+    """A worker that dies makes its peers fail in a collective, and theirs may be the first error to arrive."""
+
+    @ray.remote(num_cpus=0)
+    class Worker:
+        def work(self, what):
+            if what == "raise":
+                raise RuntimeError("connection closed by peer")
+            if what == "ours":
+                time.sleep(0.3)
+                raise RunError("the gradient is not finite", hint="lower the rate")
+            if what == "die":
+                time.sleep(0.3)
+                os._exit(1)
+            time.sleep(3600)
+
+    async def outcome(*whats, deadline_s=20.0):
+        actors = [Worker.remote() for _ in whats]
+        await gather([a.__ray_ready__.remote() for a in actors], ["a", "b"], "start", 60.0)
+        refs = [a.work.remote(what) for a, what in zip(actors, whats, strict=True)]
+        try:
+            await gather(refs, ["worker a", "worker b"], "step 3", deadline_s)
+        except PosttrainError as error:
+            return error
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+
+    async def work():
+        died = await outcome("raise", "die")
+        assert (type(died), died.message) == (WorkerError, "worker b died during step 3")
+        raised = await outcome("hang", "raise")
+        assert isinstance(raised, WorkerError)
+        assert raised.message.startswith("worker b failed in step 3: RuntimeError: connection closed by peer")
+        ours = await outcome("raise", "ours")
+        assert (type(ours), ours.message, ours.hint) == (RunError, "the gradient is not finite", "lower the rate")
+        late = await outcome("hang", "hang", deadline_s=0.2)
+        assert isinstance(late, DeadlineError)
+        assert late.message == "worker a, worker b did not finish step 3 within 0.2 s"
 
     asyncio.run(work())
 

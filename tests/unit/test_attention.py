@@ -31,11 +31,10 @@ COMMON = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama"])
-def folder(request, tmp_path_factory):
+def make_folder(kind, path):
     """A Hugging Face folder: Qwen2 with 4 query heads on 2 key heads, Llama with 6 on 3 and a head size of its own."""
     torch.manual_seed(0)
-    if request.param == "qwen2":
+    if kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=4, num_key_value_heads=2, **COMMON))
         for layer in model.model.layers:  # biases start at zero, which would hide a mistake in them
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
@@ -45,10 +44,20 @@ def folder(request, tmp_path_factory):
             num_attention_heads=6, num_key_value_heads=3, head_dim=12, tie_word_embeddings=True, **COMMON
         )
         model = LlamaForCausalLM(config)
-    path = tmp_path_factory.mktemp(request.param)
     model.generation_config.eos_token_id = STOP
     model.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module", params=["qwen2", "llama"])
+def folder(request, tmp_path_factory):
+    return make_folder(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    """For what does not depend on the architecture."""
+    return make_folder("qwen2", tmp_path_factory.mktemp("qwen2"))
 
 
 def sequences(lengths, seed=0):
@@ -98,8 +107,8 @@ def test_packed_is_each_sequence_alone(folder, plain, lengths):
         )
 
 
-def test_no_sequence_sees_another(folder):
-    model = load_model(ModelSource(str(folder)), dtype=torch.float32)
+def test_no_sequence_sees_another(qwen2):
+    model = load_model(ModelSource(str(qwen2)), dtype=torch.float32)
     ids = sequences([20, 30, 40])
     before = packed_logits(model, ids)
     changed = packed_logits(model, [sequences([20], seed=9)[0], ids[1], sequences([40], seed=9)[0]])
@@ -193,16 +202,16 @@ def test_greedy_tokens_are_those_of_generate(folder):
         assert sample.version == 0
 
 
-def test_greedy_stops_at_a_stop_token(folder):
+def test_greedy_stops_at_a_stop_token(qwen2):
     """A token that greedy decoding reaches anyway, declared a stop token."""
     prompt = sequences([12])[0]
-    free = greedy_reference(folder, prompt, 24)
+    free = greedy_reference(qwen2, prompt, 24)
     stop = free[min(9, len(free) - 1)]
 
     async def body(engine):
         return await engine.generate(prompt, SamplingParams(24, temperature=0.0))
 
-    sample = with_engine(spec(folder, stop_token_ids=[stop]), body)
+    sample = with_engine(spec(qwen2, stop_token_ids=[stop]), body)
     assert sample.ids == free[: free.index(stop) + 1]
     assert sample.finish_reason == "stop"
 
@@ -236,7 +245,7 @@ def test_engine_score_and_trainer_agree(folder, lengths, kv_tokens, temperature)
         torch.testing.assert_close(sample.logprobs, score[len(prompt) :], rtol=0, atol=1e-4)
 
 
-def test_new_weights_change_samples_and_drop_the_cache(folder):
+def test_new_weights_change_samples_and_drop_the_cache(qwen2):
     prompt = sequences([70])[0]
 
     async def body(engine):
@@ -248,9 +257,9 @@ def test_new_weights_change_samples_and_drop_the_cache(folder):
         after = await engine.generate(prompt, params)
         return before, after, await engine.score([prompt + after.ids], 1.0)
 
-    before, after, _ = with_engine(spec(folder), body)
+    before, after, _ = with_engine(spec(qwen2), body)
     assert (before.version, after.version) == (0, 7)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(qwen2, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.05)
@@ -258,7 +267,7 @@ def test_new_weights_change_samples_and_drop_the_cache(folder):
     assert after.ids == expected[0, len(prompt) :].tolist()
 
 
-def test_wrong_or_missing_weights_are_errors(folder):
+def test_wrong_or_missing_weights_are_errors(qwen2):
     async def body(engine):
         names = sorted(engine.parameters)
         with pytest.raises(WeightSyncError, match="no_such_weight"):
@@ -270,10 +279,10 @@ def test_wrong_or_missing_weights_are_errors(folder):
             await engine.finish_update(1)
         assert engine.version == 0
 
-    with_engine(spec(folder), body)
+    with_engine(spec(qwen2), body)
 
 
-def test_a_cancelled_request_frees_its_place(folder):
+def test_a_cancelled_request_frees_its_place(qwen2):
     """With room for one request, the next is served only after the cancelled one has gone."""
     prompt = sequences([16])[0]
 
@@ -284,23 +293,22 @@ def test_a_cancelled_request_frees_its_place(folder):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        sample = await asyncio.wait_for(engine.generate(prompt, SamplingParams(4, temperature=0.0)), 20.0)
-        return sample
+        return await asyncio.wait_for(engine.generate(prompt, SamplingParams(4, temperature=0.0)), 20.0)
 
-    sample = with_engine(spec(folder, max_concurrent=1, stop_token_ids=[VOCABULARY + 5]), body)
+    sample = with_engine(spec(qwen2, max_concurrent=1, stop_token_ids=[VOCABULARY + 5]), body)
     assert len(sample.ids) == 4
 
 
-def test_unsupported_sampling_is_refused(folder):
+def test_unsupported_sampling_is_refused(qwen2):
     async def body(engine):
         for params in (SamplingParams(4, top_p=0.9), SamplingParams(4, top_k=5)):
             with pytest.raises(RunError, match="top_p and top_k"):
                 await engine.generate([1, 2], params)
 
-    with_engine(spec(folder), body)
+    with_engine(spec(qwen2), body)
 
 
-def test_a_request_that_cannot_fit_fails_alone(folder):
+def test_a_request_that_cannot_fit_fails_alone(qwen2):
     """It would otherwise end the engine, and every later request with it."""
     ids = sequences([255, 20])
 
@@ -313,13 +321,13 @@ def test_a_request_that_cannot_fit_fails_alone(folder):
         assert [len(s.ids) for s in largest] == [223, 124, 1]
         return await asyncio.wait_for(engine.generate(ids[1], SamplingParams(5, temperature=0.0)), 20.0)
 
-    engine_spec = spec(folder, kv_tokens=256, stop_token_ids=[VOCABULARY + 5])  # a token that never comes
+    engine_spec = spec(qwen2, kv_tokens=256, stop_token_ids=[VOCABULARY + 5])  # a token that never comes
     sample = with_engine(engine_spec, body)
-    expected = greedy_reference(folder, ids[1], 5)
+    expected = greedy_reference(qwen2, ids[1], 5)
     assert sample.ids[: len(expected)] == expected
 
 
-def test_an_engine_that_breaks_says_so_and_an_update_revives_it(folder):
+def test_an_engine_that_breaks_says_so_and_an_update_revives_it(qwen2):
     prompt = sequences([20])[0]
 
     async def body(engine):
@@ -331,15 +339,15 @@ def test_an_engine_that_breaks_says_so_and_an_update_revives_it(folder):
         await engine.finish_update(1)
         return await asyncio.wait_for(engine.generate(prompt, SamplingParams(5, temperature=0.0)), 20.0)
 
-    assert with_engine(spec(folder), body).ids == greedy_reference(folder, prompt, 5)
+    assert with_engine(spec(qwen2), body).ids == greedy_reference(qwen2, prompt, 5)
 
 
-def test_replicas_sample_differently_and_each_repeats_itself(folder):
+def test_replicas_sample_differently_and_each_repeats_itself(qwen2):
     prompt = sequences([20])[0]
 
     async def body(engine):
         return (await engine.generate(prompt, SamplingParams(30))).ids
 
-    first = with_engine(spec(folder, replica=0), body)
-    assert with_engine(spec(folder, replica=0), body) == first
-    assert with_engine(spec(folder, replica=1), body) != first
+    first = with_engine(spec(qwen2, replica=0), body)
+    assert with_engine(spec(qwen2, replica=0), body) == first
+    assert with_engine(spec(qwen2, replica=1), body) != first

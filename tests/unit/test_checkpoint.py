@@ -151,7 +151,7 @@ def test_folders_of_other_names_are_left_alone(tmp_path):
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_3.bak")
     (tmp_path / "global_step_x").mkdir()
     assert checkpoint.newest(tmp_path)[0].step == 3
-    with pytest.raises(UserError, match="global_step_3.bak"):
+    with pytest.raises(UserError, match=r"global_step_3\.bak"):
         checkpoint.find(tmp_path / "global_step_3.bak")
     write(tmp_path, 6, keep=1)
     assert names(tmp_path) == ["global_step_3.bak", "global_step_6", "global_step_x", "latest"]

@@ -25,7 +25,10 @@ class Probe:
         self.name = name
         self.behaviour = behaviour
         self.log = []
-        self.schema = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+        self.schema = {
+            "type": "function",
+            "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+        }
 
     async def _do(self, what, default=None):
         self.log.append(what)
@@ -68,7 +71,14 @@ async def test_tokens_are_the_prompt_the_samples_and_the_deltas():
     prompt = rendered(env)
     delta = [env.deltas.ids([{"role": "tool", "content": f"answer={n} reward={r}"}]) for n, r in ((7, 0.0), (8, 1.0))]
     samples = [[*tokens(t), EOS] for t in (f"3+5=7.\n{call(7)}", f"No, 8.\n{call(8)}", "#### 8")]
-    pieces = [(prompt, False), (samples[0], True), (delta[0], False), (samples[1], True), (delta[1], False), (samples[2], True)]
+    pieces = [
+        (prompt, False),
+        (samples[0], True),
+        (delta[0], False),
+        (samples[1], True),
+        (delta[1], False),
+        (samples[2], True),
+    ]
 
     assert trajectory.tokens.tolist() == [t for piece, _ in pieces for t in piece]
     assert trajectory.loss_mask.tolist() == [own for piece, own in pieces for _ in piece]
@@ -239,7 +249,9 @@ async def test_a_row_that_a_tool_cannot_use_is_recorded():
     assert "'blue' is not a number" in trajectory.error
 
 
-@pytest.mark.parametrize("behaviour", [{"reward": ValueError("bad")}, {"release": ValueError("bad")}, {"reward": Sleep(60.0)}])
+@pytest.mark.parametrize(
+    "behaviour", [{"reward": ValueError("bad")}, {"release": ValueError("bad")}, {"reward": Sleep(60.0)}]
+)
 async def test_a_tool_that_fails_at_the_end_does_not_keep_others_from_it(behaviour):
     broken, last = Probe("broken", **behaviour), Probe("last")
     trajectory = await play(ScriptedSampler("8"), environment(broken, last, tool_deadline_s=0.05))

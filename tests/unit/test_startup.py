@@ -98,7 +98,11 @@ def test_a_prompt_that_is_too_long_names_its_file_and_row():
 
 
 def test_the_tools_count_as_part_of_the_prompt():
-    bare = len(environment().tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False))
+    bare = len(
+        environment().tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False
+        )
+    )
     check_prompts([prompt()], environment(max_prompt_tokens=bare), "f")
     with pytest.raises(DataError, match="row 0"):
         check_prompts([prompt()], environment(max_prompt_tokens=bare, tools=["gsm8k"]), "f")
