@@ -49,7 +49,8 @@ def run(resolved: Resolved, *, overwrite: bool = False) -> Path:
     chunks = [prompts[i : i + _CHUNK] for i in range(0, len(prompts), _CHUNK)]
     with Tracker(None, f"generate {cfg.run.name}", len(chunks), cfg.run.logger) as tracker:
         tracker.note(f"{len(prompts):,} prompts x {cfg.rollout.n} responses with {source.path}")
-        groups = asyncio.run(_generate(cfg, source, env, chunks, tracker))
+        with GraderPool(workers=0) as graders:  # nothing is graded here: `posttrain eval` does that
+            groups = asyncio.run(_generate(cfg, source, env, chunks, tracker, graders))
         out.parent.mkdir(parents=True, exist_ok=True)
         append_columns(Path(cfg.generate.data), out, response_columns(groups))
         tracker.note(f"wrote {out}")
@@ -57,12 +58,17 @@ def run(resolved: Resolved, *, overwrite: bool = False) -> Path:
 
 
 async def _generate(
-    cfg: Config, source: ModelSource, env: Environment, chunks: Sequence[Sequence[Prompt]], tracker: Tracker
+    cfg: Config,
+    source: ModelSource,
+    env: Environment,
+    chunks: Sequence[Sequence[Prompt]],
+    tracker: Tracker,
+    graders: GraderPool,
 ) -> list[list[Trajectory]]:
     async with Cluster(cfg) as cluster:
         with tracker.phase("start"):
             samplers = await cluster.samplers(source, sorted(env.stop_token_ids))
-            pool = TrajectorySource(samplers, env, GraderPool(plugins=cfg.plugins), cfg.reward)
+            pool = TrajectorySource(samplers, env, graders, cfg.reward)
         groups: list[list[Trajectory]] = []
         for step, chunk in enumerate(chunks, start=1):
             with tracker.phase("gen"):

@@ -17,6 +17,7 @@ from posttrain.algos.advantages import grpo
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.sync import publish
+from posttrain.data.chat import render_prompt
 from posttrain.data.loader import BatchOrder, total_steps
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import read_prompts
@@ -67,11 +68,14 @@ def run(resolved: Resolved) -> Path:
             f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
         )
         training = TrainingRun(cfg, folder, source, tracker, stop, steps)
-        asyncio.run(_train(training, prompts, val, env))
+        with GraderPool(plugins=cfg.plugins) as graders:
+            asyncio.run(_train(training, prompts, val, env, graders))
     return folder.path
 
 
-async def _train(run: TrainingRun, prompts: Sequence[Prompt], val: Sequence[Prompt], env: Environment) -> None:
+async def _train(
+    run: TrainingRun, prompts: Sequence[Prompt], val: Sequence[Prompt], env: Environment, graders: GraderPool
+) -> None:
     cfg, algo, tracker = run.cfg, run.cfg.algo, run.tracker
     order = BatchOrder(len(prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
     loss = LossSpec(algo)
@@ -84,7 +88,7 @@ async def _train(run: TrainingRun, prompts: Sequence[Prompt], val: Sequence[Prom
             if algo.kl_coef > 0:
                 ref = await cluster.trainer("reference", run.source, temperature=temperature, trainable=False)
             samplers = await cluster.samplers(run.source, sorted(env.stop_token_ids))
-            source = TrajectorySource(samplers, env, GraderPool(plugins=cfg.plugins), cfg.reward)
+            source = TrajectorySource(samplers, env, graders, cfg.reward)
         tracker.note(
             f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
         )
@@ -101,8 +105,8 @@ async def _train(run: TrainingRun, prompts: Sequence[Prompt], val: Sequence[Prom
 
         if (state := await run.resume(actor)) is not None:
             order.restore(state)
-            await sync(run.step, [state["canary"]])
-        canary: list[list[int]] = []
+        # Engines load the starting weights by themselves: prove that they are the trainer's, or bring a resumed run's.
+        await sync(run.step, [render_prompt(p.messages, env.tokenizer, env.schemas) for p in prompts[:_CANARIES]])
         for step in run.steps():
             with tracker.phase("gen"):
                 groups = await source.sample([prompts[i] for i in order.next()], cfg.rollout.n, temperature=temperature)
@@ -117,24 +121,22 @@ async def _train(run: TrainingRun, prompts: Sequence[Prompt], val: Sequence[Prom
                 with tracker.phase("ref"):
                     batch.ref_logprobs = await ref.logprobs(batch)
             with tracker.phase("update_actor"):
-                for part in minibatches(batch, kept, algo):
-                    result = await actor.update(part, loss)
-                metrics |= update_metrics(result, batch)
+                results = [await actor.update(part, loss) for part in minibatches(batch, kept, algo)]
+                metrics |= update_metrics(results, batch)
             with tracker.phase("sync"):
-                canary = [t.tokens.tolist() for t in kept[:_CANARIES]]
-                metrics |= await sync(step, canary)
+                metrics |= await sync(step, [t.tokens.tolist() for t in kept[:_CANARIES]])
             if val and run.due(cfg.train.val_every, step):
                 with tracker.phase("testing"):
                     metrics |= await validate(source, val, cfg.val.n, cfg.val.temperature)
             if run.due(cfg.train.save_every, step):
-                await run.save(step, actor, order.state() | {"canary": canary[0]})
+                await run.save(step, actor, order.state())
             if cfg.train.offload:
                 await actor.offload()
             tracker.log(step, metrics)
-        if canary:
+        if run.step:
             if cfg.train.offload:
                 await actor.onload()
-            await run.save(run.step, actor, order.state() | {"canary": canary[0]})
+            await run.save(run.step, actor, order.state())
     run.raise_if_interrupted()
 
 
@@ -212,27 +214,20 @@ def _share(episodes: Sequence[Trajectory], test: Callable[[Trajectory], bool]) -
     return sum(map(test, episodes)) / max(1, len(episodes))
 
 
-def update_metrics(result: dict[str, float], batch: PackedBatch) -> dict[str, float]:
-    """Names of the field for what the (last) update of a step returned."""
-    gap_tokens = max(1.0, result.get("gap/tokens", 0.0))
-    metrics = {
-        "actor/pg_loss": result["pg_loss"],
-        "actor/pg_clipfrac": result["pg_clipfrac"],
-        "actor/pg_clipfrac_lower": result["pg_clipfrac_lower"],
-        "actor/ppo_kl": result["ppo_kl"],
-        "actor/entropy": result["entropy"],
-        "actor/grad_norm": result["grad_norm"],
-        "actor/lr": result["lr"],
-        "rollout_gap/mean_abs": result.get("gap/abs", 0.0) / gap_tokens,
-        "rollout_gap/k3": result.get("gap/k3", 0.0) / gap_tokens,
-        "rollout_gap/outside": result.get("gap/outside", 0.0) / gap_tokens,
+def update_metrics(results: Sequence[dict[str, float]], batch: PackedBatch) -> dict[str, float]:
+    """Names of the field for what the updates of a step returned, as the mean over them."""
+    total = {key: sum(r.get(key, 0.0) for r in results) for key in results[0]}
+    gap_tokens = max(1.0, total.get("gap/tokens", 0.0))
+    names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy", "grad_norm", "lr")
+    return {
+        **{f"actor/{name}": total[name] / len(results) for name in names if name in total},
+        "rollout_gap/mean_abs": total.get("gap/abs", 0.0) / gap_tokens,
+        "rollout_gap/k3": total.get("gap/k3", 0.0) / gap_tokens,
+        "rollout_gap/outside": total.get("gap/outside", 0.0) / gap_tokens,
         "perf/total_num_tokens": float(batch.num_tokens),
-        "perf/throughput": batch.num_tokens / result["seconds"],
-        "perf/memory_gib": result["memory_gib"],
+        "perf/throughput": batch.num_tokens / total["seconds"],
+        "perf/memory_gib": max(r["memory_gib"] for r in results),
     }
-    if "kl_loss" in result:
-        metrics["actor/kl_loss"] = result["kl_loss"]
-    return metrics
 
 
 async def validate(source: TrajectorySource, prompts: Sequence[Prompt], n: int, temperature: float) -> dict[str, float]:

@@ -95,6 +95,13 @@ def check_prompts(prompts: Sequence[Prompt], env: Environment, file: str) -> Non
     from posttrain.data.chat import render_prompt
 
     limit = env.cfg.max_prompt_tokens
+    longest = limit + env.cfg.max_response_tokens
+    if longest > env.cfg.kv_tokens:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} do not fit into "
+            f"rollout.kv_tokens = {env.cfg.kv_tokens}",
+            hint="raise rollout.kv_tokens",
+        )
     for prompt in prompts:
         length = len(render_prompt(prompt.messages, env.tokenizer, env.schemas))
         if length > limit:

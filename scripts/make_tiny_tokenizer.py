@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from posttrain.datasets.arith import Arith
+from posttrain.datasets.arith import Arith, ArithSpec
 from posttrain.types import Message
 
 PYTHON = "3.11.7"
@@ -35,13 +35,15 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 ARITH_ROWS = 4000
+# Every wording and larger numbers than the data set's default, so that its difficulty can change without new merges.
+SPEC = ArithSpec(max_operand=20, max_result=400, steps=(1, 2))
 PROSE = re.compile(r"[A-Za-z ,.';?!-]{20,}")
 OUT = Path(__file__).resolve().parent.parent / "posttrain" / "models" / "tiny"
 
 
 def arith_text() -> Iterator[str]:
     """Every message of the multi-turn form, and each row's calls and schema as the chat template writes them."""
-    dataset = Arith()
+    dataset = Arith(SPEC, hasty_share=0.0)
     for index, row in enumerate(dataset.rows("train", None, n=ARITH_ROWS)):
         conversation = dataset.to_sft(row, index, "train")
         for message in conversation.messages:

@@ -20,8 +20,8 @@ from posttrain.train.worker import WorkerSpec
 
 # Seen before ray is imported: no usage reports, no log shipping of idle services.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# GNU OpenMP's threads spin for milliseconds at every barrier. On cores that others use too (a colocated sampler, another
-# job) a step then takes several times as long; a short spin costs an idle machine little. Workers inherit this.
+# GNU OpenMP's threads spin for milliseconds at every barrier. On cores that others use too (a colocated sampler,
+# another job) a step then takes several times as long; a short spin costs an idle machine little. Workers inherit it.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
@@ -44,7 +44,7 @@ def init_ray(address: str | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         ray.init(
-            address=address,
+            address=address or "local",  # None would join whatever cluster somebody left on this machine
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -74,7 +74,11 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         if not ray.is_initialized():
             await asyncio.to_thread(self._init_ray)
-        self.device = _device(self.cfg)
+        try:
+            self.device = _device(self.cfg)
+        except RunError:
+            await self.__aexit__(None, None, None)
+            raise
         return self
 
     def _init_ray(self) -> None:

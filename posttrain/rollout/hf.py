@@ -62,8 +62,8 @@ class HFSampler:
         self.loaded: set[str] = set()
         self.request_ids = itertools.count()
         self.manager: Any = None
-        # Every restart of the manager collects garbage several times. What has been imported and loaded by now stays for
-        # good, so it need not be looked through each time: a weight update then takes 0.1 s, not 0.45 s.
+        # Every restart of the manager collects garbage several times. What has been imported and loaded by now stays
+        # for good, so it need not be looked through each time: a weight update then takes 0.1 s, not 0.45 s.
         gc.collect()
         gc.freeze()
         self._start()

@@ -5,6 +5,8 @@ import pytest
 from posttrain.datasets.arith import ITEMS, NAMES, TEMPLATES, Arith, ArithSpec, generate, split_of
 from posttrain.errors import DataError
 
+WIDE = ArithSpec(max_operand=20, max_result=400, steps=(1, 2))
+"""Every template, and many more problems than the default difficulty has."""
 TEXT = {t.name: t for t in TEMPLATES}
 
 
@@ -16,7 +18,8 @@ def problem(question: str) -> tuple[str, tuple[int, ...]]:
 
 
 def test_train_and_test_share_no_problem_and_repeat_no_question():
-    train, test = list(generate("train", 4000, seed=1)), list(generate("test", 1000, seed=2))
+    train = list(generate("train", 4000, seed=1, spec=WIDE))
+    test = list(generate("test", 1000, seed=2, spec=WIDE))
     train_problems = [problem(r["question"]) for r in train]
     test_problems = [problem(r["question"]) for r in test]
     assert len(set(train_problems)) == 4000
@@ -26,7 +29,7 @@ def test_train_and_test_share_no_problem_and_repeat_no_question():
 
 
 def test_every_answer_is_right_and_annotated():
-    for row in generate("train", 2000, seed=3):
+    for row in generate("train", 2000, seed=3, spec=WIDE):
         steps = re.findall(r"^(\d+)([-+*])(\d+)=<<\1\2\3=(\d+)>>\4\.$", row["answer"], re.MULTILINE)
         assert len(steps) == row["answer"].count("\n")
         for left, op, right, result in steps:
@@ -54,7 +57,7 @@ def test_the_split_of_a_problem_is_fixed_for_ever():
 
 
 def test_more_rows_than_problems_is_an_error_before_the_first_row():
-    spec = ArithSpec(max_operand=5, templates=("buy",))
+    spec = ArithSpec(max_operand=5, steps=(1,), templates=("buy",))
     with pytest.raises(DataError, match="has only") as error:
         generate("train", 17, spec=spec)
     available = int(re.search(r"only (\d+)", str(error.value)).group(1))
@@ -86,9 +89,33 @@ def test_difficulty_is_respected():
 
 def test_dataset_rows_and_prompt():
     dataset = Arith()
-    assert [len(list(dataset.rows(split, None))) for split in ("train", "test")] == [4000, 200]
+    assert [len(list(dataset.rows(split, None))) for split in ("train", "test")] == [1700, 200]
     row = next(dataset.rows("test", None, n=1))
     assert dataset.check(row).correct
     assert dataset.to_rlhf(row, 0, "test")["prompt"] == [{"role": "user", "content": row["question"]}]
     with pytest.raises(DataError, match="generated"):
         dataset.available("somewhere")
+
+
+def test_hasty_demonstrations_stop_a_step_early_and_submit_what_they_have():
+    dataset = Arith(hasty_share=0.5)
+    rows = list(dataset.rows("train", None, n=400))
+    hasty = 0
+    for row in rows:
+        conversation = dataset.to_sft(row, 0, "train")
+        turn, result, close = conversation.messages[-3:]
+        answer = turn["tool_calls"][0]["function"]["arguments"]["answer"]
+        assert close["content"] == f"#### {answer}"
+        # What the tool says is what it would say in an episode.
+        assert result["content"] == f"answer={answer} reward={float(answer == dataset.gold(row)):.1f}"
+        assert turn["content"].endswith(f"={answer}.")
+        hasty += turn["content"].count("\n") == 0
+    assert 150 < hasty < 250
+    assert all(dataset.to_sft(row, 0, "test").messages[-3]["content"].count("\n") == 1 for row in rows)
+    assert all(Arith(hasty_share=0.0).to_sft(row, 0, "train").messages[-3]["content"].count("\n") for row in rows)
+
+
+def test_largest_result_is_respected():
+    rows = list(generate("train", 300, spec=ArithSpec(max_result=9)))
+    results = [int(n) for row in rows for n in re.findall(r"=(\d+)>>", row["answer"])]
+    assert max(results) == 9
