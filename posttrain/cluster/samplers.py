@@ -43,7 +43,9 @@ class SamplerActor:
 
     async def submit(self, requests: Sequence[tuple[int, Sequence[int], SamplingParams]]) -> None:
         for request_id, ids, params in requests:
-            self.tasks[request_id] = asyncio.create_task(self._run(request_id, ids, params))
+            task = self.tasks[request_id] = asyncio.create_task(self._run(request_id, ids, params))
+            # Not in `_run` itself: a task that is aborted before its first step never runs.
+            task.add_done_callback(lambda _, done=request_id: self.tasks.pop(done, None))
 
     async def _run(self, request_id: int, ids: Sequence[int], params: SamplingParams) -> None:
         try:
@@ -52,8 +54,6 @@ class SamplerActor:
             answer = error
         except Exception as error:  # the request must be answered whatever the engine does
             answer = RunError(f"{type(error).__name__}: {error}")
-        finally:
-            self.tasks.pop(request_id, None)
         self.answers.append((request_id, answer))
         self.answered.set()
 
