@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -45,7 +46,10 @@ class SamplerActor:
         for request_id, ids, params in requests:
             task = self.tasks[request_id] = asyncio.create_task(self._run(request_id, ids, params))
             # Not in `_run` itself: a task that is aborted before its first step never runs.
-            task.add_done_callback(lambda _, done=request_id: self.tasks.pop(done, None))
+            task.add_done_callback(partial(self._forget, request_id))
+
+    def _forget(self, request_id: int, task: asyncio.Task[None]) -> None:
+        self.tasks.pop(request_id, None)
 
     async def _run(self, request_id: int, ids: Sequence[int], params: SamplingParams) -> None:
         try:
