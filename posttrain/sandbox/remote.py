@@ -1,0 +1,88 @@
+"""A client of a SandboxFusion-compatible service: ``POST {url}/run_code``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from posttrain.config import SandboxConfig
+from posttrain.sandbox.base import RunResult, SandboxError
+
+_HARNESS = Path(__file__).with_name("harness.py")
+_SLACK_S = 15.0
+"""Longest wait beyond a program's own deadline: the service may queue it."""
+_ATTEMPTS = 4
+
+
+class RemoteSandbox:
+    """Runs programs on the service. How well it isolates them, and its limits on files and processes, are its own."""
+
+    def __init__(self, cfg: SandboxConfig) -> None:
+        self.cfg = cfg
+        self._client = httpx.Client(base_url=cfg.url.rstrip("/"))
+
+    def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None) -> RunResult:
+        seconds = deadline_s or self.cfg.deadline_s
+        request = {
+            "code": code,
+            "language": "python",
+            "stdin": stdin,
+            "compile_timeout": seconds,
+            "run_timeout": seconds,
+            "memory_limit_MB": self.cfg.memory_mb,
+        }
+        answer = self._post(request, seconds + _SLACK_S)
+        result = answer.get("run_result")
+        if answer.get("status") == "SandboxError" or not isinstance(result, dict):
+            message = str(answer.get("message") or f"status {answer.get('status')!r} without a result")[:300]
+            raise SandboxError(f"{self.cfg.url}: the service failed: {message}")
+        return self._result(result)
+
+    def run_harness(self, frames: bytes, *, deadline_s: float) -> RunResult:
+        return self.run(
+            _HARNESS.read_text(encoding="utf-8"), frames.decode("utf-8", "surrogateescape"), deadline_s=deadline_s
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _result(self, result: dict[str, Any]) -> RunResult:
+        limit = self.cfg.output_kb * 1024
+        out, err = str(result.get("stdout") or ""), str(result.get("stderr") or "")
+        seconds, code = float(result.get("execution_time") or 0.0), result.get("return_code")
+        if result.get("status") == "TimeLimitExceeded":
+            return RunResult("timeout", None, out[:limit], err[:limit], seconds)
+        if max(len(out), len(err)) > limit:
+            return RunResult("output", None, out[:limit], err[:limit], seconds)
+        finished = result.get("status") == "Finished" and code == 0
+        return RunResult("ok" if finished else "error", code if isinstance(code, int) else None, out, err, seconds)
+
+    def _post(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """One request, repeated while the service is busy or away."""
+        problem = ""
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(0.25 * 2**attempt)
+            try:
+                response = self._client.post("/run_code", json=request, timeout=timeout)
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+                continue
+            if response.status_code in (408, 429) or response.status_code >= 500:
+                problem = f"HTTP {response.status_code}"
+                continue
+            if response.status_code != 200:
+                raise SandboxError(f"{self.cfg.url}: HTTP {response.status_code}: {response.text[:200]}")
+            try:
+                answer = response.json()
+            except ValueError as error:
+                raise SandboxError(f"{self.cfg.url}: the answer is not JSON: {response.text[:200]}") from error
+            if not isinstance(answer, dict):
+                raise SandboxError(f"{self.cfg.url}: the answer is not an object: {response.text[:200]}")
+            return answer
+        raise SandboxError(
+            f"{self.cfg.url} did not answer {_ATTEMPTS} times: {problem}", hint="is the service running? sandbox.url"
+        )
