@@ -51,6 +51,9 @@ PluginOption = Annotated[
     list[str] | None,
     typer.Option("--plugin", metavar="FILE", help="Import your own data sets and graders; repeatable."),
 ]
+ExamineOption = Annotated[
+    int | None, typer.Option("--examine", min=0, help="Print so many graded conversations (reward.examine).")
+]
 ToolsOption = Annotated[str | None, typer.Option("--tools", help="Tools, separated by commas (rollout.tools).")]
 
 
@@ -169,13 +172,14 @@ def rl(
     data: Annotated[str | None, typer.Option(help="Parquet of prompts (data.train).")] = None,
     steps: StepsOption = None,
     workers: WorkersOption = None,
+    examine: ExamineOption = None,
     seed: SeedOption = None,
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
 ) -> None:
     """Train with reinforcement learning on multi-turn episodes."""
     flags = _run_flags(name, model, seed, overwrite, resume)
-    flags |= {"algo.name": algo, "rollout.tools": _tools(tools)}
+    flags |= {"algo.name": algo, "rollout.tools": _tools(tools), "reward.examine": examine}
     flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers}
     resolved = _resolve("rl", preset, set_, flags)
     from posttrain import rl
@@ -216,6 +220,8 @@ def evaluate(
     pass_at: Annotated[str, typer.Option("--pass-at", help="k of pass@k, separated by commas.")] = "1",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    examine: ExamineOption = None,
+    set_: SetOption = None,
     plugin: PluginOption = None,
 ) -> None:
     """Grade responses: pass@k by data source."""
@@ -226,12 +232,13 @@ def evaluate(
         ks = [int(k) for k in pass_at.split(",")]
     except ValueError:
         raise ConfigError(f"--pass-at {pass_at!r} is not a list of whole numbers", hint="--pass-at 1,5") from None
-    resolved = resolve("eval", flags={"eval.pass_at": ks, "plugins": plugin})
+    flags = {"eval.pass_at": ks, "plugins": plugin, "reward.examine": examine}
+    resolved = resolve("eval", sets=set_ or [], flags=flags)
     load_plugins(resolved.config.plugins)
     if file is None:
         file = evaluate.newest_responses()
         typer.echo(f"evaluating {file}", err=True)
-    evaluate.run(file, resolved.config.eval.pass_at, as_json, out)
+    evaluate.run(file, resolved.config, as_json, out)
 
 
 @app.command("merge-ckpt")

@@ -6,18 +6,23 @@ A responses file holds `data_source`, `reward_model {ground_truth}`, `responses`
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import typer
+
+from posttrain.config import Config, RewardConfig, SandboxConfig
+from posttrain.data.parquet import read_rows
 from posttrain.errors import ConfigError, DataError, RunError
-
-if TYPE_CHECKING:
-    import pyarrow.parquet as pq
+from posttrain.rewards.grade import GradeItem, GraderPool
+from posttrain.track.examine import conversation
+from posttrain.types import Message, Score
 
 NEEDED = ("data_source", "reward_model", "responses")
 
@@ -84,9 +89,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def run(file: Path, pass_at: Sequence[int], as_json: bool, out: Path | None = None) -> None:
+def run(file: Path, cfg: Config, as_json: bool, out: Path | None = None) -> None:
     """Grade ``file`` and print a table (or one JSON line) on stdout; with ``out``, also write the JSON there."""
-    report = evaluate(file, pass_at)
+    _check_reward(cfg.reward)
+    pass_at = cfg.eval.pass_at
+    report = evaluate(file, pass_at, cfg.reward, cfg.sandbox, cfg.plugins)
     line = json.dumps(report.as_dict())
     if out is not None:
         _write(out, line + "\n")
@@ -96,29 +103,40 @@ def run(file: Path, pass_at: Sequence[int], as_json: bool, out: Path | None = No
         _print_table(report, pass_at)
 
 
-def evaluate(file: Path, pass_at: Sequence[int]) -> Report:
-    """Grade every response of ``file`` with the grader of its data source.
+def evaluate(
+    file: Path,
+    pass_at: Sequence[int],
+    reward: RewardConfig | None = None,
+    sandbox: SandboxConfig | None = None,
+    plugins: Sequence[str] = (),
+) -> Report:
+    """Grade every response of ``file`` with the grader of its data source, or with ``reward.function``.
 
     Raises:
         DataError: the file is missing, unreadable, empty or of another schema; the message names row and column.
         ConfigError: a k is below 1 or above the number of responses, or a data source has no grader.
         RunError: not one response could be graded.
     """
-    from posttrain.rewards import compute_score
-
     if not pass_at or min(pass_at) < 1:
         raise ConfigError(f"pass@k needs k >= 1, got {list(pass_at)}", hint="for example --pass-at 1,5")
     rows = read_responses(file)
     _check_k(file, rows, max(pass_at))
+    reward = reward or RewardConfig()
+    with GraderPool(reward, sandbox, plugins) as graders:
+        items = [_items(row) for row in rows]
+        flat = asyncio.run(graders.grade([item for of_row in items for item in of_row]))
+    scores = iter(flat)
+    shown = 0
     everything, first_error = Tally(), None
     sources: dict[str, Tally] = {}
-    for row in rows:
+    for row, of_row in zip(rows, items, strict=True):
         tallies = (everything, sources.setdefault(row.data_source, Tally()))
         graded = right = grader_errors = 0
-        for response, error in zip(row.responses, row.errors, strict=True):
-            if error is not None:
-                continue
-            score = compute_score(row.data_source, response, row.ground_truth, row.extra_info)
+        for item in of_row:
+            score = next(scores)
+            if shown < reward.examine:
+                shown += 1
+                typer.echo(_examined(item, score), err=True)
             if score.error is not None:
                 grader_errors += 1
                 first_error = first_error or f"row {row.number}: {score.error}"
@@ -137,6 +155,26 @@ def evaluate(file: Path, pass_at: Sequence[int]) -> Report:
     return Report(str(file), n, everything.summary(pass_at, n), summaries, first_error)
 
 
+def _items(row: Row) -> list[GradeItem]:
+    """What is graded of a row: the responses that were finished."""
+    finished = [r for r, error in zip(row.responses, row.errors, strict=True) if error is None]
+    return [GradeItem(row.data_source, response, row.ground_truth, row.extra_info) for response in finished]
+
+
+def _examined(item: GradeItem, score: Score) -> str:
+    facts = {"score": score.score, **score.parts, "correct": score.correct, "error": score.error}
+    message: Message = {"role": "assistant", "content": item.response}
+    return conversation([message], item.data_source, item.ground_truth, facts | {"extracted": score.extracted})
+
+
+def _check_reward(reward: RewardConfig) -> None:
+    """`eval` reports what graders say. Raises ``ConfigError`` for what only training composes."""
+    default = RewardConfig()
+    for name in ("weights", "model", "judge", "overlong", "on_error"):
+        if getattr(reward, name) != getattr(default, name):
+            raise ConfigError(f"reward.{name} has no meaning in eval", hint="it makes the reward of `posttrain rl`")
+
+
 def newest_responses(root: Path = Path("runs")) -> Path:
     """The newest ``responses.parquet`` of a run. Raises ``DataError`` when there is none."""
     found = sorted(root.glob("*/responses.parquet"), key=lambda path: path.stat().st_mtime)
@@ -147,43 +185,8 @@ def newest_responses(root: Path = Path("runs")) -> Path:
 
 def read_responses(file: Path) -> list[Row]:
     """The rows of a responses file, checked one by one. Raises ``DataError`` naming file, row and column."""
-    rows = [_row(file, number, raw) for number, raw in enumerate(_read(file))]
-    if not rows:
-        raise DataError(f"{file}: the file has no rows", hint="make it again: posttrain generate")
-    return rows
-
-
-def _read(file: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-
-    table = _open(file)
-    names = table.schema_arrow.names
-    for column in NEEDED:
-        if column not in names:
-            raise DataError(
-                f"{file}: column {column!r} is missing",
-                hint=f"the file has {', '.join(names)}; `posttrain generate` writes what eval needs",
-            )
-    columns = [*NEEDED, *(name for name in ("extra_info", "errors") if name in names)]
-    try:
-        for batch in table.iter_batches(batch_size=1024, columns=columns):
-            yield from batch.to_pylist()
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: unreadable: {error}", hint="the file is damaged") from error
-    finally:
-        table.close()
-
-
-def _open(file: Path) -> pq.ParquetFile:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not file.is_file():
-        raise DataError(f"{file}: no such file", hint="make it with `posttrain generate`, or check the path")
-    try:
-        return pq.ParquetFile(file)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: not a readable parquet file: {error}", hint="is it another format?") from error
+    rows = read_rows(file, NEEDED, ("extra_info", "errors"), made_by="posttrain generate")
+    return [_row(file, number, raw) for number, raw in rows]
 
 
 def _row(file: Path, number: int, raw: dict[str, Any]) -> Row:

@@ -13,9 +13,8 @@ from posttrain.data.parquet import append_columns, read_prompts
 from posttrain.errors import DataError
 from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
-from posttrain.rewards.grade import GraderPool
 from posttrain.rollout.source import TrajectorySource
-from posttrain.startup import build_environment, check_prompts, check_supported, open_model
+from posttrain.startup import build_environment, check_machine, check_prompts, check_supported, open_model
 from posttrain.track.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _CHUNK = 64
 """Prompts between two lines of progress."""
 
 
-def run(resolved: Resolved, *, overwrite: bool = False) -> Path:
+def run(resolved: Resolved) -> Path:
     """Sample ``rollout.n`` responses to each prompt of ``generate.data``; returns the parquet written.
 
     Raises:
@@ -39,18 +38,18 @@ def run(resolved: Resolved, *, overwrite: bool = False) -> Path:
     if not cfg.generate.data:
         raise DataError("no prompts", hint="give --data FILE.parquet (posttrain prep writes it)")
     out = Path(cfg.generate.out or Path(cfg.run.dir) / cfg.run.name / "responses.parquet")
-    if out.exists() and not (overwrite or cfg.run.overwrite):
+    if out.exists() and not cfg.run.overwrite:
         raise DataError(f"output file exists: {out}", hint="give another --out, or --overwrite")
     prompts = read_prompts(cfg.generate.data, limit=cfg.generate.limit)
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
+    check_machine(cfg)
     env = build_environment(cfg, source, tokenizer)
     check_prompts(prompts, env, cfg.generate.data)
     chunks = [prompts[i : i + _CHUNK] for i in range(0, len(prompts), _CHUNK)]
     with Tracker(None, f"generate {cfg.run.name}", len(chunks), cfg.run.logger) as tracker:
         tracker.note(f"{len(prompts):,} prompts x {cfg.rollout.n} responses with {source.path}")
-        with GraderPool(workers=0) as graders:  # nothing is graded here: `posttrain eval` does that
-            groups = asyncio.run(_generate(cfg, source, env, chunks, tracker, graders))
+        groups = asyncio.run(_generate(cfg, source, env, chunks, tracker))
         out.parent.mkdir(parents=True, exist_ok=True)
         append_columns(Path(cfg.generate.data), out, response_columns(groups))
         tracker.note(f"wrote {out}")
@@ -63,12 +62,11 @@ async def _generate(
     env: Environment,
     chunks: Sequence[Sequence[Prompt]],
     tracker: Tracker,
-    graders: GraderPool,
 ) -> list[list[Trajectory]]:
     async with Cluster(cfg) as cluster:
         with tracker.phase("start"):
             samplers = await cluster.samplers(source, sorted(env.stop_token_ids))
-            pool = TrajectorySource(samplers, env, graders, cfg.reward)
+            pool = TrajectorySource(samplers, env)  # nothing is graded here: `posttrain eval` does that
         groups: list[list[Trajectory]] = []
         for step, chunk in enumerate(chunks, start=1):
             with tracker.phase("gen"):

@@ -386,5 +386,6 @@ def _annotate(text: str, provenance: Mapping[str, str]) -> str:
         elif match := re.match(r"([A-Za-z0-9_]+) = ", line):
             key = section + match[1]
         ends_value = line and not line.startswith("[") and not line.endswith("[") and not line.startswith(" ")
-        lines.append(f"{line}  # {provenance[key]}" if ends_value else line)
+        # A table that is one value (`reward.weights`) has one origin.
+        lines.append(f"{line}  # {provenance.get(key) or provenance[section[:-1]]}" if ends_value else line)
     return "\n".join(lines) + "\n"

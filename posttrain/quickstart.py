@@ -21,8 +21,8 @@ from rich.table import Table
 
 from posttrain import generate, merge_ckpt, prep, rl, sft
 from posttrain.cluster.cluster import local_ray
-from posttrain.errors import DataError
 from posttrain.evaluate import evaluate
+from posttrain.models.export import check_replaceable
 from posttrain.presets import resolve
 
 PASS_AT = (1, 5)
@@ -33,12 +33,11 @@ def run(seed: int, out: Path, as_json: bool, overwrite: bool) -> dict[str, Any]:
     """Run every stage into ``out`` and print a table, and with ``as_json`` one JSON line on stdout.
 
     Raises:
-        DataError: ``out`` exists and ``overwrite`` is false.
+        DataError: ``out`` exists and ``overwrite`` is false, or ``out`` holds something else than a quickstart.
     """
     started = time.monotonic()
+    check_replaceable(out, overwrite, "a quickstart", is_quickstart)
     if out.exists():
-        if not overwrite:
-            raise DataError(f"output folder exists: {out}", hint="give another --out, or --overwrite")
         shutil.rmtree(out)
     data = out / "data"
     note("prep: generated word problems")
@@ -74,6 +73,11 @@ def run(seed: int, out: Path, as_json: bool, overwrite: bool) -> dict[str, Any]:
     if as_json:
         typer.echo(json.dumps(result))
     return result
+
+
+def is_quickstart(folder: Path) -> bool:
+    """Whether an earlier quickstart made this folder."""
+    return any((folder / mark).is_file() for mark in ("data/sft_train.parquet", "sft/run.json"))
 
 
 def note(text: str) -> None:

@@ -14,7 +14,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from posttrain.errors import ConfigError
 
@@ -87,11 +87,32 @@ def load_plugins(paths: Iterable[str]) -> None:
             ) from error
 
 
+def load_object(path: str, *, what: str) -> Any:
+    """The object that ``my_file.py:name`` or ``package.module:name`` names; ``what`` is the config key, for messages.
+
+    Raises:
+        ConfigError: there is no such file, module or name.
+    """
+    place, colon, name = path.rpartition(":")
+    if not colon or not place or not name:
+        raise ConfigError(f"{what} = {path!r} is not FILE.py:NAME or MODULE:NAME", hint="for example my_file.py:reward")
+    load_plugins([place])
+    module = sys.modules[_module_name(Path(place)) if place.endswith(".py") else place]
+    if not hasattr(module, name):
+        close = nearest(name, vars(module))
+        raise ConfigError(f"{what}: {place} has no {name!r}", hint=f"did you mean {close!r}?" if close else None)
+    return getattr(module, name)
+
+
+def _module_name(file: Path) -> str:
+    """Files of the same name in different folders are different modules."""
+    return f"posttrain_plugin_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
+
+
 def _import_file(file: Path) -> None:
     if not file.is_file():
         raise ConfigError(f"plugin file not found: {file}", hint="plugins are paths relative to where you run")
-    # Files of the same name in different folders are different modules.
-    name = f"posttrain_plugin_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
+    name = _module_name(file)
     if name in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(name, file)

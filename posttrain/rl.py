@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,16 +25,20 @@ from posttrain.data.parquet import read_prompts
 from posttrain.errors import DataError, RunError
 from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
+from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
+from posttrain.rewards.judge import Judge
 from posttrain.rollout.source import RolloutStats, TrajectorySource
 from posttrain.runs import RunDir, StopSignal
-from posttrain.startup import build_environment, check_prompts, check_supported, open_model
+from posttrain.startup import build_environment, check_machine, check_prompts, check_reward, check_supported, open_model
+from posttrain.track.examine import examine
 from posttrain.track.tracker import Tracker
 from posttrain.train.worker import LossSpec
 from posttrain.training import TrainingRun, recorded
 
 if TYPE_CHECKING:
     from posttrain.config import AlgoConfig
+    from posttrain.rewards.base import EpisodeScorer
     from posttrain.rollout.episode import Environment
     from posttrain.types import Prompt, Trajectory
 
@@ -52,6 +57,7 @@ def run(resolved: Resolved) -> Path:
     load_plugins(cfg.plugins)
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
+    check_machine(cfg)
     env = build_environment(cfg, source, tokenizer)
     if not cfg.data.train:
         raise DataError("no training data", hint="give --data FILE.parquet (posttrain prep writes it)")
@@ -59,6 +65,7 @@ def run(resolved: Resolved) -> Path:
     check_prompts(prompts, env, cfg.data.train)
     val = read_prompts(cfg.data.val, limit=cfg.val.limit) if cfg.data.val else []
     check_prompts(val, env, cfg.data.val)
+    check_reward([*prompts, *val], cfg, env)
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
 
     folder = RunDir.open(resolved)
@@ -68,7 +75,7 @@ def run(resolved: Resolved) -> Path:
             f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
         )
         training = TrainingRun(cfg, folder, source, tracker, stop, steps)
-        with GraderPool(plugins=cfg.plugins) as graders:
+        with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
             asyncio.run(_train(training, prompts, val, env, graders))
     return folder.path
 
@@ -79,7 +86,7 @@ async def _train(
     cfg, algo, tracker = run.cfg, run.cfg.algo, run.tracker
     order = BatchOrder(len(prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
     loss = LossSpec(algo)
-    async with Cluster(cfg) as cluster:
+    async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
         with tracker.phase("start"):
             temperature = cfg.rollout.temperature
             updates = run.total_steps * algo.updates_per_step
@@ -88,12 +95,26 @@ async def _train(
             if algo.kl_coef > 0:
                 ref = await cluster.trainer("reference", run.source, temperature=temperature, trainable=False)
             samplers = await cluster.samplers(run.source, sorted(env.stop_token_ids))
-            source = TrajectorySource(samplers, env, graders, cfg.reward)
+            scorers = await open_scorers(cluster, run)
+            for scorer in scorers:
+                closing.push_async_callback(scorer.close)
+            rewarder = Rewarder(cfg.reward, graders, cfg.rollout.max_response_tokens, scorers)
+            source = TrajectorySource(samplers, env, rewarder)
         tracker.note(
             f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
         )
 
+        trainers = [trainer for trainer in (actor, ref) if trainer is not None]
+
+        async def hold_gpu(hold: bool) -> None:
+            """With `train.offload`, trainers are on the GPU only between sampling and the next sampling."""
+            if cfg.train.offload:
+                for trainer in trainers:
+                    await (trainer.onload() if hold else trainer.offload())
+
         async def sync(version: int, canary: Sequence[Sequence[int]]) -> dict[str, float]:
+            # An engine that starts again on the same GPU sizes its KV cache by what is free.
+            await asyncio.gather(*(trainer.free_cache() for trainer in trainers))
             return await publish(
                 actor,
                 samplers,
@@ -107,13 +128,15 @@ async def _train(
             order.restore(state)
         # Engines load the starting weights by themselves: prove that they are the trainer's, or bring a resumed run's.
         await sync(run.step, [render_prompt(p.messages, env.tokenizer, env.schemas) for p in prompts[:_CANARIES]])
+        await hold_gpu(False)
         for step in run.steps():
             with tracker.phase("gen"):
                 groups = await source.sample([prompts[i] for i in order.next()], cfg.rollout.n, temperature=temperature)
+            for line in examine(groups, cfg.reward.examine):
+                tracker.note(line)
             batch, kept, metrics = make_batch(groups, algo)
             metrics |= rollout_metrics(groups, source.stats)
-            if cfg.train.offload:
-                await actor.onload()
+            await hold_gpu(True)
             if algo.updates_per_step > 1:
                 with tracker.phase("old_log_prob"):
                     batch.old_logprobs = await actor.logprobs(batch)
@@ -125,19 +148,25 @@ async def _train(
                 metrics |= update_metrics(results, batch)
             with tracker.phase("sync"):
                 metrics |= await sync(step, [t.tokens.tolist() for t in kept[:_CANARIES]])
+            if run.due(cfg.train.save_every, step) or run.stop.requested:
+                await run.save(step, actor, order.state())
+            await hold_gpu(False)
             if val and run.due(cfg.train.val_every, step):
                 with tracker.phase("testing"):
                     metrics |= await validate(source, val, cfg.val.n, cfg.val.temperature)
-            if run.due(cfg.train.save_every, step):
-                await run.save(step, actor, order.state())
-            if cfg.train.offload:
-                await actor.offload()
             tracker.log(step, metrics)
-        if run.step:
-            if cfg.train.offload:
-                await actor.onload()
-            await run.save(run.step, actor, order.state())
     run.raise_if_interrupted()
+
+
+async def open_scorers(cluster: Cluster, run: TrainingRun) -> list[EpisodeScorer]:
+    """The reward model and the judge of `reward.model` and `reward.judge`, where they are set."""
+    reward = run.cfg.reward
+    scorers: list[EpisodeScorer] = []
+    if reward.model.path:
+        scorers.append(await cluster.reward_model(reward.model))
+    if reward.judge.url:
+        scorers.append(Judge(reward.judge, run.folder.path / "judge.sqlite"))
+    return scorers
 
 
 def make_batch(

@@ -38,12 +38,15 @@ Status = Literal["finished", "failed", "interrupted"]
 MAY_CHANGE = frozenset(
     {
         *("description", "run.dir", "run.resume", "run.overwrite", "run.logger"),
-        *("train.steps", "train.save_every", "train.val_every"),
+        *("train.steps", "train.save_every", "train.val_every", "reward.examine"),
     }
 )
 """Keys in which a resumed run may differ from the run it goes on with."""
 
 VERSIONED = ("torch", "transformers", "ray", "numpy", "pyarrow")
+
+_GRACE_S = 5.0
+"""Time for a step to end and be saved. Workers and Ray then take up to 4 s to go: 10 s after Ctrl-C nothing is left."""
 
 
 class Interrupted(Exception):
@@ -131,7 +134,7 @@ class StopSignal:
     installed, because Python allows handlers there only.
     """
 
-    def __init__(self, grace_s: float = 6.0) -> None:
+    def __init__(self, grace_s: float = _GRACE_S) -> None:
         self.grace_s = grace_s
         self.requested = False
         self._old: dict[int, Any] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from posttrain.errors import DataError
 from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
 from posttrain.runs import RunDir, StopSignal
-from posttrain.startup import check_supported, open_model
+from posttrain.startup import check_machine, check_supported, open_model
 from posttrain.track.tracker import Tracker
 from posttrain.train.worker import LossSpec
 from posttrain.training import TrainingRun, recorded
@@ -43,20 +44,20 @@ def run(resolved: Resolved) -> Path:
     load_plugins(cfg.plugins)
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
-    train, dropped = load_chats(cfg.data.train, tokenizer, cfg)
-    val = load_chats(cfg.data.val, tokenizer, cfg)[0] if cfg.data.val else []
+    check_machine(cfg)
+    data = load_chats(cfg.data.train, tokenizer, cfg)
+    val = load_chats(cfg.data.val, tokenizer, cfg) if cfg.data.val else None
+    train = data.chats
     steps = total_steps(len(train), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
 
     folder = RunDir.open(resolved)
     title = f"sft {cfg.run.name}"
     with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker:
         tracker.note(f"{len(train):,} conversations, {sum(len(c.ids) for c in train):,} tokens, {steps} steps")
-        if dropped:
-            tracker.note(
-                f"{dropped} conversations are longer than data.max_length (truncation = {cfg.data.truncation})"
-            )
+        for note in [*data.notes(), *(val.notes() if val else ())]:
+            tracker.note(note)
         training = TrainingRun(cfg, folder, source, tracker, stop, steps)
-        asyncio.run(_train(training, train, val))
+        asyncio.run(_train(training, train, val.chats if val else []))
     return folder.path
 
 
@@ -113,18 +114,46 @@ async def evaluate(actor: TrainerGroup, chats: Sequence[RenderedChat]) -> float:
     return total / max(1, tokens)
 
 
-def load_chats(path: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> tuple[list[RenderedChat], int]:
-    """Read, render and length-check a conversation file: the chats, and how many were dropped or cut.
+@dataclass(frozen=True)
+class LoadedChats:
+    """The conversations of a file that can be trained on, and what became of the others."""
+
+    path: str
+    chats: list[RenderedChat]
+    truncation: str
+    """What was done to those that were too long (``data.truncation``)."""
+    too_long: int
+    """Conversations longer than ``data.max_length``: cut or left out."""
+    nothing_to_learn: int
+    """Conversations left out because not one token of the assistant's carries loss, before or after a cut."""
+
+    def notes(self) -> Iterator[str]:
+        """One line for each reason why a conversation is not there as it was written."""
+        if self.too_long:
+            yield (
+                f"{self.path}: {self.too_long} conversations are longer than data.max_length "
+                f"(truncation = {self.truncation})"
+            )
+        if self.nothing_to_learn:
+            yield f"{self.path}: {self.nothing_to_learn} conversations left out: no assistant token to train on"
+
+
+def load_chats(path: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> LoadedChats:
+    """Read, render and length-check a conversation file.
 
     Raises:
-        DataError: no such file, a bad row, or a conversation that is too long under ``data.truncation = "error"``.
+        DataError: no such file, a bad row, a conversation that the chat template refuses, one that is too long under
+            ``data.truncation = "error"``, or no conversation left.
     """
     if not path:
         raise DataError("no training data", hint="give --data FILE.parquet (posttrain prep writes it)")
     rows = read_conversations(path)
-    chats = render_chats([(r.messages, r.tools) for r in rows], tokenizer)
+    try:
+        chats = render_chats([(r.messages, r.tools) for r in rows], tokenizer)
+    except DataError as error:  # it says which conversation
+        raise DataError(f"{path}, {error.message}", hint=error.hint) from error
     kept: list[RenderedChat] = []
-    too_long = 0
+    too_long = nothing_to_learn = 0
     limit, how = cfg.data.max_length, cfg.data.truncation
     for i, chat in enumerate(chats):
         if len(chat.ids) > limit:
@@ -140,6 +169,8 @@ def load_chats(path: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> tu
             chat = RenderedChat(chat.ids[part], chat.mask[part])
         if any(chat.mask[1:]):
             kept.append(chat)
+        else:
+            nothing_to_learn += 1
     if not kept:
         raise DataError(f"{path}: no conversation with assistant tokens is left", hint="raise data.max_length")
-    return kept, too_long
+    return LoadedChats(path, kept, how, too_long, nothing_to_learn)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from posttrain.cluster.address import check_address
 from posttrain.config import Config
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import ModelSource, load_config, load_tokenizer, locate
+from posttrain.presets import has_gpu
+from posttrain.rollout.hf import BLOCK
 from posttrain.runs import find_run
 from posttrain.train import checkpoint
 
@@ -39,6 +42,33 @@ def check_supported(cfg: Config) -> None:
         raise ConfigError(
             f"not supported by this version: {'; '.join(found)}",
             hint="override them with --set, for example --set rollout.engine=hf --set train.sequence_parallel=1",
+        )
+
+
+def check_machine(cfg: Config) -> None:
+    """What the run needs of this machine is there: the GPU or the Ray cluster that it names, room for an episode.
+
+    Raises:
+        ConfigError: one of these is not so.
+    """
+    cluster, rollout = cfg.cluster, cfg.rollout
+    if cluster.address is not None:
+        check_address(cluster.address, cluster.start_deadline_s)
+    elif cluster.device == "cuda" and not has_gpu():
+        raise ConfigError(
+            "cluster.device = cuda, and this machine has no GPU that can be used",
+            hint="run `nvidia-smi`; is CUDA_VISIBLE_DEVICES empty? --set cluster.device=cpu runs without a GPU",
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if cfg.command == "sft" or rollout.engine != "hf" or longest <= rollout.kv_tokens - BLOCK:
+        return
+    # Only on a CPU has the embedded engine a cache of a fixed size. Which machine another cluster samples on is known
+    # later; the engine then refuses by itself.
+    if cluster.device == "cpu" or (cluster.device == "auto" and cluster.address is None and not has_gpu()):
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} do not fit into "
+            f"rollout.kv_tokens = {rollout.kv_tokens}, of which the engine keeps a block of {BLOCK} free",
+            hint="raise rollout.kv_tokens",
         )
 
 
@@ -95,13 +125,6 @@ def check_prompts(prompts: Sequence[Prompt], env: Environment, file: str) -> Non
     from posttrain.data.chat import render_prompt
 
     limit = env.cfg.max_prompt_tokens
-    longest = limit + env.cfg.max_response_tokens
-    if longest > env.cfg.kv_tokens:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} do not fit into "
-            f"rollout.kv_tokens = {env.cfg.kv_tokens}",
-            hint="raise rollout.kv_tokens",
-        )
     for prompt in prompts:
         length = len(render_prompt(prompt.messages, env.tokenizer, env.schemas))
         if length > limit:
@@ -109,3 +132,33 @@ def check_prompts(prompts: Sequence[Prompt], env: Environment, file: str) -> Non
                 f"{file}, row {prompt.index}: the prompt has {length} tokens, rollout.max_prompt_tokens is {limit}",
                 hint="raise rollout.max_prompt_tokens, or remove the row",
             )
+
+
+def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment) -> None:
+    """Every row has a grader, the user's function, the reward model and the judge can be used, programs can be run if a
+    grader needs that, and weights of tools are of tools that the run has.
+
+    Raises:
+        ConfigError, ModelError: one of these is not so.
+    """
+    from posttrain.models.reward import open_reward_model
+    from posttrain.rewards import needs_sandbox
+    from posttrain.rewards.custom import load_function
+    from posttrain.rewards.judge import check_judge
+    from posttrain.sandbox import check_sandbox
+
+    unknown = [n for n in cfg.reward.weights if n.startswith("tool/") and n.removeprefix("tool/") not in env.tools]
+    if unknown:
+        raise ConfigError(
+            f"reward.weights names {', '.join(unknown)}", hint=f"tools of this run: {', '.join(env.tools) or 'none'}"
+        )
+    if cfg.reward.model.path:
+        open_reward_model(cfg.reward.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    if cfg.reward.judge.url:
+        check_judge(cfg.reward.judge)
+    if cfg.reward.function:
+        load_function(cfg.reward.function)
+        return
+    # Every source is looked up, so that one without a grader is found now.
+    if sum(needs_sandbox(source) for source in {p.data_source for p in prompts}):
+        check_sandbox(cfg.sandbox)

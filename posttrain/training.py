@@ -68,7 +68,7 @@ class TrainingRun:
             save_text_side(self.source, folder / "actor" / "huggingface")
             if self.cfg.checkpoint.save_hf:
                 shards = ModelSource(str(folder / "actor" / "huggingface"), shards=str(folder / "actor" / "model"))
-                save_whole(shards, folder / "actor" / "huggingface", "float32")
+                save_whole(shards, folder / "actor" / "huggingface")
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "world_size": len(actor.actors)}
             states = {"loader.json": loader, "meta.json": meta}
             checkpoint.commit(folder, step, states, self.cfg.checkpoint.keep)

@@ -14,11 +14,14 @@ import shutil
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from posttrain.config import Command
 
 
 def check_attention() -> dict[str, float]:
@@ -69,13 +72,13 @@ def make_model(tokenizer: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
-def run_stage(command: str, preset: str, sets: list[str], flags: dict[str, Any]) -> list[dict[str, float]]:
+def run_stage(command: Command, preset: str, sets: list[str], flags: dict[str, Any]) -> list[dict[str, float]]:
     """Run a training command; its metrics, a dict a step."""
     from posttrain import rl, sft
     from posttrain.presets import resolve
 
     module = {"sft": sft, "rl": rl}[command]
-    folder = module.run(resolve(command, preset, sets=sets, flags=flags))  # type: ignore[arg-type]
+    folder = module.run(resolve(command, preset, sets=sets, flags=flags))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

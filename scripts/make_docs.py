@@ -87,7 +87,7 @@ def _type(schema: dict[str, Any]) -> str:
         items = schema.get("prefixItems") or [schema["items"]]
         return ("two " if len(items) == 2 else "list of ") + _plural(_type(items[0]))
     if kind not in ("integer", "number"):
-        return {"string": "text", "boolean": "true or false", "null": "none"}[kind]
+        return {"string": "text", "boolean": "true or false", "null": "none", "object": "table"}[kind]
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
     return " ".join([kind, ", ".join(bounds)]).strip()

@@ -23,21 +23,23 @@ async def gather(refs: Sequence[Any], names: Sequence[str], what: str, deadline_
         PosttrainError: one raised an error with a message of ours, which is passed on.
     """
     futures = [asyncio.wrap_future(ref.future()) for ref in refs]
-    done, pending = await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
-    # One failure usually makes its peers fail in a collective, and a peer's error may come before the news of a death.
-    if pending and any(f.exception() for f in done):
-        more, pending = await asyncio.wait(pending, timeout=_DEATH_NOTICE_S, return_when=asyncio.FIRST_EXCEPTION)
-        done |= more
+    try:
+        done, pending = await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+        # One failure usually makes its peers fail in a collective, and a peer's error may come before the news of a
+        # death.
+        if pending and any(f.exception() for f in done):
+            more, pending = await asyncio.wait(pending, timeout=_DEATH_NOTICE_S, return_when=asyncio.FIRST_EXCEPTION)
+            done |= more
+    finally:
+        # Nobody asks them again, be it after a deadline, a peer's failure or Ctrl-C; asyncio would complain of that.
+        for future in futures:
+            future.cancel()
     failures = [(n, f.exception()) for n, f in zip(names, futures, strict=True) if f in done and f.exception()]
     if failures:
-        for future in pending:
-            future.cancel()
         name, error = min(failures, key=lambda failure: _precedence(failure[1]))
         raise _translate(name, error, what)
     if pending:
         late = [n for n, f in zip(names, futures, strict=True) if f in pending]
-        for future in pending:
-            future.cancel()
         raise DeadlineError(
             f"{', '.join(late)} did not finish {what} within {deadline_s:g} s",
             hint="raise cluster.step_deadline_s if the work is really that long; else look at the worker's log",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from posttrain.config import Config
-from posttrain.errors import RunError
+from posttrain.config import Config, RewardModelConfig
+from posttrain.errors import ConfigError, RunError
 from posttrain.models.load import ModelSource
 from posttrain.rollout.hf import EngineSpec
 from posttrain.train.worker import WorkerSpec
@@ -30,26 +32,60 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.cluster.calls import gather
+from posttrain.cluster.rewards import RemoteRewardModel, RewardActor, RewardModelSpec
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 from posttrain.cluster.trainers import TrainActor, TrainerGroup
 
-_GPU_SHARE = 0.3
-"""A colocated process's share of a GPU: actor, reference and sampler fit on one."""
+_JOIN_HINT = (
+    "does Ray run there, in the same version? `ray status --address HOST:PORT` tells; "
+    "where it asks for a token, set RAY_AUTH_MODE=token"
+)
+_GPU_SHARE = 0.2
+"""A colocated process's share of a GPU: actor, reference, sampler and reward model fit on one."""
 
 
-def init_ray(address: str | None = None) -> None:
-    """Join the Ray cluster at ``address``, or start one on this machine."""
+def init_ray(address: str = "local") -> None:
+    """Join the Ray cluster at ``address``; without one, start one on this machine."""
     # Ray says on every start that it authenticates its own processes; that is no news to our users.
     logging.getLogger("ray").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         ray.init(
-            address=address or "local",  # None would join whatever cluster somebody left on this machine
+            address=address,  # None would join whatever cluster somebody left on this machine
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
             configure_logging=True,
         )
+
+
+async def join_ray(address: str, deadline_s: float) -> None:
+    """``init_ray`` for a cluster that may be dead: Ray tries for minutes then, and cannot be told to stop.
+
+    Raises:
+        ConfigError: it cannot be joined, or not within ``deadline_s`` seconds.
+    """
+    joined: concurrent.futures.Future[None] = concurrent.futures.Future()
+    joined.set_running_or_notify_cancel()
+
+    def join() -> None:
+        try:
+            init_ray(address)
+        except BaseException as error:
+            joined.set_exception(error)
+        else:
+            joined.set_result(None)
+
+    # A daemon: neither a deadline nor Ctrl-C waits for it.
+    threading.Thread(target=join, name="join-ray", daemon=True).start()
+    try:
+        async with asyncio.timeout(deadline_s):
+            await asyncio.wrap_future(joined)
+    except TimeoutError as error:
+        late = f"no answer from cluster.address = {address!r} within cluster.start_deadline_s = {deadline_s:g} s"
+        raise ConfigError(late, hint=_JOIN_HINT) from error
+    except Exception as error:
+        raise ConfigError(f"cannot join the Ray cluster at {address!r}: {error}", hint=_JOIN_HINT) from error
 
 
 @contextlib.contextmanager
@@ -73,7 +109,7 @@ class Cluster:
 
     async def __aenter__(self) -> Cluster:
         if not ray.is_initialized():
-            await asyncio.to_thread(self._init_ray)
+            await self._init_ray()
         try:
             self.device = _device(self.cfg)
         except RunError:
@@ -81,8 +117,11 @@ class Cluster:
             raise
         return self
 
-    def _init_ray(self) -> None:
-        init_ray(self.cfg.cluster.address)
+    async def _init_ray(self) -> None:
+        if self.cfg.cluster.address is None:
+            await asyncio.to_thread(init_ray)
+        else:
+            await join_ray(self.cfg.cluster.address, self.cfg.cluster.start_deadline_s)
         self.owns_ray = True
 
     async def __aexit__(
@@ -164,6 +203,27 @@ class Cluster:
         await asyncio.gather(*(s.start(cfg.cluster.start_deadline_s) for s in samplers))
         return samplers
 
+    async def reward_model(self, cfg: RewardModelConfig) -> RemoteRewardModel:
+        """Start a reward model. On GPUs it shares the last one of those started before it, which has the least to do;
+        trainers' where all are colocated, else samplers'; a GPU of its own only where it is the first."""
+        spec = RewardModelSpec(
+            path=cfg.path,
+            device=self.device,
+            dtype=self.dtype,
+            max_length=cfg.max_length,
+            tokens_per_batch=cfg.tokens_per_batch,
+            trust_remote_code=self.cfg.model.trust_remote_code,
+            threads=_threads(1),
+        )
+        shared = ("trainers", "samplers") if self.cfg.cluster.placement == "colocated" else ("samplers",)
+        pool = next((name for name in shared if name in self.groups), "rewards")
+        options = await self._options(pool, 1, -1)
+        actor = ray.remote(RewardActor).options(**options).remote(spec, self.cfg.plugins)
+        self.actors.append(actor)
+        model = RemoteRewardModel(actor, self.cfg.cluster.step_deadline_s)
+        await model.start(self.cfg.cluster.start_deadline_s)
+        return model
+
     async def _options(self, pool: str, count: int, index: int) -> dict[str, Any]:
         """Ray options that put a process on GPU ``index`` of a pool; on CPU processes share the machine freely."""
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
@@ -191,7 +251,7 @@ def _threads(processes: int) -> int:
 
 
 def _device(cfg: Config) -> str:
-    gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    gpus = int(ray.cluster_resources().get("GPU", 0))
     if cfg.cluster.device == "cuda" and gpus == 0:
         raise RunError(
             "cluster.device = cuda, but Ray sees no GPU", hint="run `nvidia-smi`, or set cluster.device = 'cpu'"

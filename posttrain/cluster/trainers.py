@@ -33,7 +33,7 @@ class TrainActor(TrainWorker):
 
     def address(self) -> tuple[str, int]:
         """An address of this node and a free port, for rank 0."""
-        ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        ip = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ip, probe.getsockname()[1]
@@ -97,7 +97,8 @@ class TrainerGroup:
 
     async def put_weights(self) -> list[Any]:
         """References to the full weights in shared memory (see ``sync.publish``)."""
-        return (await self.call("put_weights"))[0]  # type: ignore[no-any-return]
+        per_worker: list[list[Any]] = await self.call("put_weights")
+        return per_worker[0]
 
     async def save(self, folder: str) -> None:
         await self.call("save", [(folder,)] * len(self.actors))
@@ -110,6 +111,9 @@ class TrainerGroup:
 
     async def onload(self) -> None:
         await self.call("onload")
+
+    async def free_cache(self) -> None:
+        await self.call("free_cache")
 
     def _place(self, batch: PackedBatch) -> Placement:
         return place(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from posttrain.errors import DataError
+
+Order = np.ndarray[Any, np.dtype[np.int64]]
+"""[rows] each row's index once."""
 
 
 @dataclass
@@ -23,6 +26,8 @@ class BatchOrder:
     shuffle: bool = True
     position: int = 0
     """Rows handed out so far, over all epochs."""
+    _epoch_order: tuple[int, Order] | None = field(default=None, init=False, repr=False, compare=False)
+    """The epoch last asked for, and its order."""
 
     def next(self) -> list[int]:
         """Row indices of the next batch."""
@@ -34,15 +39,13 @@ class BatchOrder:
         epoch, offset = divmod(position, self.rows)
         return int(self._epoch(epoch)[offset])
 
-    def _epoch(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        cached = getattr(self, "_cached", None)
-        if cached is None or cached[0] != epoch:
+    def _epoch(self, epoch: int) -> Order:
+        if self._epoch_order is None or self._epoch_order[0] != epoch:
             order = np.arange(self.rows)
             if self.shuffle:
                 np.random.default_rng((self.seed, epoch)).shuffle(order)
-            self._cached = (epoch, order)
-            return order
-        return cached[1]  # type: ignore[no-any-return]
+            self._epoch_order = (epoch, order)
+        return self._epoch_order[1]
 
     def state(self) -> dict[str, int]:
         return {"position": self.position, "rows": self.rows, "seed": self.seed}

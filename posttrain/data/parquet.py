@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -24,6 +24,9 @@ from posttrain.types import Message, Prompt, Role, ToolSchema
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
+
+_BATCH = 1024
+"""Most rows in memory as Python objects at once."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,6 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
         DataError: values of one column have types that do not go together, or the file cannot be written.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     kept = list(rows)
     columns = list(dict.fromkeys(column for row in kept for column in row))
@@ -136,17 +138,7 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
             raise DataError(
                 f"{path}: column {column!r} cannot be written: {error}", hint="give each column one type"
             ) from error
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            pq.write_table(pa.table(arrays), temporary)
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error}", hint="choose another output folder") from error
+    _write_table(Path(path), pa.table(arrays))
     return len(kept)
 
 
@@ -165,16 +157,23 @@ def append_columns(source: str | Path, target: str | Path, columns: dict[str, li
         if name in table.column_names:
             table = table.drop_columns([name])
         table = table.append_column(name, pa.array(values))
-    temporary = Path(target).with_name(f".{Path(target).name}.{os.getpid()}.tmp")
+    _write_table(Path(target), table)
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
+    """Write a parquet file under a temporary name, then rename it. Raises ``DataError`` where it cannot be written."""
+    import pyarrow.parquet as pq
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             pq.write_table(table, temporary)
-            os.replace(temporary, target)
+            os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise DataError(f"{target}: cannot be written: {error}", hint="choose another output folder") from error
+        raise DataError(f"{path}: cannot be written: {error}", hint="choose another output folder") from error
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
@@ -184,7 +183,9 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         DataError: naming file, row and column, when the file is missing, unreadable, empty or of another schema.
     """
     prompts = []
-    for index, raw in _read(path, ("data_source", "prompt", "reward_model"), limit):
+    for index, raw in read_rows(
+        path, ("data_source", "prompt", "reward_model"), ("ability", "extra_info"), limit=limit
+    ):
         row = _checked(_RlhfRow, raw, path, index)
         messages = _messages(row.prompt, path, index, "prompt", needs=("user",))
         extra = row.extra_info or {}
@@ -200,27 +201,45 @@ def read_conversations(path: str | Path, limit: int | None = None) -> list[Conve
         DataError: as ``read_prompts``; also for a conversation without an assistant message.
     """
     conversations = []
-    for index, raw in _read(path, ("messages",), limit):
+    for index, raw in read_rows(path, ("messages",), ("tools",), limit=limit):
         row = _checked(_SftRow, raw, path, index)
         messages = _messages(row.messages, path, index, "messages", needs=("user", "assistant"))
         conversations.append(Conversation(messages, row.tools or []))
     return conversations
 
 
-def _read(path: str | Path, needed: tuple[str, ...], limit: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row number, row) of a parquet file that has the needed columns and at least one row."""
+def read_rows(
+    path: str | Path,
+    needed: Sequence[str],
+    optional: Sequence[str] = (),
+    *,
+    limit: int | None = None,
+    made_by: str = "posttrain prep",
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(row number, row) of the first ``limit`` rows (None: all) of a parquet file, a batch at a time.
+
+    Args:
+        needed: columns that the file must have.
+        optional: columns that are read where the file has them; no other column is.
+        made_by: the command that writes such files, for hints.
+
+    Raises:
+        DataError: the file is missing, unreadable, empty or lacks a column.
+    """
     import pyarrow as pa
 
-    file = _open(path)
+    file = _open(path, made_by)
     names: list[str] = file.schema_arrow.names
     for column in needed:
         if column not in names:
-            raise DataError(f"{path}: column {column!r} is missing", hint=_column_hint(column, names))
+            hint = _column_hint(column, needed, names, made_by)
+            raise DataError(f"{path}: column {column!r} is missing", hint=hint)
     if file.metadata.num_rows == 0:
-        raise DataError(f"{path}: the file has no rows", hint="write it again with `posttrain prep`")
+        raise DataError(f"{path}: the file has no rows", hint=f"write it again with `{made_by}`")
+    columns = [*needed, *(name for name in optional if name in names)]
     index = 0
     try:
-        for batch in file.iter_batches(batch_size=min(limit or 4096, 4096)):
+        for batch in file.iter_batches(batch_size=min(limit or _BATCH, _BATCH), columns=columns):
             for row in cast("pa.RecordBatch", batch).to_pylist():
                 if limit is not None and index >= limit:
                     return
@@ -232,12 +251,12 @@ def _read(path: str | Path, needed: tuple[str, ...], limit: int | None) -> Itera
         file.close()
 
 
-def _open(path: str | Path) -> pq.ParquetFile:
+def _open(path: str | Path, made_by: str) -> pq.ParquetFile:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if not Path(path).exists():
-        raise DataError(f"{path}: no such file", hint="make it with `posttrain prep`, or check the path")
+        raise DataError(f"{path}: no such file", hint=f"make it with `{made_by}`, or check the path")
     if not Path(path).is_file():
         raise DataError(f"{path}: not a file", hint="give the parquet file itself")
     try:
@@ -248,13 +267,14 @@ def _open(path: str | Path) -> pq.ParquetFile:
         ) from error
 
 
-def _column_hint(column: str, names: list[str]) -> str:
-    if column != "messages" and "messages" in names:
+def _column_hint(column: str, needed: Sequence[str], names: Sequence[str], made_by: str) -> str:
+    if "prompt" in needed and "messages" in names:
         return "this looks like an SFT file; here an RLHF file is needed (data_source, prompt, reward_model)"
     if column == "messages" and "prompt" in names:
         return "this looks like an RLHF file; here an SFT file is needed (messages)"
     close = nearest(column, names)
-    return f"did you mean to name {close!r} so?" if close else f"the file has: {', '.join(names)}"
+    guess = f"did you mean to name {close!r} so?" if close else f"the file has {', '.join(names)}"
+    return f"{guess}; `{made_by}` writes what is needed"
 
 
 R = TypeVar("R", bound=_Row)

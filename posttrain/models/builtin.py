@@ -44,11 +44,6 @@ BUILTIN: dict[str, BuiltinModel] = {
 }
 
 
-def is_builtin(path: str) -> bool:
-    """Whether ``model.path`` names a built-in model."""
-    return path.startswith(PREFIX)
-
-
 def builtin_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer, with its chat template. ``name`` with or without ``builtin:``. Raises ``ModelError``."""
     from transformers import AutoTokenizer
@@ -88,8 +83,8 @@ def create_builtin(name: str, seed: int) -> Qwen2ForCausalLM:
     config = builtin_config(name)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
-        return cast("Qwen2ForCausalLM", model.float())  # type: ignore[no-untyped-call]
+        model = Qwen2ForCausalLM(config)
+        return cast("Qwen2ForCausalLM", model.float())
 
 
 def _model(name: str) -> BuiltinModel:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from posttrain.errors import DataError
@@ -17,31 +19,56 @@ def save_text_side(source: ModelSource, folder: Path) -> None:
     load_tokenizer(source).save_pretrained(folder)
 
 
-def save_whole(source: ModelSource, folder: Path, dtype: str) -> None:
-    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads: safetensors, config, tokenizer."""
+def save_whole(source: ModelSource, folder: Path) -> None:
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads: float32 safetensors, config, tokenizer."""
     import torch
 
-    model = load_model(source, dtype=getattr(torch, dtype))
+    model = load_model(source, dtype=torch.float32)
     model.set_attn_implementation("sdpa")  # ours is registered in our own processes only
     model.save_pretrained(folder)
     load_tokenizer(source).save_pretrained(folder)
 
 
-def export(source: ModelSource, out: Path, dtype: str, *, overwrite: bool) -> None:
+def export(source: ModelSource, out: Path, *, overwrite: bool) -> None:
     """``save_whole`` under a temporary name, then renamed.
 
     Raises:
-        DataError: ``out`` exists and ``overwrite`` is false.
+        DataError: ``out`` exists and ``overwrite`` is false, or ``out`` is neither empty nor a model's folder.
     """
-    if out.exists() and not overwrite:
-        raise DataError(f"output folder exists: {out}", hint="give another --out, or --overwrite")
+    check_replaceable(out, overwrite, "a model", _holds_model)
     temporary = out.with_name(f".{out.name}.tmp{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_whole(source, temporary, dtype)
+        save_whole(source, temporary)
         if out.exists():
             shutil.rmtree(out)
         os.replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_replaceable(out: Path, overwrite: bool, what: str, is_ours: Callable[[Path], bool]) -> None:
+    """Whatever ``--out`` names, only an empty folder or one that we could have written is ever replaced.
+
+    Raises:
+        DataError: ``out`` exists and ``overwrite`` is false, or it is a file, a link, or a folder that is not ours.
+    """
+    if not (out.exists() or out.is_symlink()):
+        return
+    if not overwrite:
+        raise DataError(f"output folder exists: {out}", hint="give another --out, or --overwrite")
+    if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not is_ours(out)):
+        raise DataError(
+            f"--overwrite replaces the folder of {what}, and {out} is not one",
+            hint="give another --out, or remove it yourself",
+        )
+
+
+def _holds_model(folder: Path) -> bool:
+    """Whether there is a model's ``config.json``; other programs have files of that name too."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "model_type" in config

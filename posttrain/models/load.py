@@ -11,7 +11,7 @@ import socket
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -80,9 +80,10 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
         return builtin_config(source.builtin)
     _check_reachable(source)
     try:
-        return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)  # type: ignore[no-any-return]
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
         raise _not_loadable(source, error) from error
+    return config
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -120,10 +121,11 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
     if source.builtin:
         from posttrain.models.builtin import create_builtin
 
-        model = create_builtin(source.builtin, seed).to(dtype)  # type: ignore[arg-type]
+        model = create_builtin(source.builtin, seed)
+        cast("torch.nn.Module", model).to(dtype)  # in place; transformers annotates its own `to` wrongly
         model.set_attn_implementation(attention.NAME)
     elif source.shards:
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(
             load_config(source),
             dtype=dtype,
             attn_implementation=attention.NAME,

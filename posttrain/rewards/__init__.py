@@ -1,20 +1,33 @@
 """Graders: ``(data_source, response, ground_truth, extra_info) -> Score``.
 
-``DATA_SOURCES`` is the one table that says which grader judges which data. A user's file adds a grader with
-``@GRADERS.register("mine")`` and a row with ``DATA_SOURCES["my/data"] = "mine"``.
+``DATA_SOURCES`` is the one table that says which grader judges which data; ``*`` in a name stands for anything. A
+user's file adds a grader with ``@GRADERS.register("mine")`` and a row with ``DATA_SOURCES["my/data"] = "mine"``.
 """
 
 from __future__ import annotations
 
-import math
+import fnmatch
 from collections.abc import Callable
+from math import isfinite  # `math` is the name of a grader in this package
 from typing import Any, Protocol, TypeVar
 
 from posttrain.errors import ConfigError
 from posttrain.registry import Registry, nearest
 from posttrain.types import Score
 
-__all__ = ["DATA_SOURCES", "GRADERS", "Grader", "cheap", "compute_score", "grader_name", "is_cheap"]
+__all__ = [
+    "DATA_SOURCES",
+    "GRADERS",
+    "Grader",
+    "cheap",
+    "checked",
+    "compute_score",
+    "failed",
+    "grader_name",
+    "is_cheap",
+    "needs_sandbox",
+    "sandboxed",
+]
 
 
 class Grader(Protocol):
@@ -23,11 +36,45 @@ class Grader(Protocol):
     def __call__(self, response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score: ...
 
 
-GRADERS: Registry[Grader] = Registry("grader", {"gsm8k": "posttrain.rewards.gsm8k:grade"})
+GRADERS: Registry[Grader] = Registry(
+    "grader",
+    {
+        "choice": "posttrain.rewards.choice:grade",
+        "geo3k": "posttrain.rewards.geo3k:grade",
+        "gsm8k": "posttrain.rewards.gsm8k:grade",
+        "humaneval": "posttrain.rewards.code:grade_humaneval",
+        "kk": "posttrain.rewards.kk:grade",
+        "math": "posttrain.rewards.math:grade",
+        "math_dapo": "posttrain.rewards.math_dapo:grade",
+        "math_verify": "posttrain.rewards.math_verify:grade",
+        "mbpp": "posttrain.rewards.code:grade_mbpp",
+        "prime_code": "posttrain.rewards.code:grade_prime_code",
+        "prime_math": "posttrain.rewards.prime_math:grade",
+    },
+)
 
 DATA_SOURCES: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "posttrain/arith": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math_dapo": "math_dapo",
+    "aime*": "math_dapo",
+    "numina_aops_forum": "prime_math",
+    "numina_synthetic_math": "prime_math",
+    "numina_amc_aime": "prime_math",
+    "numina_synthetic_amc": "prime_math",
+    "numina_cn_k12": "prime_math",
+    "numina_olympiads": "prime_math",
+    "codecontests": "prime_code",
+    "apps": "prime_code",
+    "codeforces": "prime_code",
+    "taco": "prime_code",
+    "openai/openai_humaneval": "humaneval",
+    "google-research-datasets/mbpp": "mbpp",
+    "kk": "kk",
+    "hiyouga/geometry3k": "geo3k",
 }
 
 F = TypeVar("F", bound=Callable[..., Score])
@@ -39,9 +86,22 @@ def cheap(grader: F) -> F:
     return grader
 
 
+def sandboxed(grader: F) -> F:
+    """Decorator: this grader runs programs in the sandbox (``posttrain.sandbox.shared_sandbox``)."""
+    grader.sandboxed = True  # type: ignore[attr-defined]
+    return grader
+
+
 def grader_name(data_source: str) -> str:
-    """The grader of a data source. Raises ``ConfigError`` for an unknown one, naming the nearest."""
+    """The grader of a data source: of its own row, else of the first row with ``*`` that matches.
+
+    Raises:
+        ConfigError: there is none; the hint has the nearest name.
+    """
     name = DATA_SOURCES.get(data_source)
+    if name is None:
+        patterns = (pattern for pattern in DATA_SOURCES if "*" in pattern)
+        name = next((DATA_SOURCES[p] for p in patterns if fnmatch.fnmatchcase(data_source, p)), None)
     if name is None:
         close = nearest(data_source, DATA_SOURCES)
         hint = f"did you mean {close!r}?" if close else f"known: {', '.join(sorted(DATA_SOURCES))}"
@@ -51,6 +111,10 @@ def grader_name(data_source: str) -> str:
 
 def is_cheap(data_source: str) -> bool:
     return bool(getattr(GRADERS.get(grader_name(data_source)), "cheap", False))
+
+
+def needs_sandbox(data_source: str) -> bool:
+    return bool(getattr(GRADERS.get(grader_name(data_source)), "sandboxed", False))
 
 
 def compute_score(
@@ -69,10 +133,17 @@ def compute_score(
         score = grader(response, ground_truth, extra_info or {})
     except Exception as error:
         return failed(f"grader {name!r} raised {type(error).__name__}: {error}")
+    return checked(score, f"grader {name!r}")
+
+
+def checked(score: object, who: str) -> Score:
+    """``score`` if it is a finite ``Score``, else the failure that ``who`` returned something else."""
     if not isinstance(score, Score):
-        return failed(f"grader {name!r} returned {type(score).__name__}, not Score")
-    if not math.isfinite(score.score):
-        return failed(f"grader {name!r} returned the score {score.score}")
+        return failed(f"{who} returned {type(score).__name__}, not Score")
+    numbers = {"score": score.score, **score.parts}
+    for name, value in numbers.items():
+        if isinstance(value, bool | int | float) and not isfinite(value):
+            return failed(f"{who} returned {value} as {name!r}")
     return score
 
 

@@ -1,7 +1,8 @@
 """Grading a batch in worker processes, with a deadline for each item.
 
-Cheap graders run in process. The others run in spawned processes, one item at a time in each, so that a grader that
-hangs or dies costs its own item only: its process is killed, and another is started when the next item needs it.
+Cheap graders run in process. The others, and a user's ``reward.function``, run in spawned processes, one item at a time
+in each, so that a grader that hangs or dies costs its own item only: its process is killed, and another is started when
+the next item needs it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from posttrain.config import RewardConfig, SandboxConfig
 from posttrain.registry import load_plugins
 from posttrain.rewards import compute_score, failed, is_cheap
+from posttrain.rewards.custom import RewardFunction, call_function, load_function
+from posttrain.sandbox import configure
 from posttrain.types import Score
 
 START_DEADLINE_S = 60.0
@@ -37,20 +41,32 @@ class GradeItem:
     extra_info: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class GraderSpec:
+    """What a grader process needs to know."""
+
+    plugins: tuple[str, ...] = ()
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    function: str = ""
+    function_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
 class GraderPool:
-    """Grades items over ``workers`` processes, started on demand. ``workers=0``: in process, without a deadline.
+    """Grades items over ``reward.workers`` processes, started on demand. Use ``close()`` at the end, or ``with``."""
 
-    ``plugins`` are imported in every grader process. Use ``close()`` at the end, or ``with``.
-    """
-
-    def __init__(self, workers: int = 2, deadline_s: float = 30.0, plugins: Sequence[str] = ()) -> None:
-        self.deadline_s = deadline_s
+    def __init__(
+        self, reward: RewardConfig | None = None, sandbox: SandboxConfig | None = None, plugins: Sequence[str] = ()
+    ) -> None:
+        reward = reward or RewardConfig()
+        spec = GraderSpec(tuple(plugins), sandbox or SandboxConfig(), reward.function, reward.function_kwargs)
+        self.deadline_s = reward.deadline_s
+        self._by_table = not reward.function
         self._closed = False
         self._slots: queue.SimpleQueue[_Grader] = queue.SimpleQueue()
-        self._graders = [_Grader(list(plugins)) for _ in range(workers)]
+        self._graders = [_Grader(spec) for _ in range(reward.workers)]
         for grader in self._graders:
             self._slots.put(grader)
-        self._threads = ThreadPoolExecutor(max(workers, 1), thread_name_prefix="grade")
+        self._threads = ThreadPoolExecutor(len(self._graders), thread_name_prefix="grade")
 
     async def grade(self, items: Sequence[GradeItem]) -> list[Score]:
         """The verdicts, in the order of the items. A grader that fails, hangs or dies gives ``Score(error=...)``.
@@ -61,14 +77,14 @@ class GraderPool:
         if self._closed:
             raise RuntimeError("this GraderPool is closed")
         # Looked up for all items first: an unknown data source fails before any work is done.
-        cheap = {source: is_cheap(source) for source in {item.data_source for item in items}}
+        sources = {item.data_source for item in items}
+        cheap = {source for source in sources if is_cheap(source)} if self._by_table else set()
         loop = asyncio.get_running_loop()
         pending: dict[int, asyncio.Future[Score]] = {}
         for index, item in enumerate(items):
-            if not cheap[item.data_source]:
-                work = self._in_worker if self._graders else _in_process
-                pending[index] = loop.run_in_executor(self._threads, work, item)
-        return [await pending[index] if index in pending else _in_process(item) for index, item in enumerate(items)]
+            if item.data_source not in cheap:
+                pending[index] = loop.run_in_executor(self._threads, self._in_worker, item)
+        return [await pending[index] if index in pending else _by_table(item) for index, item in enumerate(items)]
 
     def close(self) -> None:
         """End all grader processes, also those at work."""
@@ -94,15 +110,15 @@ class GraderPool:
             self._slots.put(grader)
 
 
-def _in_process(item: GradeItem) -> Score:
+def _by_table(item: GradeItem) -> Score:
     return compute_score(item.data_source, item.response, item.ground_truth, item.extra_info)
 
 
 class _Grader:
     """One grader process, (re)started when an item needs it."""
 
-    def __init__(self, plugins: list[str]) -> None:
-        self._plugins = plugins
+    def __init__(self, spec: GraderSpec) -> None:
+        self._spec = spec
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
 
@@ -134,7 +150,7 @@ class _Grader:
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._plugins), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, self._spec), daemon=True)
         self._pipe = pipe
         self._process.start()
         theirs.close()
@@ -153,13 +169,16 @@ class _Grader:
         return process.exitcode
 
 
-def _serve(pipe: Connection, plugins: list[str]) -> None:
+def _serve(pipe: Connection, spec: GraderSpec) -> None:
     """Body of a grader process: items in, verdicts out, until the pool closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
     sys.stdout = sys.stderr  # stdout is for the command's data
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    function: RewardFunction | None = None
     try:
-        load_plugins(plugins)
+        load_plugins(spec.plugins)
+        configure(spec.sandbox)
+        function = load_function(spec.function) if spec.function else None
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
@@ -170,7 +189,11 @@ def _serve(pipe: Connection, plugins: list[str]) -> None:
         except EOFError:
             return
         try:
-            verdict = _in_process(item)
+            if function is None:
+                verdict = _by_table(item)
+            else:
+                row = (item.data_source, item.response, item.ground_truth, item.extra_info)
+                verdict = call_function(function, spec.function_kwargs, *row)
         except Exception as error:
             verdict = failed(f"{type(error).__name__}: {error}")
         try:

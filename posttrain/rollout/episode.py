@@ -71,13 +71,11 @@ class _Record:
         self.versions += [-1] * len(ids)
 
 
-async def run_episode(
-    prompt: Prompt, sampler: Sampler, env: Environment, *, temperature: float, top_p: float = 1.0, top_k: int = 0
-) -> Trajectory:
+async def run_episode(prompt: Prompt, sampler: Sampler, env: Environment, *, temperature: float) -> Trajectory:
     """Play one episode to its end. Failures of the engine or a tool end the episode, and are recorded in it."""
     started = time.perf_counter()
     record = _Record(render_prompt(prompt.messages, env.tokenizer, env.schemas))
-    episode = _Episode(prompt, sampler, env, record, temperature, top_p, top_k)
+    episode = _Episode(prompt, sampler, env, record, temperature)
     error: str | None = None
     try:
         async with asyncio.timeout(env.cfg.episode_deadline_s):
@@ -113,17 +111,10 @@ class _Episode:
     """The state of one episode while it runs."""
 
     def __init__(
-        self,
-        prompt: Prompt,
-        sampler: Sampler,
-        env: Environment,
-        record: _Record,
-        temperature: float,
-        top_p: float,
-        top_k: int,
+        self, prompt: Prompt, sampler: Sampler, env: Environment, record: _Record, temperature: float
     ) -> None:
         self.prompt, self.sampler, self.env, self.record = prompt, sampler, env, record
-        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
+        self.temperature = temperature
         self.messages: list[Message] = list(prompt.messages)
         self.prompt_length = len(record.tokens)
         self.turns = 0
@@ -162,7 +153,7 @@ class _Episode:
             self.record.given(delta)
 
     async def assistant_turn(self) -> Sample:
-        params = SamplingParams(self.tokens_left, self.temperature, self.top_p, self.top_k)
+        params = SamplingParams(self.tokens_left, self.temperature)
         sample = await self.sampler.generate(self.record.tokens, params)
         self.record.sampled(sample)
         self.turns += 1
@@ -191,7 +182,10 @@ class _Episode:
         deadline = self.env.cfg.tool_deadline_s
         try:
             async with asyncio.timeout(deadline):
-                return await tool.call(self.states[call.name], call.arguments)
+                result = await tool.call(self.states[call.name], call.arguments)
+            if not isinstance(result, ToolResult):
+                raise TypeError(f"it must return a ToolResult, not {type(result).__name__}")
+            return result
         except TimeoutError:
             return ToolResult(f"error: {call.name} did not answer within {deadline:g} s", error=True)
         except Exception as error:

@@ -10,7 +10,7 @@ import gc
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from posttrain.models.load import ModelSource, load_model
 from posttrain.models.logprobs import token_logprobs
 from posttrain.types import FinishReason, Sample, SamplingParams
 
-_BLOCK = 32
+BLOCK = 32
 """Tokens of a block of the KV cache."""
+_STOP_S = 60.0
+"""Longest wait for the generation thread to end before new weights count."""
 _GREEDY_TEMPERATURE = 1e-6
 """Stands for temperature 0: at this temperature float32 leaves all probability on the largest logit."""
 
@@ -54,11 +56,12 @@ class HFSampler:
         self.version = 0
         self.device = torch.device(spec.device)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        model = load_model(spec.source, dtype=self.dtype, seed=spec.seed)
-        self.model = model.to(self.device).eval()  # type: ignore[arg-type]
+        # Any: transformers annotates `to` wrongly, and `init_continuous_batching` not at all.
+        self.model = cast(Any, load_model(spec.source, dtype=self.dtype, seed=spec.seed))
+        self.model.to(self.device).eval()
         self.model.requires_grad_(False)
         self.model.set_attn_implementation(f"paged|{attention.NAME}")
-        self.parameters = dict(self.model.named_parameters())
+        self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.loaded: set[str] = set()
         self.request_ids = itertools.count()
         self.manager: Any = None
@@ -73,9 +76,9 @@ class HFSampler:
         this version samples as the one that was stopped would have."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        torch.manual_seed((hash((self.spec.seed, self.version)) + self.spec.replica) & 0x7FFFFFFF)
+        torch.manual_seed(((self.spec.seed * 1009 + self.spec.replica) * 1_000_003 + self.version) % 2**63)
         on_cpu = self.device.type == "cpu"
-        generation = GenerationConfig(  # type: ignore[no-untyped-call]
+        generation = GenerationConfig(
             do_sample=True,
             # Values other than 1 make transformers install the processors; each request brings its own values.
             temperature=0.5,
@@ -84,10 +87,10 @@ class HFSampler:
             pad_token_id=self.spec.stop_token_ids[0],
         )
         batching = ContinuousBatchingConfig(
-            block_size=_BLOCK,
-            num_blocks=self.spec.kv_tokens // _BLOCK if on_cpu else None,
-            max_batch_tokens=4096 if on_cpu else 16384,
-            max_memory_percent=None if on_cpu else self.spec.memory_fraction,
+            block_size=BLOCK,
+            num_blocks=self.spec.kv_tokens // BLOCK if on_cpu else None,
+            max_batch_tokens=4096 if on_cpu else None,
+            max_memory_percent=None if on_cpu else self._share_of_free(),
             max_requests_per_batch=self.spec.max_concurrent,
             return_logprobs=True,
             per_request_processors=True,
@@ -99,12 +102,32 @@ class HFSampler:
         )
         self.manager.start()
 
+    def _share_of_free(self) -> float:
+        """The share of the GPU's free memory that the KV cache and activations may take, so that with the weights it
+        is `rollout.memory_fraction` of the whole GPU, at every restart.
+
+        Raises:
+            RunError: other processes hold so much of the GPU that there is no room for it.
+        """
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        weights = sum(p.numel() * p.element_size() for p in self.parameters.values())
+        wanted = self.spec.memory_fraction * total - weights
+        if not 0 < wanted <= 0.95 * free:
+            raise RunError(
+                f"no room for the engine: rollout.memory_fraction = {self.spec.memory_fraction:g} leaves "
+                f"{wanted / 2**30:.1f} GiB beside its weights, and {free / 2**30:.1f} of the GPU's "
+                f"{total / 2**30:.1f} GiB are free",
+                hint="change rollout.memory_fraction, lower train.tokens_per_microbatch, or set train.offload = true",
+            )
+        return float(wanted / free)
+
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Sample:
         if params.top_p < 1.0 or params.top_k:
             raise RunError("the embedded engine samples from the whole distribution: top_p and top_k are not supported")
         # The library would end the whole engine over a request that cannot fit; it may take a block more than needed.
         longest = len(prompt_ids) + params.max_new_tokens
-        if self.device.type == "cpu" and longest > self.spec.kv_tokens - _BLOCK:
+        if self.device.type == "cpu" and longest > self.spec.kv_tokens - BLOCK:
             raise RunError(
                 f"a request of up to {longest} tokens does not fit into rollout.kv_tokens = {self.spec.kv_tokens}",
                 hint="raise rollout.kv_tokens, or lower rollout.max_response_tokens",
@@ -172,7 +195,9 @@ class HFSampler:
         self.version = version
         # Stopping drops the KV cache. Keeping it, as the library offers, would also keep the hashes of prefixes
         # computed with the old weights, and serve them to new requests.
-        await asyncio.to_thread(self.manager.stop, block=True, timeout=60.0)
+        await asyncio.to_thread(self.manager.stop, block=True, timeout=_STOP_S)
+        if self.manager.is_running():
+            raise WeightSyncError(f"the embedded engine was still generating {_STOP_S:g} s after it was told to stop")
         self._start()
 
     async def close(self) -> None:

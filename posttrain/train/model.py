@@ -45,7 +45,7 @@ class PackedLM(nn.Module):
         hidden = self.model.base_model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, ragged=ragged
         ).last_hidden_state[0]
-        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head = self.model.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
             raise ModelError(f"{type(self.model).__name__} has a bias in its output head, which is not supported")
         return token_logprobs(hidden[predict - 1], head.weight, input_ids[predict], temperature)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -156,8 +156,7 @@ class TrainWorker:
         self.optimizer.zero_grad(set_to_none=True)
         for i, batch in enumerate(shard):
             # Gradients stay on their rank until the last micro-batch: one reduction a step.
-            assert isinstance(self.lm, FSDPModule)
-            self.lm.set_requires_gradient_sync(i == len(shard) - 1)
+            cast(FSDPModule, self.lm).set_requires_gradient_sync(i == len(shard) - 1)
             out = self._forward(batch)
             total, parts = self._loss(batch, out, loss)
             # FSDP averages gradients over ranks, but the weights are already those of the global batch.
@@ -259,6 +258,11 @@ class TrainWorker:
         """Bring them back."""
         self._move(self.spec.device)
 
+    def free_cache(self) -> None:
+        """Give memory that torch keeps for later back to the GPU's other processes."""
+        if self.spec.device == "cuda":
+            torch.cuda.empty_cache()
+
     def _move(self, device: str) -> None:
         if self.spec.device == "cpu":
             return
@@ -268,7 +272,7 @@ class TrainWorker:
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.ndim:
                         state[key] = value.to(device)
-        torch.cuda.empty_cache()
+        self.free_cache()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -279,7 +283,7 @@ class TrainWorker:
     def load(self, folder: str) -> None:
         """Read model and optimizer from ``folder``, written at any world size. A collective."""
         # After a forward pass without a backward the root still holds whole parameters, and would go on using them.
-        self.lm.reshard()  # type: ignore[operator]
+        cast(FSDPModule, self.lm).reshard()
         self.step = checkpoint.load_shards(Path(folder), self.lm.model, self.optimizer)
 
     def _memory_gib(self) -> float:

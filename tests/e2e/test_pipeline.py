@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,8 +156,55 @@ def test_bad_input_ends_with_2_and_leaves_nothing(arith: Path) -> None:
     assert "Qwen/Qwen2.5-0.5B-Instruct" in refused(
         arith, "sft", "--preset", "qwen2.5-0.5b-multiturn", "--data", "x.parquet"
     )
+    dead = "cluster.address=127.0.0.1:1"
+    assert "Connection refused" in refused(arith, "sft", "--preset", "tiny-arith-sft", "--set", dead)
     assert "exist" in refused(arith, "prep", "arith")
     assert sorted(arith.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_ray_is_given_up_in_time(arith: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        sets = [f"run.dir='{tmp_path}'", f"cluster.address={address}", "cluster.start_deadline_s=2"]
+        flags = [word for text in sets for word in ("--set", text)]
+        shown = refused(arith, "sft", "--preset", "tiny-arith-sft", *flags)
+    assert f"no answer from cluster.address = '{address}' within cluster.start_deadline_s = 2 s" in shown
+
+
+@pytest.mark.slow
+def test_a_run_on_a_ray_cluster_that_is_there_already(arith: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    start = f"ray start --head --block --port {port} --num-cpus 1 --include-dashboard false --disable-usage-stats"
+    sets = [f"run.dir='{tmp_path}'", f"cluster.address=127.0.0.1:{port}"]
+    command = ["-m", "posttrain", "sft", "--preset", "tiny-arith-sft", "--steps", "2"]
+    # Sockets have short paths only.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        head = subprocess.Popen(
+            [str(Path(sys.executable).with_name("ray")), *start.split()[1:], "--temp-dir", folder],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert head.stdout is not None
+            assert any("Ray runtime started" in line for line in iter(head.stdout.readline, ""))
+            done = subprocess.run(
+                [sys.executable, *command, *(word for text in sets for word in ("--set", text))],
+                cwd=arith,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=2 * MINUTE,
+            )
+            assert done.returncode == 0, done.stderr[-2000:]
+            assert "step 2/2" in done.stderr
+            assert head.poll() is None  # the cluster is not ours to end
+        finally:
+            head.terminate()
+            head.communicate(timeout=MINUTE)
 
 
 def wait_for(process: subprocess.Popen[str], text: str, seconds: float) -> None:
@@ -174,7 +223,14 @@ def wait_for(process: subprocess.Popen[str], text: str, seconds: float) -> None:
     ("command", "name"),
     [
         (["sft", "--preset", "tiny-arith-sft", "--steps", "2000"], "tiny-arith-sft"),
-        (["rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--steps", "500"], "tiny-arith"),
+        # Few prompts: a step and its save fit into the time that a first Ctrl-C leaves, on a busy machine too.
+        (
+            [
+                *("rl", "--preset", "tiny-arith", "--model", "builtin:tiny"),
+                *("--set", "data.batch_size=4", "--steps", "500"),
+            ],
+            "tiny-arith",
+        ),
     ],
 )
 def test_ctrl_c_saves_and_the_same_command_goes_on(arith: Path, command: Sequence[str], name: str) -> None:
@@ -201,6 +257,89 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(arith: Path, command: Sequenc
     assert f"resuming after step {saved}" in done.stderr
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, saved + 3))
+
+
+STUCK = """
+import asyncio
+from pathlib import Path
+
+import torch
+
+from posttrain.rollout.hf import HFSampler
+from posttrain.train import worker
+
+FLAG = Path(__file__).with_name("flag")
+learning_rate, generate = worker.learning_rate, HFSampler.generate
+
+
+def long_update(optim, step, total_steps):
+    while step >= 2 and FLAG.read_text() == "update":
+        torch.randn(256, 256) @ torch.randn(256, 256)
+    return learning_rate(optim, step, total_steps)
+
+
+async def long_generate(self, prompt_ids, params):
+    while self.version >= 2 and FLAG.read_text() == "generate":
+        await asyncio.sleep(0.1)
+    return await generate(self, prompt_ids, params)
+
+
+worker.learning_rate, HFSampler.generate = long_update, long_generate
+"""
+"""A plugin: from step 3 on, workers compute (or engines sample) for as long as the flag says so."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "stuck_in", "presses", "seconds"),
+    [
+        (["sft", "--preset", "tiny-arith-sft"], "update", 1, 10.0),
+        (["sft", "--preset", "tiny-arith-sft"], "update", 2, 5.0),
+        (["rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--set", "data.batch_size=2"], "update", 1, 10.0),
+        (
+            ["rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--set", "data.batch_size=2"],
+            "generate",
+            1,
+            10.0,
+        ),
+    ],
+)
+def test_ctrl_c_in_a_step_that_does_not_end(
+    arith: Path, tmp_path: Path, command: Sequence[str], stuck_in: str, presses: int, seconds: float
+) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    (tmp_path / "flag").write_text(stuck_in)
+    sets = [f"plugins=['{tmp_path / 'stuck.py'}']", f"run.dir='{tmp_path}'", "run.name='long'", "train.save_every=1"]
+    command = [*command, "--steps", "4", *(word for text in sets for word in ("--set", text))]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "posttrain", *command],
+        cwd=arith,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(process, "step 2/", 120)
+    time.sleep(2.0)  # well into step 3
+    workers = descendants(process.pid)
+    sent = time.monotonic()
+    for _ in range(presses):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    _, rest = process.communicate(timeout=60)
+    assert time.monotonic() - sent < seconds
+    assert process.returncode == 130
+    assert rest.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in rest
+    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() - sent < 10.0:
+        time.sleep(0.1)
+    assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
+    run = tmp_path / "long"
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    assert (run / "checkpoints/latest").read_text() == "global_step_2"
+    (tmp_path / "flag").write_text("none")
+    assert "resuming after step 2" in ok(arith, *command).stderr
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
 
 
 def descendants(pid: int) -> set[int]:

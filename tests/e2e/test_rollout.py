@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.config import Config, RewardConfig
+from posttrain.config import Config
 from posttrain.errors import RunError, WorkerError
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
+from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import make_batch
 from posttrain.rollout.source import TrajectorySource
@@ -148,7 +149,7 @@ async def test_a_handle_works_in_one_event_loop_after_another(samplers):
 async def test_episodes_through_real_engines(samplers):
     source, tokenizer = open_model(CONFIG)
     env = build_environment(CONFIG, source, tokenizer)
-    pool = TrajectorySource(samplers, env, GraderPool(workers=0), RewardConfig())
+    pool = TrajectorySource(samplers, env, Rewarder(CONFIG.reward, GraderPool(), CONFIG.rollout.max_response_tokens))
     prompts = [
         Prompt(i, [{"role": "user", "content": f"What is {i} + 1?"}], "openai/gsm8k", str(i + 1)) for i in range(6)
     ]

@@ -11,12 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.config import Config
 from posttrain.errors import ConfigError, DataError, RunError
 from posttrain.evaluate import evaluate, pass_at_k, run
-from posttrain.rewards import DATA_SOURCES, GRADERS
+from posttrain.presets import resolve
+from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.types import Score
 
 GSM = "openai/gsm8k"
+
+
+def config(*sets: str) -> Config:
+    return resolve("eval", sets=sets, flags={"eval.pass_at": [1, 2]}).config
 
 
 @st.composite
@@ -75,6 +81,7 @@ def test_sources_are_scored_apart_and_together(tmp_path: Path) -> None:
 def moody(monkeypatch: pytest.MonkeyPatch) -> str:
     """A data source whose grader fails on the word `hard`."""
 
+    @cheap  # so that it runs here, where it is registered
     def grade(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
         if response == "hard":
             raise TimeoutError("too hard")
@@ -96,7 +103,7 @@ def test_failures_of_graders_are_counted_and_never_zero(
     assert (report.overall["problems_below_1"], report.overall["problems_below_2"]) == (0, 1)
     assert report.first_error is not None
     assert "too hard" in report.first_error
-    run(file, [1, 2], as_json=False)
+    run(file, config(), as_json=False)
     shown = " ".join(capsys.readouterr().out.split())
     assert "3 responses left out: their grader failed, first at row 0: " in shown
     assert "1 problems left out of pass@2" in shown
@@ -114,15 +121,40 @@ def test_failed_episodes_are_left_out(tmp_path: Path) -> None:
 
 def test_json_table_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = table(tmp_path, [(GSM, ["#### 4", "#### 5"])])
-    run(file, [1, 2], as_json=True, out=tmp_path / "deep" / "scores.json")
+    run(file, config(), as_json=True, out=tmp_path / "deep" / "scores.json")
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert json.loads(out) == json.loads((tmp_path / "deep" / "scores.json").read_text())
     assert json.loads(out)["sources"][GSM]["pass@2"] == 1.0
-    run(file, [1, 2], as_json=False)
+    run(file, config(), as_json=False)
     shown = capsys.readouterr().out
     for part in (GSM, "pass@1", "50.0 %", "100.0 %"):
         assert part in shown
+
+
+def test_examined_conversations_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = table(tmp_path, [(GSM, ["it is #### 4", "#### 5"]), (GSM, ["#### 6", ""])])
+    run(file, config("reward.examine=2"), as_json=True)
+    shown = capsys.readouterr()
+    assert shown.out.count("\n") == 1
+    assert shown.err.count(f"---- {GSM}") == 2
+    assert "[assistant] it is #### 4\n[expected] 4\n[graded] score 1, correct True" in shown.err
+    assert "#### 6" not in shown.err
+
+
+def test_a_function_of_the_users_grades(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def f(data_source, solution_str, ground_truth, extra_info): return solution_str == 'a'"
+    )
+    file = table(tmp_path, [("unknown/source", ["a", "b"])])
+    run(file, config(f"reward.function={tmp_path}/mine.py:f"), as_json=True)
+    assert json.loads(capsys.readouterr().out)["overall"]["pass@1"] == 0.5
+
+
+@pytest.mark.parametrize("setting", ["reward.on_error=zero", "reward.weights={score=2.0}"])
+def test_what_only_training_composes_is_refused(tmp_path: Path, setting: str) -> None:
+    with pytest.raises(ConfigError, match="has no meaning in eval"):
+        run(table(tmp_path, [(GSM, ["a"])]), config(setting), as_json=True)
 
 
 def test_k_above_n(tmp_path: Path) -> None:

@@ -6,7 +6,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from posttrain.data.parquet import Conversation, read_conversations, read_prompts, sft_row, write_rows
+from posttrain.data.parquet import (
+    Conversation,
+    append_columns,
+    read_conversations,
+    read_prompts,
+    read_rows,
+    sft_row,
+    write_rows,
+)
 from posttrain.errors import DataError
 
 SCHEMA = {
@@ -197,3 +205,45 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         write_rows(path, [rlhf(), rlhf(ability=5)])
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["p.parquet"]
+
+
+def test_only_the_named_columns_are_read(tmp_path):
+    path = tmp_path / "r.parquet"
+    write_rows(path, [{"a": i, "b": str(i), "heavy": "x"} for i in range(3000)])
+    rows = list(read_rows(path, ("a",), ("b", "absent")))
+    assert [index for index, _ in rows] == list(range(3000))
+    assert rows[2500] == (2500, {"a": 2500, "b": "2500"})
+    assert [row for _, row in read_rows(path, ("a",), limit=2)] == [{"a": 0}, {"a": 1}]
+
+
+def test_hints_name_the_command_that_makes_such_files(tmp_path):
+    path = tmp_path / "r.parquet"
+    for needed in ("a", "c"):
+        with pytest.raises(DataError) as error:
+            next(read_rows(path, (needed,), made_by="posttrain generate"))
+        assert "`posttrain generate`" in error.value.hint
+        write_rows(path, [{"a": 1}])
+    assert "the file has a;" in error.value.hint
+
+
+def test_appended_columns_go_with_the_first_rows(tmp_path):
+    source, target = tmp_path / "s.parquet", tmp_path / "new" / "t.parquet"
+    write_rows(source, [{"a": i, "b": i} for i in range(5)])
+    append_columns(source, target, {"b": ["x", "y", "z"], "c": [[1], [], [2, 3]]})
+    table = pq.read_table(target)
+    assert table.to_pydict() == {"a": [0, 1, 2], "b": ["x", "y", "z"], "c": [[1], [], [2, 3]]}
+    assert [p.name for p in target.parent.iterdir()] == ["t.parquet"]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    target = tmp_path / "taken.parquet"
+    target.mkdir()
+    write_rows(tmp_path / "s.parquet", [{"a": 1}])
+    before = sorted(tmp_path.rglob("*"))
+    for path in (tmp_path / "file" / "t.parquet", target):
+        with pytest.raises(DataError, match="cannot be written"):
+            write_rows(path, [{"a": 1}])
+        with pytest.raises(DataError, match="cannot be written"):
+            append_columns(tmp_path / "s.parquet", path, {"b": [2]})
+    assert sorted(tmp_path.rglob("*")) == before

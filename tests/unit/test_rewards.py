@@ -6,9 +6,11 @@ import time
 
 import pytest
 
+from posttrain.config import RewardConfig
 from posttrain.errors import ConfigError
 from posttrain.registry import load_plugins
-from posttrain.rewards import DATA_SOURCES, GRADERS, compute_score, is_cheap
+from posttrain.rewards import DATA_SOURCES, GRADERS, compute_score, grader_name, is_cheap
+from posttrain.rewards.custom import load_function
 from posttrain.rewards.grade import GradeItem, GraderPool
 from posttrain.rewards.gsm8k import extract, last_number, parse_number
 from posttrain.types import Score
@@ -160,7 +162,7 @@ def test_graders_that_break_the_contract(plugin):
 
 
 def test_cheap_graders_start_no_process():
-    with GraderPool(workers=2) as pool:
+    with GraderPool() as pool:
         items = [GradeItem("openai/gsm8k", f"#### {i}", "3") for i in range(6)]
         scores = asyncio.run(pool.grade(items))
         assert [s.correct for s in scores] == [i == 3 for i in range(6)]
@@ -171,7 +173,7 @@ def test_stuck_and_dying_graders_cost_their_own_item_only(plugin, capfd):
     responses = ["a", "hang", "bb", "die", "ccc", "raise", "lambda", "print", "dddd"]
     items = [GradeItem("test/moody", response, None) for response in responses]
     items.insert(4, GradeItem("openai/gsm8k", "#### 8", "8"))
-    with GraderPool(workers=2, deadline_s=1.0, plugins=[plugin]) as pool:
+    with GraderPool(RewardConfig(deadline_s=1.0), plugins=[plugin]) as pool:
         scores = dict(zip([i.response for i in items], asyncio.run(pool.grade(items)), strict=True))
         pids = [grader._process.pid for grader in pool._graders if grader._process]
     assert [scores[r].score for r in ("a", "bb", "ccc", "dddd", "print", "#### 8")] == [1.0, 2.0, 3.0, 4.0, 5.0, 1.0]
@@ -186,15 +188,9 @@ def test_stuck_and_dying_graders_cost_their_own_item_only(plugin, capfd):
             os.kill(pid, 0)
 
 
-def test_no_workers_means_in_process(plugin):
-    with GraderPool(workers=0) as pool:
-        (score,) = asyncio.run(pool.grade([GradeItem("test/moody", "a", None)]))
-    assert score == Score(1.0, True, extracted=str(os.getpid()))
-
-
 def test_close_ends_a_stuck_grader(plugin):
     async def close_meanwhile() -> float:
-        pool = GraderPool(workers=1, deadline_s=50, plugins=[plugin])
+        pool = GraderPool(RewardConfig(workers=1, deadline_s=50), plugins=[plugin])
         await pool.grade([GradeItem("test/moody", "a", None)])
         stuck = asyncio.create_task(pool.grade([GradeItem("test/moody", "hang", None)]))
         await asyncio.sleep(0.2)
@@ -210,10 +206,100 @@ def test_close_ends_a_stuck_grader(plugin):
 
 
 def test_unknown_source_and_broken_plugin(plugin, tmp_path):
-    with GraderPool(workers=0) as pool, pytest.raises(ConfigError):
+    with GraderPool() as pool, pytest.raises(ConfigError):
         asyncio.run(pool.grade([GradeItem("no/such", "", "")]))
     broken = tmp_path / "broken.py"
     broken.write_text("1 / 0")
-    with GraderPool(workers=1, plugins=[str(broken)]) as pool:
+    with GraderPool(plugins=[str(broken)]) as pool:
         (score,) = asyncio.run(pool.grade([GradeItem("test/moody", "a", None)]))
     assert "division by zero" in (score.error or "")
+
+
+FUNCTIONS = """
+import asyncio, os, time
+from posttrain.types import Score
+
+def number(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.5 if solution_str == ground_truth else 0
+
+def table(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    return {"score": 1 + bonus, "acc": solution_str == ground_truth, "pred": solution_str, "style": 0.25, "note": "x"}
+
+async def slow(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0.01)
+    return Score(2.0, True, extracted=data_source)
+
+def bad(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "raise":
+        raise KeyError("nope")
+    return {"none": None, "text": "1.0", "nan": float("nan"), "dict": {"acc": True}, "hang": 0}[solution_str] if (
+        solution_str != "hang" or time.sleep(60)) else 0
+
+not_a_function = 3
+"""
+
+
+def grade_by(function, items, tmp_path, **reward):
+    path = tmp_path / "my_reward.py"
+    path.write_text(FUNCTIONS)
+    with GraderPool(RewardConfig(function=f"{path}:{function}", **reward)) as pool:
+        return asyncio.run(pool.grade(items))
+
+
+def test_functions_of_the_user_grade_every_source(tmp_path):
+    items = [GradeItem("no/such/source", "a", "a"), GradeItem("openai/gsm8k", "b", "a")]
+    assert [s.score for s in grade_by("number", items, tmp_path)] == [0.5, 0.0]
+    first, second = grade_by("table", items, tmp_path, function_kwargs={"bonus": 0.5})
+    assert first == Score(1.5, True, extracted="a", parts={"style": 0.25})
+    assert (second.score, second.correct) == (1.5, False)
+    assert grade_by("slow", items, tmp_path)[0] == Score(2.0, True, extracted="no/such/source")
+
+
+def test_functions_of_the_user_that_fail_say_so(tmp_path):
+    words = ["raise", "none", "text", "nan", "dict", "hang"]
+    errors = [s.error for s in grade_by("bad", [GradeItem("x", w, "") for w in words], tmp_path, deadline_s=1.0)]
+    assert all(errors)
+    for error, expected in zip(
+        errors,
+        ["KeyError: 'nope'", "None, not a number", "'1.0', not a number", "nan", "no 'score'", "timed out"],
+        strict=True,
+    ):
+        assert expected in (error or "")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nofile.py:f", "plugin file not found"),
+        ("my_reward.py", "is not FILE.py:NAME"),
+        ("{path}:nummber", "has no 'nummber'"),
+        ("{path}:not_a_function", "not a function"),
+        ("no_such_module:f", "failed to import"),
+    ],
+)
+def test_a_function_that_is_not_there_is_found_before_the_run(path, message, tmp_path):
+    file = tmp_path / "my_reward.py"
+    file.write_text(FUNCTIONS)
+    with pytest.raises(ConfigError, match=message):
+        load_function(path.format(path=file))
+
+
+@pytest.mark.parametrize(
+    ("source", "grader"),
+    [
+        ("aime24", "math_dapo"),
+        ("aime_2025_I", "math_dapo"),
+        ("numina_cn_k12", "prime_math"),
+        ("codecontests", "prime_code"),
+        ("hiyouga/geometry3k", "geo3k"),
+        ("HuggingFaceH4/MATH-500", "math"),
+    ],
+)
+def test_the_table_of_data_sources(source, grader):
+    assert grader_name(source) == grader
+
+
+def test_every_row_of_the_table_has_a_grader_that_imports():
+    for name in sorted(set(DATA_SOURCES.values())):
+        assert callable(GRADERS.get(name))
+    assert set(GRADERS.names()) - set(DATA_SOURCES.values()) == {"choice", "math_verify"}

@@ -5,10 +5,12 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from posttrain.config import AlgoConfig, RewardConfig
 from posttrain.errors import ConfigError, RunError
-from posttrain.rewards import DATA_SOURCES, GRADERS
+from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
+from posttrain.rewards.compose import Rewarder, overlong
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import make_batch, minibatches, rollout_metrics, update_metrics, validate
 from posttrain.rollout.source import TrajectorySource
@@ -16,11 +18,12 @@ from posttrain.types import Score
 from tests.unit.scripted import EOS, Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, tokens
 
 
+@cheap  # so that it runs here, where it is registered
 def moody(response, ground_truth, extra_info):
     """A grader that fails on what it does not like."""
     if "boom" in response:
         raise ValueError("I do not grade that")
-    return Score(score=len(response) / 10, correct="8" in response, parts={"length": float(len(response))})
+    return Score(score=len(response) / 10, correct="8" in response, parts={"letters": float(len(response))})
 
 
 @pytest.fixture
@@ -31,8 +34,9 @@ def moody_grader(monkeypatch):
     GRADERS.register("moody")(moody)
 
 
-def source(*samplers, on_error="drop", env=None):
-    return TrajectorySource(samplers, env or environment(), GraderPool(workers=0), RewardConfig(on_error=on_error))
+def source(*samplers, env=None, scorers=(), **reward):
+    cfg, env = RewardConfig(**reward), env or environment()
+    return TrajectorySource(samplers, env, Rewarder(cfg, GraderPool(cfg), env.cfg.max_response_tokens, scorers))
 
 
 def prompts(count, name="openai/gsm8k"):
@@ -61,7 +65,8 @@ async def test_groups_come_graded_and_in_prompt_order():
     assert [[t.prompt.index for t in g] for g in groups] == [[0, 0], [1, 1], [2, 2]]
     assert [[t.reward for t in g] for g in groups] == [[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
     assert [[t.correct for t in g] for g in groups] == [[True, False]] * 3
-    assert groups[0][0].reward_parts == {"score": 1.0}
+    length = -groups[0][0].response_length / environment().cfg.max_response_tokens
+    assert groups[0][0].reward_parts == {"score": 1.0, "correct": 1.0, "format": 1.0, "length": length}
     assert (pool.stats.started, pool.stats.failed, pool.stats.grader_failed) == (6, 0, 0)
     assert sampler.most == 6
     assert {p.temperature for p in sampler.params} == {1.0}
@@ -70,7 +75,8 @@ async def test_groups_come_graded_and_in_prompt_order():
 async def test_the_tools_own_rewards_stay_beside_the_score():
     sampler = ScriptedSampler(call(8), "#### 9")
     (group,) = await source(sampler, env=environment(Gsm8kTool())).sample(prompts(1), 1, temperature=1.0)
-    assert group[0].reward_parts == {"tool/calc_gsm8k_reward": 1.0, "score": 0.0}
+    parts = group[0].reward_parts
+    assert (parts["tool/calc_gsm8k_reward"], parts["score"], parts["format"]) == (1.0, 0.0, 1.0)
     assert group[0].reward == 0.0
 
 
@@ -130,7 +136,7 @@ async def test_a_failing_grader_drops_the_episode(moody_grader):
     groups = await pool.sample(prompts(2, "test/moody"), 2, temperature=1.0)
     assert (pool.stats.failed, pool.stats.grader_failed) == (0, 1)
     assert "I do not grade that" in groups[0][1].error
-    assert groups[0][0].reward_parts == {"score": 0.1, "length": 1.0}
+    assert groups[0][0].reward_parts.items() >= {"score": 0.1, "letters": 1.0, "format": 0.0}.items()
     _, kept, _ = make_batch(groups, AlgoConfig())
     assert [t.reward for t in kept] == [0.1, 1.0, 0.2]
 
@@ -166,6 +172,96 @@ async def test_validation_counts_what_was_graded():
     metrics = await validate(source(sampler), prompts(2), 2, 0.5)
     assert metrics == {"val-core/openai/gsm8k/acc/mean@2": pytest.approx(2 / 3)}
     assert {p.temperature for p in sampler.params} == {0.5}
+
+
+# ---------------------------------------------------------------------- the parts of a reward
+
+
+class Opinion:
+    """A scorer that likes long answers, and fails on one of them."""
+
+    name = "model"
+
+    async def score(self, episodes):
+        return [
+            Score(0.0, False, error="too long") if "boom" in t.response_text else Score(float(t.response_length), False)
+            for t in episodes
+        ]
+
+    async def close(self):
+        pass
+
+
+async def test_a_reward_is_the_weighted_sum_of_its_parts():
+    weights = {"score": 1.0, "format": 0.25, "length": 2.0, "overlong": 3.0, "tool/calc_gsm8k_reward": 0.5}
+    pool = source(
+        ScriptedSampler(call(8), "#### 9"),
+        env=environment(Gsm8kTool()),
+        weights=weights,
+        overlong={"buffer_tokens": 1000},
+    )
+    (group,) = await pool.sample(prompts(1), 1, temperature=1.0)
+    episode = group[0]
+    most = environment().cfg.max_response_tokens
+    share = episode.response_length / most
+    late = (episode.response_length - (most - 1000)) / 1000
+    assert late > 0
+    assert episode.reward_parts["overlong"] == pytest.approx(-late)
+    assert episode.reward == pytest.approx(0.0 + 0.25 - 2 * share - 3 * late + 0.5 * 1.0)
+
+
+async def test_a_tool_that_was_not_called_adds_nothing():
+    pool = source(
+        ScriptedSampler("#### 8"),
+        env=environment(Gsm8kTool()),
+        weights={"score": 1.0, "tool/calc_gsm8k_reward": 5.0},
+    )
+    (group,) = await pool.sample(prompts(1), 1, temperature=1.0)
+    assert group[0].reward == 1.0
+
+
+async def test_all_or_nothing_is_a_choice_of_weights(moody_grader):
+    pool = source(ScriptedSampler("8", "1234"), weights={"correct": 1.0})
+    (group,) = await pool.sample(prompts(1, "test/moody"), 2, temperature=1.0)
+    assert [t.reward for t in group] == [1.0, 0.0]
+    assert [t.reward_parts["score"] for t in group] == [0.1, 0.4]
+
+
+async def test_a_weight_whose_part_no_grader_gives_is_an_error_of_the_episode(moody_grader):
+    pool = source(ScriptedSampler("8"), weights={"score": 1.0, "leters": 1.0})
+    (group,) = await pool.sample(prompts(1, "test/moody"), 1, temperature=1.0)
+    assert "reward.weights names leters, and the episode has correct, format, length, letters" in group[0].error
+    assert pool.stats.grader_failed == 1
+
+
+async def test_scorers_join_the_rules_and_may_fail():
+    weights = {"score": 1.0, "model": 0.1}
+    pool = source(ScriptedSampler("#### 8", "boom"), scorers=[Opinion()], weights=weights, model={"path": "somewhere"})
+    (group,) = await pool.sample(prompts(1), 2, temperature=1.0)
+    assert group[0].reward == pytest.approx(1.0 + 0.1 * group[0].response_length)
+    assert group[1].error == "reward: model failed: too long"
+
+
+@pytest.mark.parametrize(
+    ("length", "punishment"), [(0, 0.0), (80, 0.0), (85, -0.25), (90, -0.5), (100, -1.0), (120, -1.0)]
+)
+def test_overlong_punishment_by_hand(length, punishment):
+    assert overlong(length, 100, 20) == pytest.approx(punishment)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"weights": {}}, "every episode would earn 0"),
+        ({"weights": {"judge": 1.0}}, "reward.judge.url is not set"),
+        ({"judge": {"url": "http://x/v1"}}, "gives 'judge' no weight"),
+        ({"overlong": {"buffer_tokens": 5}}, "gives 'overlong' no weight"),
+        ({"weights": {"score": 1.0, "model": 1.0}}, "reward.model.path is not set"),
+    ],
+)
+def test_parts_and_weights_go_together(reward, message):
+    with pytest.raises(ValidationError, match=message):
+        RewardConfig(**reward)
 
 
 # ---------------------------------------------------------------------- the batch

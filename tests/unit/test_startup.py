@@ -1,5 +1,7 @@
 """What is settled before any process starts."""
 
+import socket
+
 import pytest
 
 from posttrain.config import Config
@@ -7,7 +9,7 @@ from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource
 from posttrain.presets import resolve
-from posttrain.startup import build_environment, check_prompts, check_supported, open_model
+from posttrain.startup import build_environment, check_machine, check_prompts, check_supported, open_model
 from posttrain.train import checkpoint
 from posttrain.types import Prompt
 
@@ -106,6 +108,51 @@ def test_the_tools_count_as_part_of_the_prompt():
     check_prompts([prompt()], environment(max_prompt_tokens=bare), "f")
     with pytest.raises(DataError, match="row 0"):
         check_prompts([prompt()], environment(max_prompt_tokens=bare, tools=["gsm8k"]), "f")
+
+
+# ---------------------------------------------------------------------- the machine
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """``gpu(True)``: this machine has one."""
+    return lambda there: monkeypatch.setattr("posttrain.startup.has_gpu", lambda: there)
+
+
+@pytest.mark.parametrize("command", ["sft", "rl", "generate"])
+def test_cuda_without_a_gpu(command, gpu, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the real check, on whatever machine this is
+    with pytest.raises(ConfigError, match=r"cluster\.device = cuda, and this machine has no GPU") as error:
+        check_machine(config(command, cluster={"device": "cuda"}))
+    assert "cluster.device=cpu" in error.value.hint
+    gpu(True)
+    check_machine(config(command, cluster={"device": "cuda"}))
+
+
+def test_a_cluster_elsewhere_may_have_gpus_and_must_answer(gpu):
+    gpu(False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_machine(config(cluster={"device": "cuda", "address": address}))
+        check_machine(config(cluster={"address": address}, rollout={"kv_tokens": 100}))  # known later
+    with pytest.raises(ConfigError, match=r"no Ray cluster at cluster\.address"):
+        check_machine(config(cluster={"device": "cuda", "address": address}))
+
+
+def test_an_episode_must_fit_into_the_cache_of_a_cpu(gpu):
+    rollout = {"max_prompt_tokens": 100, "max_response_tokens": 60}
+    gpu(False)
+    check_machine(config(rollout=rollout | {"kv_tokens": 192}))  # the engine keeps a block of 32 free
+    tight = rollout | {"kv_tokens": 191}
+    for command in ("rl", "generate"):
+        with pytest.raises(ConfigError, match=r"= 160 do not fit into rollout\.kv_tokens = 191") as error:
+            check_machine(config(command, rollout=tight))
+        assert error.value.hint == "raise rollout.kv_tokens"
+    check_machine(config("sft", rollout=tight))
+    gpu(True)  # there the cache is a share of its memory
+    check_machine(config(rollout=tight))
+    with pytest.raises(ConfigError, match=r"rollout\.kv_tokens"):
+        check_machine(config(rollout=tight, cluster={"device": "cpu"}))
 
 
 # ---------------------------------------------------------------------- the model

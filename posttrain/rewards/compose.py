@@ -1,0 +1,95 @@
+"""What an episode earns: the weighted sum of its named parts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from posttrain.config import RewardConfig
+from posttrain.errors import RunError
+from posttrain.rewards.base import EpisodeScorer
+from posttrain.rewards.grade import GradeItem, GraderPool
+from posttrain.types import Score, Trajectory
+
+
+class Rewarder:
+    """Grades episodes: the data source's grader (or ``reward.function``), the scorers, and the weighted sum.
+
+    Args:
+        max_response_tokens: ``rollout.max_response_tokens``, which the parts `length` and `overlong` are measured by.
+        scorers: reward models and judges, whose parts have their names.
+    """
+
+    def __init__(
+        self, cfg: RewardConfig, graders: GraderPool, max_response_tokens: int, scorers: Sequence[EpisodeScorer] = ()
+    ) -> None:
+        self.cfg = cfg
+        self.graders = graders
+        self.max_response_tokens = max_response_tokens
+        self.scorers = scorers
+
+    async def reward(self, episodes: Sequence[Trajectory]) -> int:
+        """Fill reward, parts and correctness of episodes that did not fail. Returns how many could not be graded.
+
+        Raises:
+            RunError: one could not be graded and `reward.on_error` is "raise", or a scorer is broken.
+        """
+        items = [
+            GradeItem(t.prompt.data_source, t.response_text, t.prompt.ground_truth, t.prompt.extra_info)
+            for t in episodes
+        ]
+        graded, *opinions = await asyncio.gather(
+            self.graders.grade(items), *(scorer.score(episodes) for scorer in self.scorers)
+        )
+        count = 0
+        for index, episode in enumerate(episodes):
+            opinion = {s.name: scores[index] for s, scores in zip(self.scorers, opinions, strict=True)}
+            error = self._settle(episode, graded[index], opinion)
+            if error is not None:
+                count += 1
+                self._on_error(episode, error)
+        return count
+
+    def _settle(self, episode: Trajectory, verdict: Score, opinions: Mapping[str, Score]) -> str | None:
+        """Fill one episode; why it could not be, or None."""
+        problems = {f"the grader of {episode.prompt.data_source}": verdict, **opinions}
+        for who, score in problems.items():
+            if score.error is not None:
+                return f"{who} failed: {score.error}"
+        parts = self.parts(episode, verdict) | {name: score.score for name, score in opinions.items()}
+        # A tool says nothing about an episode that did not call it.
+        parts |= {name: 0.0 for name in self.cfg.weights if name.startswith("tool/") and name not in parts}
+        missing = [name for name in self.cfg.weights if name not in parts]
+        if missing:
+            return f"reward.weights names {', '.join(missing)}, and the episode has {', '.join(sorted(parts))}"
+        episode.reward_parts = parts
+        episode.correct = verdict.correct
+        episode.reward = sum(weight * parts[name] for name, weight in self.cfg.weights.items())
+        return None
+
+    def parts(self, episode: Trajectory, verdict: Score) -> dict[str, float]:
+        """The parts that need no scorer. A grader's own `format` wins over the general one."""
+        length = episode.response_length / self.max_response_tokens
+        parts = {
+            "score": verdict.score,
+            "correct": float(verdict.correct),
+            "format": float(verdict.extracted is not None),
+            "length": -length,
+        }
+        if self.cfg.overlong.buffer_tokens is not None:
+            parts["overlong"] = overlong(
+                episode.response_length, self.max_response_tokens, self.cfg.overlong.buffer_tokens
+            )
+        return parts | verdict.parts | episode.reward_parts
+
+    def _on_error(self, episode: Trajectory, error: str) -> None:
+        if self.cfg.on_error == "raise":
+            raise RunError(f"row {episode.prompt.index} could not be graded: {error}", hint="reward.on_error = 'drop'")
+        if self.cfg.on_error == "drop":
+            episode.error = f"reward: {error}"
+
+
+def overlong(length: int, limit: int, buffer: int) -> float:
+    """Soft overlong punishment in [-1, 0] (DAPO, arXiv:2503.14476, eq. 13): 0 up to ``limit - buffer`` tokens, then
+    falling linearly to -1 at ``limit``."""
+    return -min(1.0, max(0.0, (length - (limit - buffer)) / buffer))

@@ -1,0 +1,299 @@
+r"""Answers as sympy objects: read and compared by the math-verify library, with its known wrong verdicts taken out.
+
+The library (Hugging Face, https://github.com/huggingface/Math-Verify) finds the answer in a text, parses it with
+latex2sympy2_extended and compares by value. Its own time limits use SIGALRM: they work in a main thread only, cannot
+interrupt one long operation on big integers, and turn a timeout into "wrong". They are off; the deadline of the grader
+process holds instead. Numbers too large to compute are refused before the comparison starts.
+
+What is corrected, because it accepts wrong answers or refuses right ones: docs/graders.md, "math_verify".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal
+
+from posttrain.rewards.boxed import answer_phrase, last_boxed, nesting, truth_text
+from posttrain.rewards.magnitude import left_to_do, numbers_agree, too_large
+from posttrain.rewards.normal_form import SYMBOLS, same_answer, without_units
+
+__all__ = ["Answer", "as_word", "equal", "find_answer", "read_answer", "read_gold"]
+
+DEEPEST = 12
+"""Brackets of one kind in each other that are still parsed. The parser's time grows steeply with them; real solutions
+have up to 8."""
+
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(
+    r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)(\s*\$|\s*\\\))?\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)\b\}?"
+)
+_POWER_OF_TEN = re.compile(r"(?<![\w.,])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])")
+_LATE_PERIOD = re.compile(r"(?<=\S)[ \t]+\.(?!\d)")
+_MARKED = re.compile(
+    r"(?<!\\)(?:\$\$((?:[^$\\]|\\.)+)\$\$|\$((?:[^$\\]|\\.)+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\))%?", re.DOTALL
+)
+_MARK = re.compile(r"(?<!\\)(?:\$|\\[(\[])")
+_BETWEEN = re.compile(r"(?:[\s,;.]|\band\b|\bor\b|和|或)*")
+_NUMBER = re.compile(r"\d")
+_ENVIRONMENT = re.compile(r"\\(begin|end)\{([a-z]{1,20}\*?)\}")
+_DISPLAY = re.compile(r"(?<!\\)\\(?:(\[)|\])")
+_INLINE = re.compile(r"(?<!\\)\\(?:(\()|\))")
+_COMMAND = re.compile(r"\\[a-zA-Z]|[\^_=]")
+_COMPUTED = re.compile(r"\\[dt]?binom\s*\{\s*\d{5}|\\(?:gcd|lcm)(?![a-zA-Z])[^a-zA-Z]{0,40}[a-zA-Z]")
+_END = re.compile(r"(?:[.,;:]|\\[,;:! ])+$")
+_MODULUS = re.compile(r"\s*(?:\\(?:pmod|bmod|mod)|\(\s*(?:\\text\{)?mod)[\s{}]*([^{}()]*)[{})\s]*$")
+_FACTORS = (
+    (re.compile(r"((?:^|(?<=[^\w.^\\]))-?\d+(?:\.\d+)?)\s*\("), r"\1 \\cdot ("),
+    (re.compile(r"\)\s*\("), r") \\cdot ("),
+    (re.compile(r"(?<![\w.])(\d+)\s+(\d+)/(\d+)(?![\w.])"), r"\1\\frac{\2}{\3}"),
+)
+_UNIT_NAME = re.compile(
+    r"(?<=[\d})])\s*\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{\s*(?!and\b|or\b|if\b|mod\b|i\s*\})[A-Za-z. ]+\}\s*$"
+)
+_APART = re.compile(r"(?<![\w.^{])\d+\s+\d")
+_GROUPS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
+_BASE = re.compile(r"^-?\s*[0-9A-Z]+\s*_\s*\{?\s*(\d+)\s*\}?$")
+_TEXT_WORD = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{\s*\(?([A-Za-z][A-Za-z' -]+)\)?\s*\}[.\s]*")
+_BARE_WORD = re.compile(r"\**([A-Za-z]{3,}|[Nn]o)\**[.\s]*")
+_PROSE = re.compile(r"[^\\\d]*(?<![a-zA-Z])[a-zA-Z]{3,}\s+[a-zA-Z]{2,}[^\\\d]*")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: its text, and what it means."""
+
+    text: str
+    values: tuple[Any, ...]
+    """sympy objects, any of which it may mean; empty where it cannot be read as mathematics."""
+
+
+@functools.cache
+def _library() -> Any:
+    """math-verify. Importing sympy takes a second, so that it waits for the first answer."""
+    import math_verify  # type: ignore[import-untyped]
+
+    for name in (
+        "math_verify.parser",
+        "math_verify.grader",
+    ):  # they warn that time limits are off: they are, on purpose
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return math_verify
+
+
+@functools.cache
+def _extraction() -> tuple[Any, ...]:
+    """What to look for: LaTeX, and plain expressions. The library's removal of units is off: it takes 2 from ``2t``."""
+    library = _library()
+    latex = library.LatexExtractionConfig()
+    normalization = dataclasses.replace(latex.normalization_config, units=False)
+    return dataclasses.replace(latex, normalization_config=normalization), library.ExprExtractionConfig()
+
+
+def find_answer(response: str) -> Answer | None:
+    """The answer of a response: its last box, else what follows "answer is", else its last formula or number.
+
+    None where there is none of these. A formula that is not finished (a response cut off) is not searched.
+    """
+    text = _plain_numbers(response)
+    if _unparsable(text):
+        return read_answer(last_boxed(text) or answer_phrase(text) or "")
+    return _read(text if last_boxed(text) else _finished(text), "first_match")
+
+
+def read_answer(text: str) -> Answer | None:
+    """The meaning of a text that is an answer and nothing else; None for an empty one."""
+    text = _plain_numbers(text.strip())
+    if _unparsable(text):
+        return Answer(text, ())
+    return _read(rf"\boxed{{{text}}}", "first_match") if text else None
+
+
+def read_gold(ground_truth: Any) -> Answer:
+    r"""The meaning of a ground truth: an answer in LaTeX (formulas may be marked by ``$``, ``\(`` or ``\[``), or a
+    solution that has its answer in a box or after "answer is".
+
+    Several formulas are one answer where only commas, "and" or "or" stand between them.
+
+    Raises:
+        ValueError: it is empty, plain prose, several formulas in prose, or cannot be read as mathematics.
+    """
+    truth = truth_text(ground_truth)
+    if r"\boxed" in truth:
+        # A box that does not close is a solution cut off: any formula or number of it may be its answer.
+        gold = _read(_plain_numbers(truth), "first_match" if last_boxed(truth) else "any_match")
+    elif answer_phrase(truth):
+        gold = _read(_plain_numbers(truth), "first_match")
+    elif _PROSE.fullmatch(truth):
+        raise ValueError(f"ground truth {_short(truth)} is prose: put the answer into \\boxed{{}}")
+    else:
+        gold = read_answer(_one_formula(truth))
+    if gold is None or not (gold.values or as_word(gold.text)):
+        raise ValueError(f"ground truth {_short(truth)} cannot be read as mathematics")
+    if _DECIMAL_COMMA.fullmatch(truth):
+        gold = Answer(gold.text, (*gold.values, *_parse(truth, "first_match")[0]))
+    return gold
+
+
+def _one_formula(truth: str) -> str:
+    """What the formulas of a text say together, without their marks; a text without marks is one formula."""
+    formulas = [match[match.lastindex or 0] for match in _MARKED.finditer(truth)]
+    around = _MARKED.sub("", truth)
+    if not formulas and not _MARK.search(around):
+        return truth
+    if _MARK.search(around) or (len(formulas) > 1 and not _BETWEEN.fullmatch(around)):
+        raise ValueError(f"ground truth {_short(truth)} has formulas among prose: put the answer into \\boxed{{}}")
+    if len(formulas) == 1 and _NUMBER.search(around):
+        raise ValueError(
+            f"ground truth {_short(truth)} has numbers outside its formula: put the answer into \\boxed{{}}"
+        )
+    return ",".join(formulas)
+
+
+def equal(gold: Answer, answer: Answer) -> bool:
+    """Whether ``answer`` has the value of ``gold``. Not symmetric: ``x = 5`` is ``5``, an equation needs an equation.
+
+    Numbers agree to six decimals and to one in ten thousand. Words are compared as words, not as products of letters.
+    """
+    if same_answer(gold.text, answer.text):
+        return True
+    gold_word, word = as_word(gold.text), as_word(answer.text)
+    if gold_word is not None and (word is not None or answer.text.isalpha()):
+        return gold_word == (word or answer.text.lower())
+    if _differ(_BASE, gold.text, answer.text) or _differ(_MODULUS, gold.text, answer.text):
+        return False
+    return any(_equal_values(one, other) for one in gold.values for other in answer.values)
+
+
+def as_word(text: str) -> str | None:
+    r"""The word or words that an answer consists of, in lower case ("yes" for ``\text{Yes}``), or None."""
+    match = _TEXT_WORD.fullmatch(text) or _BARE_WORD.fullmatch(text)
+    return " ".join(match[1].lower().split()) if match else None
+
+
+def _equal_values(gold: Any, value: Any) -> bool:
+    value = _solved(gold, value)
+    if too_large(gold) or too_large(value) or (left_to_do(value) and not left_to_do(gold)):
+        return False
+    equations = _is_equation(gold) and _is_equation(value)
+    if equations and gold.lhs == value.lhs:  # solving them could take minutes
+        return _equal_values(gold.rhs, value.rhs)
+    same = _library().verify(gold, value, timeout_seconds=None, allow_set_relation_comp=True)
+    return bool(same) and numbers_agree(gold, value) and (not equations or _same_equation(gold, value))
+
+
+def _is_equation(value: Any) -> bool:
+    import sympy  # type: ignore[import-untyped]
+
+    return isinstance(value, sympy.Eq)
+
+
+def _same_equation(gold: Any, value: Any) -> bool:
+    """False for two equations that the library takes for one as neither has a solution: ``f(0) = 0``, ``f(7) = 0``."""
+    import sympy
+
+    first, second = gold.lhs - gold.rhs, value.lhs - value.rhs
+    ratio = sympy.simplify(first / second) if second != 0 else sympy.nan
+    return bool(ratio.is_number and ratio.is_nonzero) or bool(sympy.solve(gold, gold.free_symbols))
+
+
+def _solved(gold: Any, value: Any) -> Any:
+    """The right side that an equation ends with ("x = 2 + 3 = 5"), where the ground truth is no equation and no set.
+
+    In "5x = 30 and x = 6" it is 6: the other equations are steps, for only one says what a variable is.
+    """
+    import sympy
+    from sympy.core.relational import Relational  # type: ignore[import-untyped]
+
+    if isinstance(gold, Relational | sympy.Set | sympy.logic.boolalg.Boolean):
+        return value
+    parts = getattr(value, "_unsorted_args", (value,))
+    equations = [part for part in parts if isinstance(part, sympy.Eq)]
+    if len(equations) < len(parts):
+        return value
+    if isinstance(value, sympy.Set):
+        equations = [equation for equation in equations if equation.lhs.is_Symbol]
+        return equations[0].rhs if len(equations) == 1 < len(parts) else value
+    return equations[-1].rhs
+
+
+def _differ(note: re.Pattern[str], gold: str, answer: str) -> bool:
+    """Whether both answers have a base (``1011_2``) or a modulus, and not the same; their values are without it."""
+    one, other = note.search(gold), note.search(answer)
+    return one is not None and other is not None and not same_answer(one[1], other[1])
+
+
+def _unparsable(text: str) -> bool:
+    """Whether the parser would take too long, or compute what it must not: a huge binomial, the gcd of letters."""
+    return nesting(text) > DEEPEST or _COMPUTED.search(text) is not None
+
+
+def _read(text: str, mode: Literal["first_match", "any_match"]) -> Answer | None:
+    values, source = _parse(text, mode)
+    if source is None:
+        return None
+    repaired = _repaired(source) if mode == "first_match" else source
+    if repaired != source:
+        values, _ = _parse(rf"\boxed{{{repaired}}}", "first_match")
+    return Answer(source, () if _APART.search(repaired) else values)
+
+
+def _parse(text: str, mode: Literal["first_match", "any_match"]) -> tuple[tuple[Any, ...], str | None]:
+    """What the library makes of a text: sympy objects, and the piece of the text that it took (None: nothing)."""
+    found = _library().parse(text, _extraction(), parsing_timeout=None, extraction_mode=mode)
+    source = found[-1] if found and isinstance(found[-1], str) else None
+    return tuple(value for value in found if not isinstance(value, str)), source
+
+
+def _repaired(source: str) -> str:
+    """An extracted answer without what the parser trips over: ends of sentences, a modulus, products without a sign.
+
+    The parser reads an integer beside a number as a mixed number: ``2(3)`` would be 5.
+    """
+    text = _END.sub("", source.strip()) or source
+    text = text if r"\equiv" in text else _MODULUS.sub("", text) or text
+    text = without_units(_UNIT_NAME.sub("", text.translate(SYMBOLS)))
+    if _GROUPS.fullmatch(text):
+        return text.replace(" ", "")
+    for pattern, replacement in _FACTORS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _plain_numbers(text: str) -> str:
+    """``5 million`` and ``4.5e33`` written out, which the library reads as 5 and as 4.5 times Euler's number."""
+    text = _LATE_PERIOD.sub(".", text.replace("\u2212", "-"))
+    text = _SCALED.sub(lambda match: _written_out(match[1], _SCALES[match[3]]) + (match[2] or ""), text)
+    return _POWER_OF_TEN.sub(lambda match: _written_out(match[1], int(match[2])), text)
+
+
+def _written_out(number: str, exponent: int) -> str:
+    if len(number) > 100:
+        return f"{number}e{exponent}"
+    return f"{Decimal(number.replace(',', '')).scaleb(exponent):f}"
+
+
+def _finished(text: str) -> str:
+    """The text up to a formula that is opened and not closed."""
+    cut = len(text)
+    waiting = [(match.start(), match[2]) for match in _ENVIRONMENT.finditer(text) if match[1] == "begin"]
+    closed = sum(match[1] == "end" for match in _ENVIRONMENT.finditer(text))
+    if len(waiting) > closed:
+        cut = waiting[closed][0]
+    for bracket in (_DISPLAY, _INLINE):
+        last = next(reversed(list(bracket.finditer(text))), None)
+        if last is not None and last[1]:
+            cut = min(cut, last.start())
+    dollars = [match.start() for match in re.finditer(r"(?<!\\)\$", text)]
+    if len(dollars) % 2 and _COMMAND.search(text, dollars[-1]):  # else it may be money
+        cut = min(cut, dollars[-1])
+    return text[:cut]
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:80] + "...")
