@@ -110,9 +110,7 @@ async def run_episode(prompt: Prompt, sampler: Sampler, env: Environment, *, tem
 class _Episode:
     """The state of one episode while it runs."""
 
-    def __init__(
-        self, prompt: Prompt, sampler: Sampler, env: Environment, record: _Record, temperature: float
-    ) -> None:
+    def __init__(self, prompt: Prompt, sampler: Sampler, env: Environment, record: _Record, temperature: float) -> None:
         self.prompt, self.sampler, self.env, self.record = prompt, sampler, env, record
         self.temperature = temperature
         self.messages: list[Message] = list(prompt.messages)
