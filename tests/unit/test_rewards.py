@@ -303,3 +303,36 @@ def test_every_row_of_the_table_has_a_grader_that_imports():
     for name in sorted(set(DATA_SOURCES.values())):
         assert callable(GRADERS.get(name))
     assert set(GRADERS.names()) - set(DATA_SOURCES.values()) == {"choice", "math_verify"}
+
+
+def test_a_power_tower_does_not_stall_its_neighbours(tmp_path):
+    """Python computes it in one uninterruptible operation: only killing the process helps."""
+    path = tmp_path / "towers.py"
+    path.write_text("def f(data_source, solution_str, ground_truth, extra_info): return float(eval(solution_str) == 7)")
+    items = [GradeItem("x", text, "7") for text in ("7", "9**9**9**9", "3 + 4", "9**9**9**9", "8", "7", "14 // 2", "6")]
+    started = time.perf_counter()
+    with GraderPool(RewardConfig(function=f"{path}:f", deadline_s=1.5)) as pool:
+        scores = asyncio.run(pool.grade(items))
+    assert [s.error for s in scores] == [
+        None,
+        "timed out after 1.5 s",
+        None,
+        "timed out after 1.5 s",
+        None,
+        None,
+        None,
+        None,
+    ]
+    assert [s.score for s in scores if s.error is None] == [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    assert time.perf_counter() - started < 30
+
+
+def test_the_maths_graders_refuse_a_power_tower_at_once():
+    towers = [r"\boxed{9**9**9**9}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{100000!}", "#### 9**9**9**9", "Answer: 9^9^9^9"]
+    items = [
+        GradeItem(s, t, "7") for t in towers for s in ("openai/gsm8k", "lighteval/MATH", "aime24", "numina_olympiads")
+    ]
+    with GraderPool(RewardConfig(deadline_s=20.0)) as pool:
+        scores = asyncio.run(pool.grade([*items, GradeItem("numina_olympiads", r"\boxed{7}", "7")]))
+    assert [s.error for s in scores] == [None] * len(scores)
+    assert [s.correct for s in scores] == [False] * len(items) + [True]
