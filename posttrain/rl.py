@@ -148,13 +148,18 @@ async def _train(
                 metrics |= update_metrics(results, batch)
             with tracker.phase("sync"):
                 metrics |= await sync(step, [t.tokens.tolist() for t in kept[:_CANARIES]])
-            if run.due(cfg.train.save_every, step) or run.stop.requested:
-                await run.save(step, actor, order.state())
-            await hold_gpu(False)
             if val and run.due(cfg.train.val_every, step):
+                await hold_gpu(False)
                 with tracker.phase("testing"):
                     metrics |= await validate(source, val, cfg.val.n, cfg.val.temperature)
+            if run.due(cfg.train.save_every, step):
+                await hold_gpu(True)
+                await run.save(step, actor, order.state())
+            await hold_gpu(False)
             tracker.log(step, metrics)
+        if run.step > run.saved_step:  # stopped by the user
+            await hold_gpu(True)
+            await run.save(run.step, actor, order.state())
     run.raise_if_interrupted()
 
 

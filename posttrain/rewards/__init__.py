@@ -11,6 +11,7 @@ from collections.abc import Callable
 from math import isfinite  # `math` is the name of a grader in this package
 from typing import Any, Protocol, TypeVar
 
+from posttrain.config import RewardConfig
 from posttrain.errors import ConfigError
 from posttrain.registry import Registry, nearest
 from posttrain.types import Score
@@ -25,6 +26,7 @@ __all__ = [
     "failed",
     "grader_name",
     "is_cheap",
+    "item_deadline_s",
     "needs_sandbox",
     "sandboxed",
 ]
@@ -145,6 +147,20 @@ def checked(score: object, who: str) -> Score:
         if isinstance(value, bool | int | float) and not isfinite(value):
             return failed(f"{who} returned {value} as {name!r}")
     return score
+
+
+_deadline_s = RewardConfig().deadline_s
+
+
+def set_item_deadline(seconds: float) -> None:
+    """Called by a grader process with `reward.deadline_s`, after which it is killed."""
+    global _deadline_s
+    _deadline_s = seconds
+
+
+def item_deadline_s() -> float:
+    """How long this process may take for one item. A grader that would take longer has to end by itself before."""
+    return _deadline_s
 
 
 def failed(message: str) -> Score:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.rewards import sandboxed
+from posttrain.rewards import item_deadline_s, sandboxed
 from posttrain.sandbox import Sandbox, TestResult, check_solution, shared_sandbox
 from posttrain.types import Score
 
 TEST_DEADLINE_S = 6.0
 """Longest time for one test, unless the row's ``extra_info["time_limit_s"]`` says otherwise."""
+_BUDGET = 0.75
+"""Share of ``reward.deadline_s`` that all tests of a response may take. Those that do not get to run count as failed: a
+slow program must not look like a grader that hangs."""
 _FIRST = 10
 """Tests that PRIME's share is of."""
 _FENCE = re.compile(r"^[ \t]*```([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
@@ -81,8 +85,8 @@ def grade_prime_code(response: str, ground_truth: Any, extra_info: dict[str, Any
     code = extract_code(response)
     if code is None:
         return _verdict([], continuous, None)
-    seconds = float(extra_info.get("time_limit_s") or TEST_DEADLINE_S)
-    results = run_tests(shared_sandbox(), code, tests, deadline_s=seconds, stop=not continuous)
+    seconds = _seconds(extra_info)
+    results = run_tests(shared_sandbox(), code, tests, deadline_s=seconds, budget_s=_budget_s(), stop=not continuous)
     return _verdict(results, continuous, code)
 
 
@@ -103,7 +107,7 @@ def grade_humaneval(response: str, ground_truth: Any, extra_info: dict[str, Any]
     else:
         program = prompt + code
     test = f"{task['test']}\ncheck({entry})"
-    results = check_solution(shared_sandbox(), program, [test], deadline_s=_seconds(extra_info), stop=True)
+    results = _check(program, [test], "", extra_info)
     return _verdict(results, False, program)
 
 
@@ -119,29 +123,37 @@ def grade_mbpp(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> 
         return _verdict([], False, None)
     tests = [*task["test_list"], *(task.get("challenge_test_list") or [])]
     setup = task.get("test_setup_code") or ""
-    results = check_solution(shared_sandbox(), code, tests, setup=setup, deadline_s=_seconds(extra_info), stop=True)
+    results = _check(code, tests, setup, extra_info)
     return _verdict(results, False, code)
 
 
 def run_tests(
-    sandbox: Sandbox, code: str, tests: Mapping[str, Any], *, deadline_s: float, stop: bool
+    sandbox: Sandbox, code: str, tests: Mapping[str, Any], *, deadline_s: float, budget_s: float, stop: bool
 ) -> list[TestResult]:
-    """Results by test, of tests as ``grade_prime_code`` takes them. ``stop``: those after a failure count as failed.
+    """Results by test, of tests as ``grade_prime_code`` takes them. ``deadline_s`` is of one test, ``budget_s`` of all;
+    with ``stop``, tests after a failure count as failed.
 
     Raises:
         SandboxError: the sandbox failed.
     """
     if "assert_case" in tests:
         program = _COMMON_IMPORTS + code
-        return check_solution(sandbox, program, tests["assert_case"], setup=_MODULES, deadline_s=deadline_s, stop=stop)
+        return check_solution(
+            sandbox, program, tests["assert_case"], setup=_MODULES, deadline_s=deadline_s, budget_s=budget_s, stop=stop
+        )
     pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
     if tests.get("fn_name"):
         calls = [_call_test(tests["fn_name"], given, expected) for given, expected in pairs]
         program = _COMMON_IMPORTS + code
-        return check_solution(sandbox, program, calls, setup=_SAME, deadline_s=deadline_s, stop=stop)
+        return check_solution(sandbox, program, calls, setup=_SAME, deadline_s=deadline_s, budget_s=budget_s, stop=stop)
     results: list[TestResult] = []
+    end = time.monotonic() + budget_s
     for given, expected in pairs:
-        results.append(_run_pair(sandbox, code, _text(given), _text(expected), deadline_s))
+        left = min(deadline_s, end - time.monotonic())
+        if left <= 0:
+            results.append(TestResult("timeout", f"the {budget_s:g} s for all tests are over"))
+            continue
+        results.append(_run_pair(sandbox, code, _text(given), _text(expected), left))
         if stop and not results[-1].passed:
             break
     return results + [TestResult("failed", "not run")] * (len(pairs) - len(results))
@@ -219,6 +231,17 @@ def _mapping(ground_truth: Any, *keys: str) -> Mapping[str, Any]:
     if missing:
         raise ValueError(f"ground truth has no {', '.join(missing)}")
     return dict(task)
+
+
+def _check(code: str, tests: Sequence[str], setup: str, extra_info: Mapping[str, Any]) -> list[TestResult]:
+    seconds = _seconds(extra_info)
+    return check_solution(
+        shared_sandbox(), code, tests, setup=setup, deadline_s=seconds, budget_s=_budget_s(), stop=True
+    )
+
+
+def _budget_s() -> float:
+    return _BUDGET * item_deadline_s()
 
 
 def _seconds(extra_info: Mapping[str, Any]) -> float:

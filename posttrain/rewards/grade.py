@@ -22,7 +22,7 @@ from typing import Any
 
 from posttrain.config import RewardConfig, SandboxConfig
 from posttrain.registry import load_plugins
-from posttrain.rewards import compute_score, failed, is_cheap
+from posttrain.rewards import compute_score, failed, is_cheap, set_item_deadline
 from posttrain.rewards.custom import RewardFunction, call_function, load_function
 from posttrain.sandbox import configure
 from posttrain.types import Score
@@ -45,6 +45,7 @@ class GradeItem:
 class GraderSpec:
     """What a grader process needs to know."""
 
+    deadline_s: float
     plugins: tuple[str, ...] = ()
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     function: str = ""
@@ -58,7 +59,9 @@ class GraderPool:
         self, reward: RewardConfig | None = None, sandbox: SandboxConfig | None = None, plugins: Sequence[str] = ()
     ) -> None:
         reward = reward or RewardConfig()
-        spec = GraderSpec(tuple(plugins), sandbox or SandboxConfig(), reward.function, reward.function_kwargs)
+        spec = GraderSpec(
+            reward.deadline_s, tuple(plugins), sandbox or SandboxConfig(), reward.function, reward.function_kwargs
+        )
         self.deadline_s = reward.deadline_s
         self._by_table = not reward.function
         self._closed = False
@@ -178,6 +181,7 @@ def _serve(pipe: Connection, spec: GraderSpec) -> None:
     try:
         load_plugins(spec.plugins)
         configure(spec.sandbox)
+        set_item_deadline(spec.deadline_s)
         function = load_function(spec.function) if spec.function else None
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")

@@ -25,21 +25,32 @@ class TestResult:
 
 
 def check_solution(
-    sandbox: Sandbox, solution: str, tests: Sequence[str], *, setup: str = "", deadline_s: float, stop: bool = False
+    sandbox: Sandbox,
+    solution: str,
+    tests: Sequence[str],
+    *,
+    setup: str = "",
+    deadline_s: float,
+    budget_s: float | None = None,
+    stop: bool = False,
 ) -> list[TestResult]:
     """Run test sources (``assert f(1) == 2``) against a solution, in another process than the solution's.
 
-    ``setup`` runs before the tests and is trusted as they are. ``deadline_s`` is of one test; ``stop`` ends at the
-    first that does not pass. Returns a result for every test; those that did not run count as failed.
+    ``setup`` runs before the tests and is trusted as they are. ``deadline_s`` is of one test, ``budget_s`` of all
+    together (None: as many times ``deadline_s``); ``stop`` ends at the first that does not pass. Returns a result for
+    every test; those that did not run count as failed.
 
     Raises:
         SandboxError: the sandbox failed.
     """
-    job = json.dumps({"setup": setup, "tests": list(tests), "deadline_s": deadline_s, "stop": stop})
+    budget_s = deadline_s * len(tests) if budget_s is None else budget_s
+    job = json.dumps(
+        {"setup": setup, "tests": list(tests), "deadline_s": deadline_s, "budget_s": budget_s, "stop": stop}
+    )
     frames = b"".join(
         b"%d\n" % len(data) + data for data in (solution.encode("utf-8", "surrogateescape"), job.encode())
     )
-    result = sandbox.run_harness(frames, deadline_s=deadline_s * len(tests) + 1.0)
+    result = sandbox.run_harness(frames, deadline_s=budget_s + 1.0)
     try:
         if result.status != "ok":
             raise ValueError(result.status)

@@ -10,6 +10,7 @@ Stdin holds two frames (a line with the number of bytes, then the bytes): the so
     setup       source run before the tests, with the solution's names in scope
     tests       sources; each runs in a copy of the namespace that ``setup`` left
     deadline_s  for one test
+    budget_s    for all of them; when it is used up, the tests that are left are timeouts
     stop        whether the first test that does not pass ends it
 
 Stdout is one JSON list with an object for each test that ran: ``status`` (passed, failed, error, timeout) and
@@ -109,6 +110,7 @@ class _Tests:
         self.control, self.job = control, job
         self.solution: _Solution | None = None
         self.base: dict[str, Any] = {}
+        self.end = time.monotonic() + job["budget_s"]
 
     def run(self) -> list[dict[str, str]]:
         results: list[dict[str, str]] = []
@@ -120,7 +122,9 @@ class _Tests:
         return results
 
     def _one(self, test: str) -> tuple[str, str]:
-        deadline = time.monotonic() + self.job["deadline_s"]
+        deadline = min(self.end, time.monotonic() + self.job["deadline_s"])
+        if time.monotonic() >= self.end:
+            return "timeout", f"the {self.job['budget_s']:g} s for all tests are over"
         try:
             self._prepare(deadline)
             exec(compile(test, "test.py", "exec", dont_inherit=True), dict(self.base))

@@ -82,12 +82,17 @@ class LocalSandbox:
             files = [_memory_file("source", source), _memory_file("stdin", stdin), *map(_memory_file, ("out", "err"))]
             try:
                 return self._exchange(header, files, time.monotonic() + deadline_s + _SLACK_S)
+            except TimeoutError as error:
+                self.close()
+                late = f"the sandbox did not answer {_SLACK_S:g} s after a program's deadline"
+                raise SandboxError(late, hint="is the machine overloaded?") from error
             except (OSError, EOFError):
                 self.close()
             finally:
                 for fd in files:
                     os.close(fd)
-        # A machine's hiccup does not strike the same program twice: it is the program that breaks the slot.
+        if self.isolated:  # out of a program's reach: the machine is out of memory, or somebody kills our processes
+            raise SandboxError("the sandbox died twice while it ran a program", hint="is the machine out of memory?")
         return RunResult("error", None, "", "the program ended the sandbox that ran it", 0.0)
 
     def _exchange(self, header: bytes, files: list[int], deadline: float) -> RunResult:

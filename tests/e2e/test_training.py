@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from posttrain import sft
+from posttrain import rl, sft
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.calls import gather
 from posttrain.cluster.cluster import Cluster, local_ray
@@ -485,3 +485,51 @@ def test_a_run_that_was_stopped_twice_equals_one_that_was_not(sft_run, tmp_path)
     assert status(folder) == "finished"
     assert_same_rows(metrics(folder), whole)
     assert checkpoint.find(folder).step == STEPS
+
+
+# ---------------------------------------------------------------------- Ctrl-C
+
+
+INTERRUPTING = """
+import signal
+from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
+from posttrain.types import Score
+
+DATA_SOURCES["test/interrupting"] = "interrupting"
+seen = []
+
+@GRADERS.register("interrupting")
+@cheap  # runs in the driver
+def interrupting(response, ground_truth, extra_info):
+    if not seen:
+        seen.append(1)
+        signal.raise_signal(signal.SIGINT)
+    return Score(0.0, False)
+"""
+
+
+def test_ctrl_c_while_validating_loses_neither_the_step_nor_its_metrics(tmp_path):
+    def rows(source):
+        prompt = [{"role": "user", "content": "Say 8"}]
+        return [{"data_source": source, "prompt": prompt, "reward_model": {"ground_truth": "8"}} for _ in range(2)]
+
+    write_rows(tmp_path / "train.parquet", rows("openai/gsm8k"))
+    write_rows(tmp_path / "val.parquet", rows("test/interrupting"))
+    (tmp_path / "interrupting.py").write_text(INTERRUPTING)
+    sets = [
+        f"plugins=['{tmp_path}/interrupting.py']",
+        f"data.val='{tmp_path}/val.parquet'",
+        *("data.batch_size=2", "rollout.n=2", "rollout.tools=[]", "rollout.max_response_tokens=8"),
+        *("train.val_every=1", "train.steps=3"),
+    ]
+    flags = {"run.dir": str(tmp_path / "runs"), "run.name": "r", "data.train": str(tmp_path / "train.parquet")}
+    flags |= {"model.path": "builtin:tiny"}
+    with pytest.raises(Interrupted, match="stopped after step 1 of 3"):
+        rl.run(resolve("rl", "tiny-arith", sets=sets, flags=flags))
+    folder = tmp_path / "runs" / "r"
+    found, problems = checkpoint.newest(folder / "checkpoints")
+    assert found is not None
+    assert (found.step, problems) == (1, [])
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1]
+    rl.run(resolve("rl", "tiny-arith", sets=sets, flags=flags))
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]

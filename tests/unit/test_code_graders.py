@@ -1,12 +1,15 @@
 """The graders of programs, on the real sets and on programs that want to be graded better than they are."""
 
+import asyncio
 import gzip
 import json
 
 import pytest
 
+from posttrain.config import RewardConfig
 from posttrain.rewards import compute_score
 from posttrain.rewards.code import extract_code, same_output
+from posttrain.rewards.grade import GradeItem, GraderPool
 from tests.unit.test_sandbox import REASON
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -80,6 +83,20 @@ def test_stdin_and_stdout_pairs():
     assert grade("import os\nos._exit(0)", PAIRS).score == 0.0
     assert grade("print(3); 1 / 0", PAIRS).score == 0.0
     assert grade("while True: pass", PAIRS, continuous=False, time_limit_s=0.5).score == 0.0
+
+
+@pytest.mark.parametrize("kind", ["pairs", "calls", "asserts"])
+def test_a_slow_program_is_wrong_and_not_a_grader_that_hangs(kind):
+    """Were it only the grader's deadline that ends it, a slow program would be left out instead of failing."""
+    truth = {
+        "pairs": {"inputs": ["1\n"] * 30, "outputs": ["1\n"] * 30},
+        "calls": {"fn_name": "f", "inputs": [[1]] * 30, "outputs": [1] * 30},
+        "asserts": {"assert_case": ["assert f(1) == 1"] * 30},
+    }[kind]
+    code = "import time\ndef f(x):\n    time.sleep(9)\n    return x\n" + ("f(1)" if kind == "pairs" else "")
+    with GraderPool(RewardConfig(deadline_s=4.0)) as pool:
+        (score,) = asyncio.run(pool.grade([GradeItem("codecontests", fenced(code), json.dumps(truth))]))
+    assert (score.score, score.correct, score.error) == (0.0, False, None)
 
 
 def test_no_program_is_wrong_and_has_no_format():
