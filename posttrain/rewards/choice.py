@@ -15,10 +15,12 @@ _LETTERS = r"[A-J](?:\s*+(?:(?:,|、|和|及|与|或|\band\b|\bor\b|&)\s*+)?[A-J
 _OPENING = r"(?:\\(?:text|textbf|mathrm|mathbf)\s*+\{\s*+)?\(?\s*+"
 # "the answer is A good one" has the article, "the answer is I think" the pronoun: no word but a reason may follow.
 _CHOICE = r"[\s\"'*$(\[{]*+" + _OPENING + "(" + _LETTERS + r")(?![A-Za-z])(?!\s++(?!because|since|as\b)[a-z])"
-_ENGLISH = r"(?i:answers?\s*+(?:is|are|:)|(?:option|choice)s?\s*+(?:is|are|:)?|choose|select)"
-_CHINESE = r"答案\s*+(?:应?(?:是|为|选)|:)|选(?:项|择)?\s*+(?:是|为|:)?"
+_ENGLISH = r"(?i:(?:answer|option|choice)s?\s*+(?:is|are|:))"
+# 选项D ("option D ...") and 不选D ("not D") say nothing of what is chosen.
+_CHINESE = r"答案\s*+(?:应?(?:是|为|选)|:)|正确(?:的)?选项\s*+(?:是|为|:)|(?<!不)选(?!项)择?\s*+(?:是|为|:)?"
 _SAID = re.compile(rf"(?:{_ENGLISH}|{_CHINESE})\s*+:?" + _CHOICE)
-_BOX = re.compile(r"\s*+" + _OPENING + "(" + _LETTERS + r")(?![A-Za-z])\s*+(?:[).:,}\\].*)?", re.DOTALL)
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*+\{([^{}]*+)\}")
+_BOX = re.compile(r"\s*+\(?\s*+(" + _LETTERS + r")(?![A-Za-z])\s*+(?:[).:,}\\].*)?", re.DOTALL)
 _LONE = re.compile(r"[\s\"'*$(\[]*+(" + _LETTERS + r")[\s\"'*$)\].]*+")
 _TRUTH = re.compile(r"[\s(\[]*([A-J](?:[\s,、;]*[A-J])*)[\s)\].]*")
 
@@ -56,7 +58,7 @@ def chosen_letters(response: str) -> str | None:
     """The letters that a response chooses, sorted, or None if it chooses none."""
     text = unicodedata.normalize("NFKC", response)
     box = last_boxed(text)
-    match = _BOX.fullmatch(box) if box else None
+    match = _BOX.fullmatch(_WRAPPED.sub(r" \1 ", box)) if box else None
     if match is None:
         said = list(_SAID.finditer(text))
         match = said[-1] if said else _LONE.fullmatch(text.strip().rpartition("\n")[2])

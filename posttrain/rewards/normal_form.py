@@ -40,6 +40,7 @@ _TYPESETTING = re.compile(
     r"(\\\\)|\\(?:left|right|displaystyle|limits|quad|qquad|[bB]igg?[lr]?|degrees?|mathstrut)(?![a-zA-Z])|"
     r"\\[!,;: $%()\[\]]|[$%~]"
 )
+_DOUBLED = re.compile(r"\\\\(?=[a-zA-Z]{2})")
 _DEGREES = re.compile(r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})")
 _AND = re.compile(r"(?:,\s?)?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
 _SHORT_FIRST = re.compile(r"\\(frac|sqrt)(\d|[a-zA-Z]|\\[a-zA-Z]+)")
@@ -98,6 +99,8 @@ def tidy(answer: str) -> str:
     if len(answer) > LONGEST:
         return answer.strip()
     text = answer.translate(SYMBOLS).strip().rstrip(".,;: \n")
+    if r"\begin" not in text:  # outside a table, a doubled backslash is an escape too many
+        text = _DOUBLED.sub(r"\\", text)
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
     text = _UNIT_TEXT.sub("", text)

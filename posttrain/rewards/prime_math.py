@@ -17,7 +17,7 @@ LONGEST_BARE = 500
 """Characters of the longest response without a box that may be an answer itself."""
 
 _COMMANDS = re.compile(r"\\(?:begin|end)\{[a-z]{1,20}\*?\}|\\[a-zA-Z]+")
-_WORD = re.compile(r"[a-zA-Z]{3}")
+_WORDS = re.compile(r"[a-zA-Z]{3}|[a-zA-Z]{2}\s+[a-zA-Z]{2}")
 
 
 def grade(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
@@ -75,5 +75,6 @@ def _parts(answer: str) -> tuple[str, list[str]] | None:
 
 def _bare(response: str) -> str | None:
     text = response.strip()
-    expression = 0 < len(text) <= LONGEST_BARE and not _WORD.search(_COMMANDS.sub(" ", text))
-    return text if expression else None
+    if not 0 < len(text) <= LONGEST_BARE or r"\boxed" in text or _WORDS.search(_COMMANDS.sub(" ", text)):
+        return None
+    return text

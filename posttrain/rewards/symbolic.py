@@ -19,8 +19,8 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from posttrain.rewards.boxed import answer_phrase, last_boxed, nesting, truth_text
-from posttrain.rewards.magnitude import left_to_do, numbers_agree, too_large
-from posttrain.rewards.normal_form import SYMBOLS, same_answer, without_units
+from posttrain.rewards.magnitude import AGREE, left_to_do, numbers_agree, too_large
+from posttrain.rewards.normal_form import LONGEST, SYMBOLS, same_answer, without_units
 
 __all__ = ["Answer", "as_word", "equal", "find_answer", "read_answer", "read_gold"]
 
@@ -28,9 +28,9 @@ DEEPEST = 12
 """Brackets of one kind in each other that are still parsed. The parser's time grows steeply with them; real solutions
 have up to 8."""
 
-_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(
-    r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)(\s*\$|\s*\\\))?\s*(?:\\text\s*\{\s*)?(thousand|million|billion|trillion)\b\}?"
+    r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)(\s*\$|\s*\\\))?\s*(?:\\text\s*\{\s*)?(hundred|thousand|million|billion|trillion)\b\}?"
 )
 _POWER_OF_TEN = re.compile(r"(?<![\w.,])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])")
 _LATE_PERIOD = re.compile(r"(?<=\S)[ \t]+\.(?!\d)")
@@ -46,20 +46,22 @@ _INLINE = re.compile(r"(?<!\\)\\(?:(\()|\))")
 _COMMAND = re.compile(r"\\[a-zA-Z]|[\^_=]")
 _COMPUTED = re.compile(r"\\[dt]?binom\s*\{\s*\d{5}|\\(?:gcd|lcm)(?![a-zA-Z])[^a-zA-Z]{0,40}[a-zA-Z]")
 _END = re.compile(r"(?:[.,;:]|\\[,;:! ])+$")
-_MODULUS = re.compile(r"\s*(?:\\(?:pmod|bmod|mod)|\(\s*(?:\\text\{)?mod)[\s{}]*([^{}()]*)[{})\s]*$")
+_MODULUS = re.compile(r"(?:\\(?:pmod|bmod|mod)|\(\s*(?:\\text\{)?mod)[\s{}]*([^{}()]*)[{})\s]*$")
 _FACTORS = (
     (re.compile(r"((?:^|(?<=[^\w.^\\]))-?\d+(?:\.\d+)?)\s*\("), r"\1 \\cdot ("),
     (re.compile(r"\)\s*\("), r") \\cdot ("),
     (re.compile(r"(?<![\w.])(\d+)\s+(\d+)/(\d+)(?![\w.])"), r"\1\\frac{\2}{\3}"),
 )
 _UNIT_NAME = re.compile(
-    r"(?<=[\d})])\s*\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{\s*(?!and\b|or\b|if\b|mod\b|i\s*\})[A-Za-z. ]+\}\s*$"
+    r"(?<=[\d})])\s*\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{\s*+"
+    r"(?!(?:and|or|if|mod|i|dozen|squared|cubed|factorial|halves|thirds)\b)[A-Za-z. ]+\}\s*$"
 )
 _APART = re.compile(r"(?<![\w.^{])\d+\s+\d")
 _GROUPS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_DECIMALS = re.compile(r"-?\d{1,15}\.\d{1,12}")
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{1,2}")
-_BASE = re.compile(r"^-?\s*[0-9A-Z]+\s*_\s*\{?\s*(\d+)\s*\}?$")
-_TEXT_WORD = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{\s*\(?([A-Za-z][A-Za-z' -]+)\)?\s*\}[.\s]*")
+_BASE = re.compile(r"^-?\s*[0-9A-Z.]+\s*_\s*\{?\s*(\d+)\s*\}?\W*$")
+_TEXT_WORD = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{\s*\(?([A-Za-z][A-Za-z' -]++)\)?\s*\}[.\s]*")
 _BARE_WORD = re.compile(r"\**([A-Za-z]{3,}|[Nn]o)\**[.\s]*")
 _PROSE = re.compile(r"[^\\\d]*(?<![a-zA-Z])[a-zA-Z]{3,}\s+[a-zA-Z]{2,}[^\\\d]*")
 
@@ -78,10 +80,8 @@ def _library() -> Any:
     """math-verify. Importing sympy takes a second, so that it waits for the first answer."""
     import math_verify  # type: ignore[import-untyped]
 
-    for name in (
-        "math_verify.parser",
-        "math_verify.grader",
-    ):  # they warn that time limits are off: they are, on purpose
+    # Both warn that time limits are off: they are, on purpose.
+    for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return math_verify
 
@@ -158,7 +158,8 @@ def _one_formula(truth: str) -> str:
 def equal(gold: Answer, answer: Answer) -> bool:
     """Whether ``answer`` has the value of ``gold``. Not symmetric: ``x = 5`` is ``5``, an equation needs an equation.
 
-    Numbers agree to six decimals and to one in ten thousand. Words are compared as words, not as products of letters.
+    Numbers agree to six decimals and to one in ten thousand; an answer with more decimals than the gold one may instead
+    round to it. Words are compared as words, not as products of letters.
     """
     if same_answer(gold.text, answer.text):
         return True
@@ -167,7 +168,18 @@ def equal(gold: Answer, answer: Answer) -> bool:
         return gold_word == (word or answer.text.lower())
     if _differ(_BASE, gold.text, answer.text) or _differ(_MODULUS, gold.text, answer.text):
         return False
+    if _rounds_to(gold.text, answer.text):
+        return True
     return any(_equal_values(one, other) for one in gold.values for other in answer.values)
+
+
+def _rounds_to(gold: str, answer: str) -> bool:
+    """Whether ``answer`` is ``gold`` with more decimals: 326.53 for 326.5, but not 0.46 for 0.5, which differs by
+    more than one in ten thousand."""
+    if not (_DECIMALS.fullmatch(gold) and _DECIMALS.fullmatch(answer)):
+        return False
+    wanted, found = Decimal(gold), Decimal(answer)
+    return found.quantize(wanted) == wanted and abs(found - wanted) <= Decimal(AGREE) * abs(wanted)
 
 
 def as_word(text: str) -> str | None:
@@ -199,7 +211,12 @@ def _same_equation(gold: Any, value: Any) -> bool:
 
     first, second = gold.lhs - gold.rhs, value.lhs - value.rhs
     ratio = sympy.simplify(first / second) if second != 0 else sympy.nan
-    return bool(ratio.is_number and ratio.is_nonzero) or bool(sympy.solve(gold, gold.free_symbols))
+    if ratio.is_number and ratio.is_nonzero:
+        return True
+    try:
+        return bool(sympy.solve(gold, gold.free_symbols))
+    except NotImplementedError:  # no way to solve it: then the library did not compare solutions
+        return True
 
 
 def _solved(gold: Any, value: Any) -> Any:
@@ -235,8 +252,8 @@ def _unparsable(text: str) -> bool:
 
 def _read(text: str, mode: Literal["first_match", "any_match"]) -> Answer | None:
     values, source = _parse(text, mode)
-    if source is None:
-        return None
+    if source is None or len(source) > LONGEST:
+        return None if source is None else Answer(source, values)
     repaired = _repaired(source) if mode == "first_match" else source
     if repaired != source:
         values, _ = _parse(rf"\boxed{{{repaired}}}", "first_match")
@@ -256,7 +273,7 @@ def _repaired(source: str) -> str:
     The parser reads an integer beside a number as a mixed number: ``2(3)`` would be 5.
     """
     text = _END.sub("", source.strip()) or source
-    text = text if r"\equiv" in text else _MODULUS.sub("", text) or text
+    text = text if r"\equiv" in text else _MODULUS.sub("", text).rstrip() or text
     text = without_units(_UNIT_NAME.sub("", text.translate(SYMBOLS)))
     if _GROUPS.fullmatch(text):
         return text.replace(" ", "")
@@ -273,9 +290,8 @@ def _plain_numbers(text: str) -> str:
 
 
 def _written_out(number: str, exponent: int) -> str:
-    if len(number) > 100:
-        return f"{number}e{exponent}"
-    return f"{Decimal(number.replace(',', '')).scaleb(exponent):f}"
+    digits = number.replace(",", "")
+    return f"{Decimal(f'{digits}e{exponent}'):f}"
 
 
 def _finished(text: str) -> str:
