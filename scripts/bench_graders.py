@@ -137,7 +137,7 @@ def _answer(pipe: Any, item: GradeItem) -> None:
 
 
 def pool_rate(batch: list[GradeItem], workers: int, seconds: float, plugin: str) -> float:
-    big = batch * 16
+    big = batch * (64 if not needs_sandbox(batch[0].data_source) else 8)
 
     with GraderPool(RewardConfig(workers=workers), SandboxConfig(), [plugin]) as pool:
 

@@ -1,8 +1,8 @@
 """Grading a batch in worker processes, with a deadline for each item.
 
-Cheap graders run in process. The others, and a user's ``reward.function``, run in spawned processes, one item at a time
-in each, so that a grader that hangs or dies costs its own item only: its process is killed, and another is started when
-the next item needs it.
+Cheap graders run in process. The others, and a user's ``reward.function``, run in spawned processes, one item after
+the other in each, so that a grader that hangs or dies costs its own item only: its process is killed, and another is
+started when the next item needs it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ from posttrain.types import Score
 
 START_DEADLINE_S = 60.0
 """Longest wait for a grader process to import the plugins. It does not count against the first item."""
+
+
+_CHUNK = 32
+"""Most items that are sent to a grader process at once."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,18 @@ class GraderPool:
         # Looked up for all items first: an unknown data source fails before any work is done.
         sources = {item.data_source for item in items}
         cheap = {source for source in sources if is_cheap(source)} if self._by_table else set()
-        loop = asyncio.get_running_loop()
-        pending: dict[int, asyncio.Future[Score]] = {}
-        for index, item in enumerate(items):
-            if item.data_source not in cheap:
-                pending[index] = loop.run_in_executor(self._threads, self._in_worker, item)
-        return [await pending[index] if index in pending else _by_table(item) for index, item in enumerate(items)]
+        away = [i for i, item in enumerate(items) if item.data_source not in cheap]
+        verdicts: dict[int, Score] = {}
+        if away:
+            # Small enough that no worker is left with much to do when the others are done.
+            size = max(1, min(_CHUNK, len(away) // (4 * len(self._graders))))
+            chunks = [away[i : i + size] for i in range(0, len(away), size)]
+            loop = asyncio.get_running_loop()
+            work = [[items[i] for i in chunk] for chunk in chunks]
+            found = await asyncio.gather(*(loop.run_in_executor(self._threads, self._in_worker, w) for w in work))
+            for chunk, scores in zip(chunks, found, strict=True):
+                verdicts |= dict(zip(chunk, scores, strict=True))
+        return [verdicts[i] if i in verdicts else _by_table(item) for i, item in enumerate(items)]
 
     def close(self) -> None:
         """End all grader processes, also those at work."""
@@ -105,10 +115,15 @@ class GraderPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _in_worker(self, item: GradeItem) -> Score:
+    def _in_worker(self, items: Sequence[GradeItem]) -> list[Score]:
         grader = self._slots.get()
+        verdicts: list[Score] = []
         try:
-            return failed("the grader pool was closed") if self._closed else grader.ask(item, self.deadline_s)
+            while len(verdicts) < len(items):
+                if self._closed:
+                    return verdicts + [failed("the grader pool was closed")] * (len(items) - len(verdicts))
+                verdicts += grader.ask(items[len(verdicts) :], self.deadline_s)
+            return verdicts
         finally:
             self._slots.put(grader)
 
@@ -125,22 +140,34 @@ class _Grader:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
 
-    def ask(self, item: GradeItem, deadline_s: float) -> Score:
+    def ask(self, items: Sequence[GradeItem], deadline_s: float) -> list[Score]:
+        """The verdicts on the first items: on all, or up to one that ended the process. At least one.
+
+        Items are sent together, and each is given its own deadline: a message there and back costs more than many a
+        verdict.
+        """
+        verdicts: list[Score] = []
         try:
             pipe = self._pipe or self._start()
-            pipe.send(item)
-            if not pipe.poll(deadline_s):
-                self.kill()
-                return failed(f"timed out after {deadline_s:g} s")
-            verdict = pipe.recv()
+            pipe.send(list(items))
+            for _ in items:
+                if not pipe.poll(deadline_s):
+                    self.kill()
+                    return [*verdicts, failed(f"timed out after {deadline_s:g} s")]
+                verdict = pipe.recv()
+                verdicts.append(
+                    verdict if isinstance(verdict, Score) else failed(f"the grader sent {type(verdict).__name__}")
+                )
         except (EOFError, OSError):
             code = self._wait_code()
             self.kill()
-            return failed(f"the grader process died (exit code {code})")
+            return [*verdicts, failed(f"the grader process died (exit code {code})")]
         except Exception as error:  # an item that cannot be pickled, a process that does not come up
             self.kill()
-            return failed(f"the grader could not be asked: {type(error).__name__}: {error}")
-        return verdict if isinstance(verdict, Score) else failed(f"the grader sent {type(verdict).__name__}")
+            if len(items) > 1 and not verdicts:
+                return self.ask(items[:1], deadline_s)  # so that it is said of that item only
+            return [*verdicts, failed(f"the grader could not be asked: {type(error).__name__}: {error}")]
+        return verdicts
 
     def kill(self) -> None:
         process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
@@ -189,21 +216,24 @@ def _serve(pipe: Connection, spec: GraderSpec) -> None:
     pipe.send(True)
     while True:
         try:
-            item = pipe.recv()
+            items = pipe.recv()
         except EOFError:
             return
-        try:
-            if function is None:
-                verdict = _by_table(item)
-            else:
-                row = (item.data_source, item.response, item.ground_truth, item.extra_info)
-                verdict = call_function(function, spec.function_kwargs, *row)
-        except Exception as error:
-            verdict = failed(f"{type(error).__name__}: {error}")
-        try:
-            pipe.send(verdict)
-        except Exception as error:  # parts of a Score that cannot be pickled
-            pipe.send(failed(f"the verdict cannot be sent: {type(error).__name__}: {error}"))
+        for item in items:
+            try:
+                pipe.send(_verdict(item, function, spec))
+            except Exception as error:  # parts of a Score that cannot be pickled
+                pipe.send(failed(f"the verdict cannot be sent: {type(error).__name__}: {error}"))
+
+
+def _verdict(item: GradeItem, function: RewardFunction | None, spec: GraderSpec) -> Score:
+    try:
+        if function is None:
+            return _by_table(item)
+        row = (item.data_source, item.response, item.ground_truth, item.extra_info)
+        return call_function(function, spec.function_kwargs, *row)
+    except Exception as error:
+        return failed(f"{type(error).__name__}: {error}")
 
 
 def _die_with_parent() -> None:
