@@ -17,7 +17,7 @@ from posttrain.rewards import item_deadline_s, sandboxed
 from posttrain.sandbox import Sandbox, TestResult, check_solution, shared_sandbox
 from posttrain.types import Score
 
-TEST_DEADLINE_S = 6.0
+TEST_DEADLINE_S = 10.0
 """Longest time for one test, unless the row's ``extra_info["time_limit_s"]`` says otherwise."""
 _BUDGET = 0.75
 """Share of ``reward.deadline_s`` that all tests of a response may take. Those that do not get to run count as failed: a

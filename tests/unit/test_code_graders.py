@@ -183,11 +183,13 @@ def test_mbpp_gold_passes(test_data):
     for line in (test_data / "code" / "mbpp.jsonl").read_text().splitlines():
         task = json.loads(line)
         truth = {key: task[key] for key in ("test_list", "test_setup_code", "challenge_test_list")}
-        score = compute_score("google-research-datasets/mbpp", fenced(task["code"]), truth)
+        # Task 123 computes for seconds: what is tested is the grader, not how busy the machine is.
+        score = compute_score("google-research-datasets/mbpp", fenced(task["code"]), truth, {"time_limit_s": 20})
         assert score.error is None
         if not score.correct:
             wrong.append(task["task_id"])
-        cheat = compute_score("google-research-datasets/mbpp", fenced(task["code"] + "\nraise SystemExit(0)"), truth)
+        early = fenced(task["code"] + "\nraise SystemExit(0)")
+        cheat = compute_score("google-research-datasets/mbpp", early, truth, {"time_limit_s": 20})
         caught.append(cheat.correct is score.correct)  # ending the script early neither helps nor hurts
     # 126 calls its function `sum`; a solution may not replace a builtin that tests rely on.
     assert wrong == [126]
