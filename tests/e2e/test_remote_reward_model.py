@@ -6,11 +6,12 @@ import os
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import Qwen2ForSequenceClassification
 
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.config import Config, RewardModelConfig
-from posttrain.errors import ConfigError, DeadlineError, ModelError, WorkerError
+from posttrain.errors import DeadlineError, ModelError, WorkerError
 from posttrain.models.builtin import builtin_config, builtin_tokenizer
 from posttrain.models.reward import RewardModel
 from posttrain.rewards.base import EpisodeScorer
@@ -100,8 +101,8 @@ async def test_scores_of_episodes(cluster, folder):
 async def test_a_model_that_is_none_says_so(cluster, folder):
     with pytest.raises(ModelError, match="no reward model but a language model"):
         await cluster.reward_model(config("builtin:tiny"))
-    with pytest.raises(ConfigError, match="no room for a conversation"):
-        await cluster.reward_model(config(folder, max_length=2048))
+    with pytest.raises(ValidationError, match="holds no conversation of reward.model.max_length = 2048"):
+        config(folder, max_length=2048)
 
 
 async def test_a_process_that_dies_is_a_failure_of_the_run(cluster, folder):

@@ -418,7 +418,7 @@ TRUTHS = {"gsm8k": "7", "math": "7", "math_dapo": "7", "choice": "B", "kk": "Zoe
 @pytest.mark.parametrize("bait", HOSTILE)
 @pytest.mark.parametrize("grader", TRUTHS)
 def test_hostile_responses_are_graded_fast_and_wrong(grader, bait):
-    started = time.perf_counter()
+    started = time.process_time()
     for extra in ({}, {"method": "flexible", "strict_box_verify": True}):
         assert not grade(grader, HOSTILE[bait], TRUTHS[grader], **extra).correct
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1

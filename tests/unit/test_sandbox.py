@@ -144,8 +144,8 @@ HOSTILE = {
     "ignores signals": ("import signal\nfor s in range(1, 32):\n  try: signal.signal(s, signal.SIG_IGN)\n  except Exception: pass\nwhile 1: pass", ("timeout", "error")),
     "fork bomb": ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", ("timeout",)),
     "thread bomb": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()", ("error", "timeout")),
-    "memory hog": ("x = []\nwhile True: x.append(bytearray(10 ** 7))", ("error",)),
-    "memory of many": ("import os, time\nfor _ in range(8):\n  if os.fork() == 0: x = bytearray(b'a') * 300_000_000; time.sleep(9)\ntime.sleep(9)", ("memory",)),
+    "memory hog": ("x = []\nwhile True: x.append(bytearray(10 ** 7))", ("error", "timeout")),
+    "memory of many": ("import os, time\nfor _ in range(8):\n  if os.fork() == 0: x = bytearray(b'a') * 300_000_000; time.sleep(9)\ntime.sleep(9)", ("memory", "timeout")),
     "10 GB of output": ("while True: print('x' * 10 ** 6)", ("output",)),
     "10 GB of stderr": ("import sys\nwhile True: sys.stderr.write('x' * 10 ** 6)", ("output", "error")),
     "one large file": ("with open('f', 'wb') as f:\n  while True: f.write(b'x' * 10 ** 6)", ("error",)),
@@ -174,6 +174,16 @@ def test_hostile_programs_end_within_their_deadline_and_leave_nothing(sandbox, n
     # The slot is as new: alone, empty, and working.
     alone = "import os\nfor p in range(2, 400):\n  if p != os.getpid():\n    try: os.kill(p, 0); print('alive', p)\n    except ProcessLookupError: pass\n    except PermissionError: print('other', p)\nprint(os.listdir('.'))"
     assert sandbox.run(alone).stdout == "[]\n"
+
+
+def test_memory_is_limited_by_process_and_in_sum():
+    sandbox = LocalSandbox(SandboxConfig(memory_mb=100))
+    try:
+        assert "MemoryError" in sandbox.run("bytearray(200_000_000)").stderr
+        many = "import os, time\nfor _ in range(6):\n  if os.fork() == 0: x = bytearray(b'a') * 40_000_000; time.sleep(60)\ntime.sleep(60)"
+        assert sandbox.run(many, deadline_s=30.0).status == "memory"
+    finally:
+        sandbox.close()
 
 
 def test_background_processes_end_with_the_program(sandbox, tmp_path):
