@@ -101,7 +101,7 @@ async def test_scores_of_episodes(cluster, folder):
 async def test_a_model_that_is_none_says_so(cluster, folder):
     with pytest.raises(ModelError, match="no reward model but a language model"):
         await cluster.reward_model(config("builtin:tiny"))
-    with pytest.raises(ValidationError, match="holds no conversation of reward.model.max_length = 2048"):
+    with pytest.raises(ValidationError, match=r"holds no conversation of reward\.model\.max_length = 2048"):
         config(folder, max_length=2048)
 
 
