@@ -102,12 +102,32 @@ def _main(debug: Annotated[bool, typer.Option("--debug", help="Show the tracebac
 def prep(
     name: Annotated[str | None, typer.Argument(help="Name of the data set; --list shows them.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the data sets.")] = False,
-    source: Annotated[str | None, typer.Option(help="Folder with the raw files; without it, the hub.")] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Raw files: a file, a folder or a glob; without it, the hub.")
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write to; default data/NAME.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows of each split.")] = None,
+    split: Annotated[list[str] | None, typer.Option(help="Only this split; repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated data.")] = 0,
     train_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: rows to train on.")] = None,
     test_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: held-out rows.")] = None,
+    val_fraction: Annotated[
+        float, typer.Option(help="Share of the train split, by a hash of the prompt, that goes into val files.")
+    ] = 0.0,
+    template: Annotated[
+        str | None,
+        typer.Option(help="Chat template that must render every row: a .jinja file, or a model that has one."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer measures the rows, for the card's lengths.")
+    ] = None,
+    tools: Annotated[
+        str | None, typer.Option(help="Tools, separated by commas, that go into SFT rows and tools_kwargs.")
+    ] = None,
+    decontaminate: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Drop training rows whose prompt overlaps this parquet or set; repeatable."),
+    ] = None,
     plugin: PluginOption = None,
     overwrite: OverwriteOption = False,
 ) -> None:
@@ -118,8 +138,7 @@ def prep(
 
     load_plugins(plugin or [])
     if list_:
-        for known in DATASETS.names():
-            typer.echo(known)
+        prep.print_list()
         return
     if name is None:
         raise ConfigError("which data set?", hint=f"one of: {', '.join(DATASETS.names())}")
@@ -128,11 +147,19 @@ def prep(
         source,
         out,
         limit=limit,
+        splits=split or (),
         seed=seed,
         train_rows=train_rows,
         test_rows=test_rows,
+        val_fraction=val_fraction,
+        template=template,
+        tokenizer=tokenizer,
+        tools=_tools(tools) or (),
+        decontaminate=decontaminate or (),
         overwrite=overwrite,
     )
+    for reason, rows in report.dropped.items():
+        typer.echo(f"{rows} rows dropped: {reason}", err=True)
     for file, rows in report.rows.items():
         typer.echo(f"{Path(report.out) / file}  {rows} rows")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Command = Literal["sft", "rl", "generate", "eval"]
 
@@ -48,21 +48,60 @@ class ModelConfig(Section):
     """Run Python code that ships with the model. Off unless asked."""
 
 
+_RENDERING_ARGUMENTS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
+"""Arguments of transformers' ``apply_chat_template`` that are no variables of a template."""
+
+
 class DataConfig(Section):
     """What is trained on, and in which batches."""
 
-    train: str = ""
-    """Parquet file of SFT or RLHF rows."""
-    val: str = ""
-    """Held-out parquet; empty: no validation."""
+    train: str | list[str] = ""
+    """Parquet of SFT or RLHF rows. SFT: also a folder, a glob, or a list of these."""
+    val: str | list[str] = ""
+    """Held-out parquet, as `train`; empty: no validation."""
     batch_size: PositiveInt = 32
     """Rows per optimizer step (SFT) or prompts per step (RL), over all workers."""
     max_length: PositiveInt = 2048
     """SFT: longest conversation, in tokens."""
     truncation: Literal["error", "left", "right", "drop"] = "error"
     """SFT: what happens to a longer conversation."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template, in training and in sampling; none: as the template does without it."""
+    template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template."""
     shuffle: bool = True
     """A new order every epoch, from `run.seed`."""
+    stream_above: Annotated[int, Field(ge=0)] = 20_000
+    """SFT: data of at most so many rows is read, checked and tokenized before the run starts. More is streamed from its
+    files while it trains, and `train.epochs` then counts all rows, also those that `truncation` drops."""
+    shuffle_rows: PositiveInt = 32_768
+    """SFT: rows in memory at once when streaming. The next row is drawn from these, and they come from several places
+    of the files; data of no more rows is shuffled as a whole."""
+    workers: Annotated[int, Field(ge=0)] = 2
+    """SFT: processes that tokenize streamed data ahead of the trainer; 0: a thread of the driver does it."""
+    prefetch: PositiveInt = 4
+    """SFT: batches of streamed data that are ready ahead of the trainer."""
+    deadline_s: Annotated[float, Field(gt=0.0)] = 300.0
+    """SFT: longest wait for the next batch of streamed data, the start of the processes included."""
+
+    @property
+    def chat_kwargs(self) -> dict[str, Any]:
+        """All keyword arguments of the chat template."""
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**self.template_kwargs, **thinking}
+
+    @field_validator("template_kwargs")
+    @classmethod
+    def _free_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "enable_thinking" in value:
+            raise ValueError("enable_thinking has a key of its own: data.enable_thinking")
+        if taken := sorted(_RENDERING_ARGUMENTS & value.keys()):
+            raise ValueError(f"{', '.join(taken)}: not variables of a template, posttrain sets them")
+        return value
 
 
 class OptimConfig(Section):

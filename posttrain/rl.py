@@ -18,11 +18,11 @@ from posttrain.algos.advantages import grpo
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.sync import publish
-from posttrain.data.chat import render_prompt
 from posttrain.data.loader import BatchOrder, total_steps
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import read_prompts
-from posttrain.errors import DataError, RunError
+from posttrain.data.shards import one_file
+from posttrain.errors import RunError
 from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
 from posttrain.rewards.compose import Rewarder
@@ -59,12 +59,11 @@ def run(resolved: Resolved) -> Path:
     check_supported(cfg)
     check_machine(cfg)
     env = build_environment(cfg, source, tokenizer)
-    if not cfg.data.train:
-        raise DataError("no training data", hint="give --data FILE.parquet (posttrain prep writes it)")
-    prompts = read_prompts(cfg.data.train)
-    check_prompts(prompts, env, cfg.data.train)
-    val = read_prompts(cfg.data.val, limit=cfg.val.limit) if cfg.data.val else []
-    check_prompts(val, env, cfg.data.val)
+    train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
+    prompts = read_prompts(train_file)
+    check_prompts(prompts, env, train_file)
+    val = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
+    check_prompts(val, env, val_file)
     check_reward([*prompts, *val], cfg, env)
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
 
@@ -127,7 +126,7 @@ async def _train(
         if (state := await run.resume(actor)) is not None:
             order.restore(state)
         # Engines load the starting weights by themselves: prove that they are the trainer's, or bring a resumed run's.
-        await sync(run.step, [render_prompt(p.messages, env.tokenizer, env.schemas) for p in prompts[:_CANARIES]])
+        await sync(run.step, [env.prompt_ids(p) for p in prompts[:_CANARIES]])
         await hold_gpu(False)
         for step in run.steps():
             with tracker.phase("gen"):

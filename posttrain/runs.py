@@ -39,6 +39,7 @@ MAY_CHANGE = frozenset(
     {
         *("description", "run.dir", "run.resume", "run.overwrite", "run.logger"),
         *("train.steps", "train.save_every", "train.val_every", "reward.examine"),
+        *("data.workers", "data.prefetch", "data.deadline_s"),
         *("cluster.address", "cluster.workers", "cluster.start_deadline_s", "cluster.step_deadline_s"),
     }
 )

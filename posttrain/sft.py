@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
-from posttrain.data.chat import RenderedChat, render_chats
-from posttrain.data.loader import BatchOrder, total_steps
+from posttrain.data.ahead import Rendered
+from posttrain.data.loader import total_steps
 from posttrain.data.pack import PackedBatch
-from posttrain.data.parquet import read_conversations
+from posttrain.data.samples import RenderConversations, conversation_shards
+from posttrain.data.stream import Counts, SampleStream, render_all
 from posttrain.errors import DataError
 from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.cluster.trainers import TrainerGroup
+    from posttrain.data.stream import Sample
 
 _VAL_BATCH = 256
 """Conversations evaluated at once."""
@@ -37,7 +39,7 @@ def run(resolved: Resolved) -> Path:
     """Fine-tune as the config says; returns the run's folder.
 
     Raises:
-        UserError: bad config, data or model, before anything is written.
+        UserError: bad config, data or model, before anything is written. (Of streamed data a part is looked at then.)
         RunError: a worker failed; the run can be resumed.
     """
     cfg = resolved.config
@@ -45,25 +47,29 @@ def run(resolved: Resolved) -> Path:
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
     check_machine(cfg)
-    data = load_chats(cfg.data.train, tokenizer, cfg)
-    val = load_chats(cfg.data.val, tokenizer, cfg) if cfg.data.val else None
-    train = data.chats
-    steps = total_steps(len(train), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
+    data = open_stream(cfg, tokenizer)
+    val = load_validation(cfg, tokenizer) if cfg.data.val else []
+    steps = total_steps(data.usable_rows, cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
 
     folder = RunDir.open(resolved)
     title = f"sft {cfg.run.name}"
-    with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker:
-        tracker.note(f"{len(train):,} conversations, {sum(len(c.ids) for c in train):,} tokens, {steps} steps")
-        for note in [*data.notes(), *(val.notes() if val else ())]:
-            tracker.note(note)
+    with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker, data:
+        tracker.note(f"{describe(data)}, {steps} steps")
+        for name, rows in ((data.shards.name, data.rendered or []), (str(cfg.data.val), val)):
+            for note in notes(name, Counts.of(rows), cfg):
+                tracker.note(note)
         training = TrainingRun(cfg, folder, source, tracker, stop, steps)
-        asyncio.run(_train(training, train, val.chats if val else []))
+        try:
+            asyncio.run(_train(training, data, [row for row in val if not row.left_out]))
+        finally:
+            if data.rendered is None:
+                for note in notes(data.shards.name, data.counts, cfg):
+                    tracker.note(note)
     return folder.path
 
 
-async def _train(run: TrainingRun, train: Sequence[RenderedChat], val: Sequence[RenderedChat]) -> None:
+async def _train(run: TrainingRun, data: SampleStream, val: Sequence[Rendered]) -> None:
     cfg, tracker = run.cfg, run.tracker
-    order = BatchOrder(len(train), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
     async with Cluster(cfg) as cluster:
         with tracker.phase("start"):
             actor = await cluster.trainer("actor", run.source, total_steps=run.total_steps)
@@ -71,10 +77,10 @@ async def _train(run: TrainingRun, train: Sequence[RenderedChat], val: Sequence[
             f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
         )
         if (state := await run.resume(actor)) is not None:
-            order.restore(state)
+            data.restore(state)
         for step in run.steps():
             with tracker.phase("data"):
-                batch = pack([train[i] for i in order.next()])
+                batch = pack(data.next().samples)
             with tracker.phase("update"):
                 result = await actor.update(batch, LossSpec())
             metrics = {
@@ -83,6 +89,8 @@ async def _train(run: TrainingRun, train: Sequence[RenderedChat], val: Sequence[
                 "train/lr": result["lr"],
                 "train/tokens": float(batch.num_tokens),
                 "train/loss_tokens": float(batch.loss_mask.sum()),
+                "train/epoch": data.position / data.shards.rows,
+                **{f"data/{name}": float(count) for name, count in asdict(data.counts).items()},
                 "perf/throughput": batch.num_tokens / result["seconds"],
                 "perf/memory_gib": result["memory_gib"],
             }
@@ -90,20 +98,20 @@ async def _train(run: TrainingRun, train: Sequence[RenderedChat], val: Sequence[
                 with tracker.phase("validate"):
                     metrics["val/loss"] = await evaluate(actor, val)
             if run.due(cfg.train.save_every, step):
-                await run.save(step, actor, order.state())
+                await run.save(step, actor, data.state())
             tracker.log(step, metrics)
-        await run.save(run.step, actor, order.state())
+        await run.save(run.step, actor, data.state())
     run.raise_if_interrupted()
 
 
-def pack(chats: Sequence[RenderedChat]) -> PackedBatch:
+def pack(chats: Sequence[Sample] | Sequence[Rendered]) -> PackedBatch:
     """Conversations as one batch, its loss the mean over the tokens the assistant wrote."""
     batch = PackedBatch.from_sequences([c.ids for c in chats], [c.mask for c in chats])
     batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
     return batch
 
 
-async def evaluate(actor: TrainerGroup, chats: Sequence[RenderedChat]) -> float:
+async def evaluate(actor: TrainerGroup, chats: Sequence[Rendered]) -> float:
     """Mean negative log-likelihood per assistant token over a whole data set."""
     total, tokens = 0.0, 0
     for start in range(0, len(chats), _VAL_BATCH):
@@ -114,63 +122,55 @@ async def evaluate(actor: TrainerGroup, chats: Sequence[RenderedChat]) -> float:
     return total / max(1, tokens)
 
 
-@dataclass(frozen=True)
-class LoadedChats:
-    """The conversations of a file that can be trained on, and what became of the others."""
-
-    path: str
-    chats: list[RenderedChat]
-    truncation: str
-    """What was done to those that were too long (``data.truncation``)."""
-    too_long: int
-    """Conversations longer than ``data.max_length``: cut or left out."""
-    nothing_to_learn: int
-    """Conversations left out because not one token of the assistant's carries loss, before or after a cut."""
-
-    def notes(self) -> Iterator[str]:
-        """One line for each reason why a conversation is not there as it was written."""
-        if self.too_long:
-            yield (
-                f"{self.path}: {self.too_long} conversations are longer than data.max_length "
-                f"(truncation = {self.truncation})"
-            )
-        if self.nothing_to_learn:
-            yield f"{self.path}: {self.nothing_to_learn} conversations left out: no assistant token to train on"
+def renderer(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> RenderConversations:
+    """How a row becomes a sample under this config."""
+    return RenderConversations(tokenizer, cfg.data.max_length, cfg.data.truncation, cfg.data.chat_kwargs)
 
 
-def load_chats(path: str, tokenizer: PreTrainedTokenizerBase, cfg: Config) -> LoadedChats:
-    """Read, render and length-check a conversation file.
+def open_stream(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> SampleStream:
+    """The training samples: all of them rendered, or, where there are many, a look at the first.
 
     Raises:
         DataError: no such file, a bad row, a conversation that the chat template refuses, one that is too long under
             ``data.truncation = "error"``, or no conversation left.
     """
-    if not path:
-        raise DataError("no training data", hint="give --data FILE.parquet (posttrain prep writes it)")
-    rows = read_conversations(path)
-    try:
-        chats = render_chats([(r.messages, r.tools) for r in rows], tokenizer)
-    except DataError as error:  # it says which conversation
-        raise DataError(f"{path}, {error.message}", hint=error.hint) from error
-    kept: list[RenderedChat] = []
-    too_long = nothing_to_learn = 0
-    limit, how = cfg.data.max_length, cfg.data.truncation
-    for i, chat in enumerate(chats):
-        if len(chat.ids) > limit:
-            too_long += 1
-            if how == "error":
-                raise DataError(
-                    f"{path}, row {i}: the conversation has {len(chat.ids)} tokens, data.max_length is {limit}",
-                    hint='raise data.max_length, or set data.truncation to "drop", "left" or "right"',
-                )
-            if how == "drop":
-                continue
-            part = slice(-limit, None) if how == "left" else slice(limit)
-            chat = RenderedChat(chat.ids[part], chat.mask[part])
-        if any(chat.mask[1:]):
-            kept.append(chat)
-        else:
-            nothing_to_learn += 1
-    if not kept:
-        raise DataError(f"{path}: no conversation with assistant tokens is left", hint="raise data.max_length")
-    return LoadedChats(path, kept, how, too_long, nothing_to_learn)
+    return SampleStream(
+        conversation_shards(cfg.data.train),
+        renderer(cfg, tokenizer),
+        cfg.data,
+        batch_size=cfg.data.batch_size,
+        seed=cfg.run.seed,
+    )
+
+
+def load_validation(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Rendered]:
+    """The validation set, whole. Raises ``DataError`` as ``open_stream`` does."""
+    shards = conversation_shards(cfg.data.val)
+    rows = render_all(shards, renderer(cfg, tokenizer))
+    if all(row.left_out for row in rows):
+        raise DataError(f"{shards.name}: no conversation with assistant tokens is left", hint="raise data.max_length")
+    return rows
+
+
+def describe(data: SampleStream) -> str:
+    """How much there is to train on."""
+    if data.rendered is None:
+        files = len(data.shards.files)
+        return f"{data.shards.rows:,} conversations streamed from {files} file{'s' * (files > 1)}"
+    return f"{data.usable_rows:,} conversations, {sum(len(row.ids) for row in data.rendered):,} tokens"
+
+
+def notes(name: str, counts: Counts, cfg: Config) -> Iterator[str]:
+    """One line for each reason why conversations are not there as they were written."""
+    if counts.too_long:
+        yield (
+            f"{name}: {counts.too_long} of {counts.drawn} conversations are longer than data.max_length "
+            f"(truncation = {cfg.data.truncation})"
+        )
+    if counts.nothing_to_learn:
+        yield (
+            f"{name}: {counts.nothing_to_learn} of {counts.drawn} conversations left out: "
+            "no assistant token to train on"
+        )
+    if counts.straddling:
+        yield f"{name}: {counts.straddling} tokens without loss: they are the assistant's only in part"

@@ -106,13 +106,15 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
         tool = TOOLS.get(name)()
         tools[tool.name] = tool
     schemas = [tool.schema for tool in tools.values()] or None
+    template_kwargs = cfg.data.chat_kwargs
     return Environment(
         tokenizer=tokenizer,
         stop_token_ids=frozenset(stop_token_ids(tokenizer, source)),
         tools=tools,
         parser=PARSERS.get(cfg.rollout.tool_format),
-        deltas=ChatDeltas(tokenizer, schemas),
+        deltas=ChatDeltas(tokenizer, schemas, **template_kwargs),
         cfg=cfg.rollout,
+        template_kwargs=template_kwargs,
     )
 
 
@@ -122,11 +124,9 @@ def check_prompts(prompts: Sequence[Prompt], env: Environment, file: str) -> Non
     Raises:
         DataError: naming the file and the row.
     """
-    from posttrain.data.chat import render_prompt
-
     limit = env.cfg.max_prompt_tokens
     for prompt in prompts:
-        length = len(render_prompt(prompt.messages, env.tokenizer, env.schemas))
+        length = len(env.prompt_ids(prompt))
         if length > limit:
             raise DataError(
                 f"{file}, row {prompt.index}: the prompt has {length} tokens, rollout.max_prompt_tokens is {limit}",

@@ -1,15 +1,21 @@
 #!/usr/bin/env python
-"""Make ``docs/config.md`` from the config tree and ``docs/cli.md`` from the command line.
+"""Make ``docs/config.md`` from the config tree, ``docs/cli.md`` from the command line, and the tables of
+``docs/data.md`` from the row schemas and the data sets.
 
-python scripts/make_docs.py            # writes both
+python scripts/make_docs.py            # writes them
 python scripts/make_docs.py --check    # exit code 1 if one is out of date
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
+import itertools
 import json
+import re
 import sys
+import types
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +26,9 @@ from pydantic import BaseModel
 
 from posttrain.cli import app
 from posttrain.config import ALGO_BUNDLES, Config
+from posttrain.data.card import Card
+from posttrain.data.schema import ImageField, MessageField, RlhfRow, SftRow, ToolField
+from posttrain.prep import LISTED, listing
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "<!-- Made by scripts/make_docs.py; do not edit. -->\n"
@@ -149,7 +158,91 @@ def _help(param: Any) -> str:
     return f"{param.help} Default: `{param.default}`." if known else param.help
 
 
-# ---------------------------------------------------------------------- both
+# ---------------------------------------------------------------------- docs/data.md
+
+
+def data_page() -> str:
+    """The page as it is, with its tables made again."""
+    tables = {
+        "rlhf": fields_table(RlhfRow, ("prompt", "tools", "images")),
+        "sft": fields_table(SftRow, ("messages", "tools", "images")),
+        "message": fields_table(MessageField),
+        "tool": fields_table(ToolField),
+        "image": fields_table(ImageField),
+        "card": fields_table(Card),
+        "sets": _table(LISTED, [(f"`{name}`", *rest) for name, *rest in listing()]),
+    }
+    text = (DOCS / "data.md").read_text(encoding="utf-8")
+    for name, table in tables.items():
+        text, count = re.subn(
+            rf"(<!-- made: {name} -->\n\n).*?(\n<!-- end -->)",
+            lambda found, table=table: found[1] + table + found[2],
+            text,
+            flags=re.S,
+        )
+        assert count == 1, f"docs/data.md has no place for the table {name!r}"
+    return text
+
+
+def fields_table(model: type[BaseModel], elsewhere: Iterable[str] = ()) -> str:
+    """The fields of a row type, with the fields of its structs except of those described ``elsewhere``."""
+    return _table(("field", "type", "what it is"), _fields(model, "", frozenset(elsewhere)))
+
+
+def _fields(model: type[BaseModel], prefix: str, elsewhere: frozenset[str]) -> Iterator[tuple[str, str, str]]:
+    own = model.__annotations__
+    described = {name: text for part in reversed(model.__mro__[:-2]) for name, text in _docstrings(part).items()}
+    for name in sorted(model.model_fields, key=lambda name: name not in own):  # what all rows share comes last
+        field = model.model_fields[name]
+        optional = "" if field.is_required() else ", optional"
+        about = " ".join(described[name].split())
+        yield f"`{prefix}{field.alias or name}`", _words(field.annotation) + optional, about
+        inner = _struct(field.annotation)
+        if inner is not None and name not in elsewhere:
+            yield from _fields(inner, f"{prefix}{name}.", elsewhere)
+
+
+def _docstrings(model: type) -> dict[str, str]:
+    """The texts below the fields of a class. Pydantic can read them too, but does so at each start of the program."""
+    if not issubclass(model, BaseModel) or model is BaseModel:
+        return {}
+    (definition,) = ast.parse(inspect.getsource(model)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for field, text in itertools.pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            texts[ast.unparse(field.target)] = str(text.value.value)
+    return texts
+
+
+def _struct(hint: Any) -> type[BaseModel] | None:
+    """The struct in a type hint, perhaps in a list."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return hint
+    return next(filter(None, map(_struct, get_args(hint))), None)
+
+
+_WORDS = {str: "text", bytes: "bytes", bool: "true or false", int: "integer", float: "number", Any: "anything"}
+
+
+def _words(hint: Any) -> str:
+    """A type hint in a few words."""
+    if hint in _WORDS:
+        return _WORDS[hint]
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_words(arg) for arg in args if arg is not type(None))
+    if origin is list:
+        named = {MessageField: "messages", ImageField: "images"}.get(args[0])
+        return f"list of {named or _plural(_words(args[0]))}"
+    if origin is tuple:
+        return "pair of integers"
+    return "struct"
+
+
+# ---------------------------------------------------------------------- all
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -163,7 +256,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     check = parser.parse_args().check
     stale = 0
-    for name, text in {"config.md": config_page(), "cli.md": cli_page()}.items():
+    for name, text in {"config.md": config_page(), "cli.md": cli_page(), "data.md": data_page()}.items():
         file = DOCS / name
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             continue

@@ -6,6 +6,7 @@ Shape legend: T tokens of all sequences, B sequences.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -126,17 +127,23 @@ class Placement:
 def place(lengths: Sequence[int], *, ranks: int, token_budget: int, sequence_limit: int | None = None) -> Placement:
     """Balance sequences over workers, and cut each worker's share into micro-batches within the token budget.
 
-    A sequence longer than the budget gets a micro-batch of its own.
+    A worker's micro-batches are of equal cost where that fits, since workers wait for each other in every one; else
+    they are filled by ``best_fit``, which needs fewer. A sequence longer than the budget gets a micro-batch of its own.
     """
     shares = partition(lengths, ranks)
     limit = sequence_limit or len(lengths)
+    packed = [best_fit([lengths[b] for b in share], token_budget, limit).bins for share in shares]
     bins = max(_fewest_bins([lengths[b] for b in share], token_budget, limit) for share in shares)
-    # More bins until every worker's share fits into as many. With a bin for each sequence it does.
-    while True:
-        parts = [_cut(share, lengths, bins) for share in shares]
-        micro = [m for rank in parts for m in rank if len(m) > 1]
-        if all(len(m) <= limit and sum(lengths[b] for b in m) <= token_budget for m in micro):
-            return Placement(parts)
+    while True:  # at the latest with as many as `best_fit` needs
+        parts = [_cut([lengths[b] for b in share], bins, token_budget, limit) for share in shares]
+        for rank, tight in enumerate(packed):
+            if parts[rank] is None and len(tight) <= bins:
+                parts[rank] = [*tight, *([] for _ in range(bins - len(tight)))]
+        found = [part for part in parts if part is not None]
+        if len(found) == ranks:
+            return Placement(
+                [[[share[i] for i in micro] for micro in part] for share, part in zip(shares, found, strict=True)]
+            )
         bins += 1
 
 
@@ -146,9 +153,57 @@ def _fewest_bins(lengths: Sequence[int], token_budget: int, limit: int) -> int:
     return max(1, -(-tokens // token_budget), -(-len(lengths) // limit))
 
 
-def _cut(share: Sequence[int], lengths: Sequence[int], bins: int) -> list[list[int]]:
-    """A worker's sequences in ``bins`` micro-batches of nearly equal cost."""
-    return [[share[i] for i in part] for part in partition([lengths[b] for b in share], bins)]
+def _cut(lengths: Sequence[int], bins: int, token_budget: int, limit: int) -> list[list[int]] | None:
+    """Sequences in ``bins`` micro-batches of nearly equal cost; None where one of them breaks a limit."""
+    parts = partition(lengths, bins)
+    fits = all(len(m) <= limit and sum(lengths[b] for b in m) <= token_budget for m in parts if len(m) > 1)
+    return parts if fits else None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sequences in bins of a token budget."""
+
+    bins: list[list[int]]
+    """Indices of sequences, the fullest bin first."""
+    tokens: int
+    """Of all sequences."""
+    capacity: int
+    """The budget times the bins; a sequence above the budget counts as a budget of its own length."""
+
+    @property
+    def fill(self) -> float:
+        """Share of the bins' capacity that holds tokens."""
+        return self.tokens / max(1, self.capacity)
+
+
+def best_fit(lengths: Sequence[int], token_budget: int, sequence_limit: int | None = None) -> Packing:
+    """Fill bins of ``token_budget`` tokens by best-fit decreasing: the longest sequence first, each into the fullest
+    bin that has room. It needs at most 11/9 of the fewest bins, plus 4 (Johnson et al., SIAM J. Comput. 3(4), 1974),
+    and hardly more than the fewest where sequences are much shorter than the budget.
+
+    Args:
+        lengths: tokens of each sequence.
+        token_budget: of a bin. A sequence above it gets a bin of its own.
+        sequence_limit: most sequences of a bin; None: no limit.
+    """
+    limit = sequence_limit or len(lengths)
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []
+    """(tokens left, bin) of the bins that are not full, in order."""
+    for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
+        at = bisect_left(rooms, (lengths[b], -1))
+        if at < len(rooms):
+            room, bin_ = rooms.pop(at)
+        else:
+            room, bin_ = token_budget, len(bins)
+            bins.append([])
+        bins[bin_].append(b)
+        if room >= lengths[b] and len(bins[bin_]) < limit:
+            insort(rooms, (room - lengths[b], bin_))
+    filled = [sum(lengths[b] for b in members) for members in bins]
+    order = sorted(range(len(bins)), key=lambda i: -filled[i])
+    return Packing([sorted(bins[i]) for i in order], sum(filled), sum(max(n, token_budget) for n in filled))
 
 
 def partition(costs: Sequence[int], k: int) -> list[list[int]]:

@@ -1,7 +1,5 @@
-"""RLHF and SFT rows in parquet: writing them, and reading them back typed and checked.
+"""RLHF and SFT rows in parquet: writing them, and reading them back typed and checked (``posttrain.data.schema``).
 
-RLHF row: ``data_source``, ``prompt`` (messages), ``ability``, ``reward_model {style, ground_truth}``,
-``extra_info {split, index, answer, question, need_tools_kwargs, tools_kwargs}``. SFT row: ``messages``, ``tools``.
 Two things have no fixed shape, which parquet needs, and are therefore stored as JSON text: the ``arguments`` of tool
 calls and the ``tools`` column. Files of others may hold them as structs; reading accepts both.
 """
@@ -11,98 +9,42 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
-
+from posttrain.data.schema import Conversation, RlhfRow, RowError, SftRow, parse_row
 from posttrain.errors import DataError
 from posttrain.registry import nearest
-from posttrain.types import Message, Prompt, Role, ToolSchema
+from posttrain.types import Prompt, ToolSchema
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+__all__ = [
+    "Conversation",
+    "append_columns",
+    "parse_conversation",
+    "parse_prompt",
+    "read_conversations",
+    "read_prompts",
+    "read_rows",
+    "read_typed",
+    "sft_row",
+    "tools_text",
+    "write_rows",
+]
+
 _BATCH = 1024
 """Most rows in memory as Python objects at once."""
+_GROUP_ROWS, _GROUP_BYTES = 8192, 32 << 20
+"""Most rows, and about the most bytes, of a row group: what a reader that streams holds at once."""
 
-
-@dataclass(frozen=True)
-class Conversation:
-    """One SFT row, typed."""
-
-    messages: list[Message]
-    tools: list[ToolSchema] = field(default_factory=list)
-
-
-class _Row(BaseModel):
-    # A column that we do not know is someone else's; it stays out of the typed row.
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Function(_Row):
-    name: str
-    arguments: dict[str, Any] = {}
-
-    @field_validator("arguments", mode="before")
-    @classmethod
-    def _decode(cls, value: Any) -> Any:
-        return json.loads(value) if isinstance(value, str) else _without_none(value)
-
-
-class _Call(_Row):
-    id: str | None = None
-    type: str = "function"
-    function: _Function
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults(cls, value: Any) -> Any:
-        return _without_none(value, deep=False)
-
-
-class _Message(_Row):
-    role: Role
-    content: str | None = None
-    tool_calls: list[_Call] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-    train: bool | None = None
-
-    def typed(self) -> Message:
-        message = self.model_dump(exclude_none=True)
-        message.setdefault("content", "")
-        if not self.tool_calls:
-            message.pop("tool_calls", None)
-        return cast(Message, message)
-
-
-class _RewardModel(_Row):
-    style: str | None = None
-    ground_truth: Any
-
-
-class _RlhfRow(_Row):
-    data_source: str
-    prompt: list[_Message]
-    ability: str | None = None
-    reward_model: _RewardModel
-    extra_info: dict[str, Any] | None = None
-
-
-class _SftRow(_Row):
-    messages: list[_Message]
-    tools: list[dict[str, Any]] | None = None
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _decode(cls, value: Any) -> Any:
-        tools = json.loads(value or "null") if isinstance(value, str) else value
-        if not isinstance(tools, list):
-            return tools
-        return [_without_none(json.loads(tool) if isinstance(tool, str) else tool) for tool in tools]
+R = TypeVar("R", RlhfRow, SftRow)
+_RLHF = (("data_source", "prompt", "reward_model"), ("ability", "extra_info", "tools", "tools_kwargs", "images"))
+_SFT = (("messages",), ("tools", "images"))
+"""Columns that a row must have, and that it may have."""
 
 
 def sft_row(conversation: Conversation) -> dict[str, Any]:
@@ -113,33 +55,77 @@ def sft_row(conversation: Conversation) -> dict[str, Any]:
         if "tool_calls" in row:
             row["tool_calls"] = [_with_text_arguments(call) for call in row["tool_calls"]]
         messages.append(row)
-    tools = json.dumps(conversation.tools, ensure_ascii=False) if conversation.tools else None
-    return {"messages": messages, "tools": tools}
+    row = {"messages": messages, "tools": tools_text(conversation.tools)}
+    return {**row, "images": conversation.images} if conversation.images else row
 
 
-def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
+def tools_text(tools: Sequence[ToolSchema]) -> str | None:
+    """Function schemas as the text of the ``tools`` column; None where there are none."""
+    return json.dumps(tools, ensure_ascii=False) if tools else None
+
+
+def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], schema: type[RlhfRow | SftRow] | None = None) -> int:
     """Write rows to one parquet file, whole or not at all. Returns the number of rows.
 
-    Nested dicts become structs with the union of the rows' keys; a key that a row lacks is null there.
+    Nested dicts become structs with the union of the rows' keys; a key that a row lacks is null there. Columns that the
+    schema does not know are written too.
+
+    Args:
+        schema: what each row must be; None: anything.
 
     Raises:
-        DataError: values of one column have types that do not go together, or the file cannot be written.
+        DataError: a row breaks the schema, values of one column have types that do not go together, or the file cannot
+            be written.
     """
     import pyarrow as pa
 
-    kept = list(rows)
-    columns = list(dict.fromkeys(column for row in kept for column in row))
+    kept = []
+    for index, row in enumerate(rows):
+        if schema is not None:
+            (parse_prompt if schema is RlhfRow else parse_conversation)(row, path, index)
+        kept.append(row)
     arrays: dict[str, Any] = {}
-    for column in columns:
+    for column in dict.fromkeys(column for row in kept for column in row):
+        values = [row.get(column) for row in kept]
         try:
-            # Parquet has no struct without fields, so an empty dict is written as null.
-            arrays[column] = pa.array([_empty_as_none(row.get(column)) for row in kept])
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+            arrays[column] = pa.array(values)
+            if _has_empty_struct(arrays[column].type):
+                # Parquet has no struct without fields, so an empty dict is written as null.
+                arrays[column] = pa.array([_empty_as_none(value) for value in values])
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, UnicodeEncodeError) as error:
             raise DataError(
                 f"{path}: column {column!r} cannot be written: {error}", hint="give each column one type"
             ) from error
     _write_table(Path(path), pa.table(arrays))
     return len(kept)
+
+
+def parse_prompt(raw: dict[str, Any], path: str | Path, index: int) -> Prompt:
+    """A raw RLHF row, typed and checked. Raises ``DataError`` naming file, row and column."""
+    with _located(path, index):
+        return parse_row(RlhfRow, raw).typed(index)
+
+
+def parse_conversation(raw: dict[str, Any], path: str | Path, index: int) -> Conversation:
+    """A raw SFT row, typed and checked. Raises ``DataError`` naming file, row and column."""
+    with _located(path, index):
+        return parse_row(SftRow, raw).typed(index)
+
+
+@contextmanager
+def _located(path: str | Path, index: int) -> Iterator[None]:
+    try:
+        yield
+    except RowError as error:
+        raise DataError(f"{path}: row {index}, {error}", hint=error.hint) from None
+
+
+def _has_empty_struct(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind) and kind.num_fields == 0:
+        return True
+    return any(_has_empty_struct(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def append_columns(source: str | Path, target: str | Path, columns: dict[str, list[Any]]) -> None:
@@ -168,7 +154,8 @@ def _write_table(path: Path, table: pa.Table) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            pq.write_table(table, temporary)
+            per_row = max(1, table.nbytes // max(1, table.num_rows))
+            pq.write_table(table, temporary, row_group_size=max(1, min(_GROUP_ROWS, _GROUP_BYTES // per_row)))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -182,16 +169,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     Raises:
         DataError: naming file, row and column, when the file is missing, unreadable, empty or of another schema.
     """
-    prompts = []
-    for index, raw in read_rows(
-        path, ("data_source", "prompt", "reward_model"), ("ability", "extra_info"), limit=limit
-    ):
-        row = _checked(_RlhfRow, raw, path, index)
-        messages = _messages(row.prompt, path, index, "prompt", needs=("user",))
-        extra = row.extra_info or {}
-        extra["tools_kwargs"] = _without_none(extra.get("tools_kwargs") or {})
-        prompts.append(Prompt(index, messages, row.data_source, row.reward_model.ground_truth, extra))
-    return prompts
+    return [parse_prompt(raw, path, index) for index, raw in read_rows(path, *_RLHF, limit=limit)]
 
 
 def read_conversations(path: str | Path, limit: int | None = None) -> list[Conversation]:
@@ -200,18 +178,29 @@ def read_conversations(path: str | Path, limit: int | None = None) -> list[Conve
     Raises:
         DataError: as ``read_prompts``; also for a conversation without an assistant message.
     """
-    conversations = []
-    for index, raw in read_rows(path, ("messages",), ("tools",), limit=limit):
-        row = _checked(_SftRow, raw, path, index)
-        messages = _messages(row.messages, path, index, "messages", needs=("user", "assistant"))
-        conversations.append(Conversation(messages, row.tools or []))
-    return conversations
+    return [parse_conversation(raw, path, index) for index, raw in read_rows(path, *_SFT, limit=limit)]
+
+
+def read_typed(path: str | Path, schema: type[R], limit: int | None = None) -> Iterator[R]:
+    """The first ``limit`` rows (None: all) as they stand in the file, checked, one after the other.
+
+    All columns are read; those that the schema does not know are in ``row.model_extra``.
+
+    Raises:
+        DataError: as ``read_prompts``.
+    """
+    needed = _RLHF[0] if schema is RlhfRow else _SFT[0]
+    for index, raw in read_rows(path, needed, None, limit=limit):
+        with _located(path, index):
+            row = parse_row(schema, raw)
+            row.typed(index)
+        yield row
 
 
 def read_rows(
     path: str | Path,
     needed: Sequence[str],
-    optional: Sequence[str] = (),
+    optional: Sequence[str] | None = (),
     *,
     limit: int | None = None,
     made_by: str = "posttrain prep",
@@ -220,7 +209,7 @@ def read_rows(
 
     Args:
         needed: columns that the file must have.
-        optional: columns that are read where the file has them; no other column is.
+        optional: columns that are read where the file has them, and no other; None: every column.
         made_by: the command that writes such files, for hints.
 
     Raises:
@@ -236,7 +225,7 @@ def read_rows(
             raise DataError(f"{path}: column {column!r} is missing", hint=hint)
     if file.metadata.num_rows == 0:
         raise DataError(f"{path}: the file has no rows", hint=f"write it again with `{made_by}`")
-    columns = [*needed, *(name for name in optional if name in names)]
+    columns = names if optional is None else [*needed, *(name for name in optional if name in names)]
     index = 0
     try:
         for batch in file.iter_batches(batch_size=min(limit or _BATCH, _BATCH), columns=columns):
@@ -277,50 +266,10 @@ def _column_hint(column: str, needed: Sequence[str], names: Sequence[str], made_
     return f"{guess}; `{made_by}` writes what is needed"
 
 
-R = TypeVar("R", bound=_Row)
-
-
-def _checked(schema: type[R], raw: dict[str, Any], path: str | Path, index: int) -> R:
-    try:
-        return schema.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise DataError(
-            f"{path}: row {index}, column {where!r}: {first['msg']}",
-            hint=f"it holds {_short(first['input'])}",
-        ) from None
-
-
-def _messages(
-    rows: list[_Message], path: str | Path, index: int, column: str, needs: tuple[Literal["user", "assistant"], ...]
-) -> list[Message]:
-    roles = {row.role for row in rows}
-    for role in needs:
-        if role not in roles:
-            raise DataError(
-                f"{path}: row {index}, column {column!r}: no {role} message",
-                hint=f"it has {len(rows)} messages, of roles {sorted(roles)}" if rows else "it has no message at all",
-            )
-    return [row.typed() for row in rows]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": function}
-
-
-def _without_none(value: Any, deep: bool = True) -> Any:
-    """Dicts without the null fields that parquet fills in for keys other rows have."""
-    if isinstance(value, dict):
-        return {key: _without_none(item) if deep else item for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if deep and isinstance(value, list) else value
 
 
 def _empty_as_none(value: Any) -> Any:

@@ -1,63 +1,220 @@
-"""What a dataset is, and what all math word problems in GSM8K's format share.
+"""What a data set is, and what all sets that are read from files share.
 
-To add a dataset, write a class with the attributes and methods of ``Dataset`` (or derive from ``WordProblems``) and
-register it: ``@DATASETS.register("mine")``.
+To add a set, write a class with the attributes and methods of ``Dataset`` (or derive from ``FileSet`` or
+``WordProblems``) and register it: ``@DATASETS.register("mine")``.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
 
 from posttrain.data.parquet import Conversation
+from posttrain.datasets.raw import download, read_raw, split_files
 from posttrain.errors import DataError
 from posttrain.registry import Registry
-from posttrain.rewards import compute_score
+from posttrain.rewards import compute_score, grader_name
 from posttrain.tools import gsm8k as tool
 from posttrain.types import Message, Score
 
 RawRow = dict[str, Any]
+Kind = Literal["rlhf", "sft"]
+_SHOWN = 200
+"""Characters of a gold answer that a message shows."""
 
 
 class Dataset(Protocol):
-    """Raw rows to validated rows. Every method that reads raises ``DataError`` for bad input."""
+    """Raw rows to validated rows. Every method that reads raises ``DataError`` for bad input.
+
+    A class that derives from this protocol inherits what has a value here.
+    """
 
     name: str
     data_source: str
-    """Written into each row; ``posttrain.rewards.DATA_SOURCES`` maps it to its grader."""
+    """Written into each row; ``posttrain.rewards.DATA_SOURCES`` maps it to its grader. "" if no row is RLHF."""
     licence: str
     hub_id: str | None
-    """Where it is fetched from without a source; None: it is generated."""
+    """Where it is fetched from without a source; None: it is generated, or must be given as a source."""
     splits: tuple[str, ...]
+    kinds: tuple[Kind, ...] = ("rlhf", "sft")
+    """Which rows it can give. Of a kind that is not named here neither ``to_rlhf`` nor ``to_sft`` gives any."""
+    size: Mapping[str, int] = {}
+    """Rows of each split, as published; empty where that is not known, or any number can be generated."""
+
+    @property
+    def data_sources(self) -> tuple[str, ...]:
+        """Every data source that its rows may have."""
+        return (self.data_source,) if self.data_source else ()
+
+    @property
+    def grader(self) -> str:
+        """Names of the graders of its rows ("choice, math_verify"); "" where there is no RLHF row."""
+        return ", ".join(sorted({grader_name(source) for source in self.data_sources}))
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Rows that the last ``rows`` passed over until now, by reason: rows that are not part of the set as it is
+        used here (a duplicate, a proof without a final answer), as against those that ``refusal`` finds bad."""
+        return {}
+
+    def source_files(self, source: str | None) -> Sequence[Path]:
+        """The raw files that ``rows`` reads of ``source``, over all splits; none where rows are generated."""
+        return ()
 
     def available(self, source: str | None) -> Sequence[str]:
-        """The splits that can be had from ``source`` (a local folder or file; None: the hub, or generated)."""
+        """The splits that can be had from ``source`` (a local file, folder or glob; None: the hub, or generated)."""
 
     def rows(self, split: str, source: str | None, *, n: int | None = None, seed: int = 0) -> Iterator[RawRow]:
-        """Raw rows of a split, at most ``n`` (None: all, or a generated dataset's default)."""
+        """Raw rows of a split, at most ``n`` (None: all, or a generated set's default)."""
 
-    def to_rlhf(self, row: RawRow, index: int, split: str) -> dict[str, Any]:
-        """The row of RLHF parquet."""
+    def to_rlhf(self, row: RawRow, index: int, split: str) -> dict[str, Any] | None:
+        """The row of RLHF parquet; None where this row gives none."""
 
-    def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
-        """The conversation to imitate."""
+    def to_sft(self, row: RawRow, index: int, split: str) -> Conversation | None:
+        """The conversation to imitate; None where this row has no worked solution."""
 
     def check(self, row: RawRow) -> Score:
-        """The verdict of the dataset's own grader on the row's gold answer."""
+        """The verdict of the row's own grader on its gold answer: on the worked solution where the set has one, else on
+        the answer in the form that the prompt asks for. Where the set has no answer but tests, or only conversations,
+        "right" means that the row can be used.
+
+        Raises:
+            DataError: a field is missing or malformed. The message is the same for every row with this fault, the
+                hint tells of this row.
+        """
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a row must not be used."""
+
+    reason: str
+    """The same text for every row with this fault, for counting."""
+    detail: str
+    """What is wrong with this row."""
+
+
+def refusal(dataset: Dataset, row: RawRow) -> Refusal | None:
+    """Why a raw row must not be used: it is malformed, or its own grader refuses its gold answer. None: it is good."""
+    try:
+        score = dataset.check(row)
+    except DataError as error:
+        return Refusal(error.message, error.hint or "")
+    if score.error is not None:
+        return Refusal("the grader cannot judge the gold answer", score.error)
+    if not score.correct:
+        read = repr(score.extracted)
+        shown = read if len(read) <= _SHOWN else f"{read[:_SHOWN]}..."
+        return Refusal("the gold answer is not graded as right", f"the grader read {shown}")
+    return None
 
 
 DATASETS: Registry[type[Dataset]] = Registry(
-    "dataset", {"gsm8k": "posttrain.datasets.gsm8k:Gsm8k", "arith": "posttrain.datasets.arith:Arith"}
+    "dataset",
+    {
+        "aime24": "posttrain.datasets.contests:Aime24",
+        "aime25": "posttrain.datasets.contests:Aime25",
+        "amc23": "posttrain.datasets.contests:Amc23",
+        "arith": "posttrain.datasets.arith:Arith",
+        "cmath": "posttrain.datasets.cmath:Cmath",
+        "code": "posttrain.datasets.competition:Code",
+        "dapo-math-17k": "posttrain.datasets.dapo:DapoMath",
+        "deepmath": "posttrain.datasets.deepmath:DeepMath",
+        "gaokao": "posttrain.datasets.gaokao:Gaokao",
+        "geometry3k": "posttrain.datasets.geometry3k:Geometry3k",
+        "glaive-toolcall": "posttrain.datasets.conversations:GlaiveToolcall",
+        "gsm8k": "posttrain.datasets.gsm8k:Gsm8k",
+        "humaneval": "posttrain.datasets.programs:HumanEval",
+        "kk": "posttrain.datasets.kk:KnightsAndKnaves",
+        "math": "posttrain.datasets.math:Math",
+        "math500": "posttrain.datasets.math:Math500",
+        "mbpp": "posttrain.datasets.programs:Mbpp",
+        "messages": "posttrain.datasets.conversations:Messages",
+        "minerva": "posttrain.datasets.minerva:Minerva",
+        "numina": "posttrain.datasets.numina:Numina",
+        "olympiadbench": "posttrain.datasets.olympiadbench:OlympiadBench",
+        "retool-sft": "posttrain.datasets.retool:ReTool",
+    },
 )
 
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
-class WordProblems:
+class FileSet(Dataset):
+    """A set read from raw files: of a source, else of the hub."""
+
+    patterns: ClassVar[Mapping[str, Sequence[str]]] = {
+        "train": ("train", "train-*", "data/train-*"),
+        "test": ("test", "test-*", "data/test-*"),
+    }
+    """Where the files of each split lie, without format; see ``posttrain.datasets.raw.split_files``."""
+    hub_files: ClassVar[Sequence[str]] = ("*.parquet", "*.jsonl", "*.json")
+    """Globs of the files that are fetched from the hub."""
+
+    def __init__(self) -> None:
+        self._files: dict[str | None, dict[str, list[Path]]] = {}
+        self._skipped: Counter[str] = Counter()
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        return self._skipped
+
+    def source_files(self, source: str | None) -> Sequence[Path]:
+        return list(dict.fromkeys(file for files in self._find(source).values() for file in files))
+
+    def available(self, source: str | None) -> Sequence[str]:
+        return [split for split in self.splits if split in self._find(source)]
+
+    def rows(self, split: str, source: str | None, *, n: int | None = None, seed: int = 0) -> Iterator[RawRow]:
+        """Rows in the files' order; ``seed`` is not used."""
+        self._skipped = Counter()
+        files = self._find(source).get(split)
+        if files is None:
+            raise DataError(
+                f"{source or self.hub_id}: has no split {split!r}", hint=f"it has {', '.join(self._find(source))}"
+            )
+        return itertools.islice(self._kept(files, split), n)
+
+    def belongs(self, row: RawRow, split: str) -> bool:
+        """Whether a row is of this split, where one file holds several."""
+        return True
+
+    def skip(self, row: RawRow) -> str | None:
+        """Why a row is no part of the set as it is used here; None: it is. Called once a row, in order."""
+        return None
+
+    def complete(self, row: RawRow, file: Path) -> RawRow:
+        """The row with what lies beside its file (images)."""
+        return row
+
+    def _kept(self, files: Sequence[Path], split: str) -> Iterator[RawRow]:
+        for file in files:
+            for row in read_raw([file]):
+                if not self.belongs(row, split):
+                    continue
+                reason = self.skip(row)
+                if reason is None:
+                    yield self.complete(row, file)
+                else:
+                    self._skipped[reason] += 1
+
+    def _find(self, source: str | None) -> dict[str, list[Path]]:
+        if source not in self._files:
+            if source is None and self.hub_id is None:
+                raise DataError(f"{self.name} is on no hub", hint="give its files with --source")
+            folder = download(self.hub_id or "", self.hub_files) if source is None else source
+            self._files[source] = split_files(folder, self.patterns)
+        return self._files[source]
+
+
+class WordProblems(Dataset):
     """Rows ``{"question", "answer"}`` whose answer ends with a line ``#### <number>``."""
 
-    data_source: str
     system: str | None = None
     """System message of the prompt; None: the question alone."""
 

@@ -63,6 +63,13 @@ DATA_SOURCES: dict[str, str] = {
     "HuggingFaceH4/MATH-500": "math",
     "math_dapo": "math_dapo",
     "aime*": "math_dapo",
+    "amc23": "math_dapo",
+    "Hothan/OlympiadBench": "prime_math",
+    "math-ai/minervamath": "prime_math",
+    "zwhe99/DeepMath-103K": "prime_math",
+    "weitianwen/cmath": "math_verify",
+    "gaokao_choice": "choice",
+    "gaokao_cloze": "math_verify",
     "numina_aops_forum": "prime_math",
     "numina_synthetic_math": "prime_math",
     "numina_amc_aime": "prime_math",
@@ -76,6 +83,7 @@ DATA_SOURCES: dict[str, str] = {
     "openai/openai_humaneval": "humaneval",
     "google-research-datasets/mbpp": "mbpp",
     "kk": "kk",
+    "kk_logic": "kk",
     "hiyouga/geometry3k": "geo3k",
 }
 

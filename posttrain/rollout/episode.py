@@ -38,10 +38,16 @@ class Environment:
     parser: ToolParser
     deltas: ChatDeltas
     cfg: RolloutConfig
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template, such as ``enable_thinking``; the same as in ``deltas``."""
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
         return [tool.schema for tool in self.tools.values()] or None
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, ending where the assistant starts to write. Raises ``DataError``."""
+        return render_prompt(prompt.messages, self.tokenizer, self.schemas, **self.template_kwargs)
 
 
 @dataclass
@@ -74,7 +80,7 @@ class _Record:
 async def run_episode(prompt: Prompt, sampler: Sampler, env: Environment, *, temperature: float) -> Trajectory:
     """Play one episode to its end. Failures of the engine or a tool end the episode, and are recorded in it."""
     started = time.perf_counter()
-    record = _Record(render_prompt(prompt.messages, env.tokenizer, env.schemas))
+    record = _Record(env.prompt_ids(prompt))
     episode = _Episode(prompt, sampler, env, record, temperature)
     error: str | None = None
     try:

@@ -2,16 +2,20 @@
 
 import copy
 import re
-import shutil
 import unicodedata
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from posttrain.config import Config, DataConfig
 from posttrain.data.chat import ChatDeltas, render_chat, render_chats, render_prompt
 from posttrain.errors import DataError
 from posttrain.models.builtin import builtin_tokenizer
+from posttrain.models.load import ModelSource
+from posttrain.startup import build_environment
+from posttrain.types import Prompt
 
 TINY = builtin_tokenizer("builtin:tiny")
 QWEN = ["qwen2_5", "qwen2_5_training", "qwen3_instruct_2507", "qwen3_instruct_2507_training"]
@@ -66,27 +70,6 @@ CONVERSATIONS = {
     "empty turn": ([user("Hi"), assistant(""), user("?"), assistant("Sorry")], None),
     "nfc": ([user("e\u0301"), assistant("cafe\u0301 au lait e\u0301")], None),
 }
-
-
-@pytest.fixture(scope="session")
-def qwen(test_data, tmp_path_factory):
-    """``qwen(template)``: the real Qwen tokenizer with one of the templates beside it."""
-    from transformers import AutoTokenizer
-
-    source = test_data / "tokenizer"
-    if not (source / "vocab.json").is_file():
-        pytest.skip(f"no Qwen tokenizer in {source}")
-    folder = tmp_path_factory.mktemp("qwen")
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(source / name, folder / name)
-    shutil.copy(source / "qwen3_tokenizer_config.json", folder / "tokenizer_config.json")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def with_template(name):
-        tokenizer.chat_template = (source / "templates" / f"{name}.jinja").read_text()
-        return tokenizer
-
-    return with_template
 
 
 @pytest.fixture(params=["tiny", *QWEN])
@@ -223,22 +206,11 @@ def test_deltas_by_hand():
 # ---------------------------------------------------------------------- refused
 
 
-def test_a_template_that_rewrites_history_is_refused(qwen):
-    tokenizer = qwen("qwen3")
-    thought = "<think>\nhm\n</think>\n\n"
-    messages = [user("a"), assistant(f"{thought}b"), user("c"), assistant(f"{thought}d")]
-    with pytest.raises(DataError, match="rewrites earlier turns at message 1"):
-        render_chat(messages, tokenizer)
-    # One turn has no history to rewrite.
-    assert masked_runs(render_chat(messages[:2], tokenizer), tokenizer) == [f"{thought}b<|im_end|>"]
-
-
-def test_the_conversation_at_fault_is_named(qwen):
-    tokenizer = qwen("qwen3")
+def test_the_conversation_at_fault_is_named():
     good = ([user("a"), assistant("b")], None)
-    bad = ([user("a"), assistant("<think>\nx\n</think>\n\nb"), user("c"), assistant("d")], None)
-    with pytest.raises(DataError, match="conversation 2"):
-        render_chats([good, good, bad], tokenizer)
+    bad = ([user("a"), {"role": "assistant", "content": 5}], None)
+    with pytest.raises(DataError, match="conversation 2: message 1: the content is a int"):
+        render_chats([good, good, bad], TINY)
 
 
 def test_a_template_that_raises_is_a_data_error():
@@ -256,13 +228,6 @@ def test_a_template_that_raises_is_a_data_error():
         render_chat([user("a"), assistant("b")], tokenizer)
 
 
-def test_a_template_that_marks_too_little_is_refused():
-    tokenizer = copy.deepcopy(TINY)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}x{% endgeneration %}"
-    with pytest.raises(DataError, match="marks 1 generated parts in a conversation of 2"):
-        render_chat([user("a"), assistant("b"), user("c"), assistant("d")], tokenizer)
-
-
 def test_a_template_that_does_not_end_turns_cannot_continue_them():
     tokenizer = copy.deepcopy(TINY)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -272,7 +237,24 @@ def test_a_template_that_does_not_end_turns_cannot_continue_them():
         ChatDeltas(tokenizer, TOOLS)  # before the first episode
 
 
-def test_a_turn_that_begins_inside_a_token_is_refused(qwen):
-    """Qwen makes one token of all line breaks in a row: the prompt's and the turn's own."""
-    with pytest.raises(DataError, match="conversation 1: a token straddles"):
-        render_chats([([user("a"), assistant("b")], None), ([user("a"), assistant("\n\nb")], None)], qwen("qwen2_5"))
+# ---------------------------------------------------------------------- template arguments of a run
+
+
+def test_template_arguments_of_the_config():
+    assert DataConfig().chat_kwargs == {}
+    data = DataConfig(enable_thinking=False, template_kwargs={"add_vision_id": True})
+    assert data.chat_kwargs == {"enable_thinking": False, "add_vision_id": True}
+    with pytest.raises(ValidationError, match=r"a key of its own: data\.enable_thinking"):
+        DataConfig(template_kwargs={"enable_thinking": False})
+    with pytest.raises(ValidationError, match="tokenize, tools: not variables of a template"):
+        DataConfig(template_kwargs={"tools": [], "tokenize": True})
+
+
+def test_a_run_samples_with_the_template_arguments_of_its_config(qwen):
+    tokenizer = qwen("qwen3")
+    cfg = Config.model_validate({"command": "rl", "rollout": {"n": 2}, "data": {"enable_thinking": False}})
+    env = build_environment(cfg, ModelSource("builtin:tiny"), tokenizer)
+    empty_thought = "<think>\n\n</think>\n\n"
+    prompt = Prompt(0, [user("a")], "x", "1")
+    assert tokenizer.decode(env.prompt_ids(prompt)).endswith(empty_thought)
+    assert tokenizer.decode(env.deltas.ids([user("b")])).endswith(empty_thought)

@@ -36,15 +36,15 @@ def make_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["config", "cli"])
+@pytest.mark.parametrize("page", ["config", "cli", "data"])
 def test_made_page_is_up_to_date(page: str) -> None:
     made = getattr(make_docs(), f"{page}_page")()
     stored = (REPO / "docs" / f"{page}.md").read_text(encoding="utf-8")
     assert stored == made, "run scripts/make_docs.py"
 
 
-def test_every_key_and_option_is_described() -> None:
-    for page in ("config.md", "cli.md"):
+def test_every_key_and_option_and_field_is_described() -> None:
+    for page in ("config.md", "cli.md", "data.md"):
         rows = [line for line in (REPO / "docs" / page).read_text().splitlines() if line.startswith("| `")]
         assert len(rows) > 40
         assert [row for row in rows if row.rstrip(" |").endswith("|") or "None" in row] == []

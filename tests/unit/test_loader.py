@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.data.loader import BatchOrder, total_steps
+from posttrain.data.loader import INTERLEAVE, BatchOrder, WindowOrder, total_steps
 from posttrain.errors import UserError
 
 
@@ -63,3 +63,52 @@ def test_data_that_changed_since_the_checkpoint_is_refused():
 )
 def test_total_steps(rows, batch, epochs, steps, expected):
     assert total_steps(rows, batch, epochs, steps) == expected
+
+
+# ---------------------------------------------------------------------- windows
+
+
+def rows_from(order, position, count):
+    """(group, row) of so many rows from a position on, and the most rows of one window."""
+    rows, largest = [], 0
+    for window, skip in order.windows(position):
+        laid = [(p.group, i) for p in window.pieces for i in range(p.start, p.stop)]
+        largest = max(largest, len(laid))
+        rows += [laid[at] for at in window.order.tolist()][skip:]
+        if len(rows) >= count:
+            return rows[:count], largest
+    raise AssertionError("an endless order ended")
+
+
+SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=25)
+
+
+@given(SIZES, st.integers(1, 60), st.integers(0, 3), st.booleans())
+def test_windows_hold_every_row_once_an_epoch(sizes, window, seed, shuffle):
+    order = WindowOrder(sizes, window, seed, shuffle)
+    rows, largest = rows_from(order, 0, 2 * order.rows)
+    everything = [(group, i) for group, size in enumerate(sizes) for i in range(size)]
+    assert sorted(rows[: order.rows]) == sorted(rows[order.rows :]) == everything
+    assert largest <= window
+    if not shuffle:
+        assert rows == everything * 2
+
+
+@given(SIZES, st.integers(1, 60), st.integers(0, 3), st.integers(0, 700))
+def test_windows_can_be_entered_anywhere(sizes, window, seed, position):
+    order = WindowOrder(sizes, window, seed)
+    start = position // order.rows * order.rows  # of its epoch
+    from_start, _ = rows_from(order, start, position - start + 50)
+    assert rows_from(WindowOrder(sizes, window, seed), position, 50)[0] == from_start[position - start :]
+
+
+def test_few_row_groups_are_open_at_once():
+    """A reader holds a decoder for each group that it is in the middle of."""
+    order = WindowOrder([100] * 40, 64, seed=0)
+    left = dict.fromkeys(range(40), 100)
+    for window, _ in itertools.islice(order.windows(0), -(-order.rows // 64)):
+        for piece in window.pieces:
+            assert piece.start == 100 - left[piece.group]  # in ascending order
+            left[piece.group] -= piece.stop - piece.start
+            assert sum(0 < n < 100 for n in left.values()) <= INTERLEAVE + 1
+    assert not any(left.values())

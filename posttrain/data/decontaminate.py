@@ -1,0 +1,163 @@
+"""Which training prompts are also in an evaluation set: normalised 13-grams, as in GPT-3 (arXiv:2005.14165, app. C).
+
+A text is normalised to its words: compatibility forms (NFKC), lower case, no punctuation; a Chinese, Japanese or Korean
+character is a word. A prompt overlaps an evaluation prompt if they share 13 words in a row, or if all of their words
+are the same, however few. Operators are no words, so "1 + 2" and "1 - 2" are the same here: rather one row too many is
+dropped than one too few. What all prompts of one data source begin or end with, such as "Let's think step by step", is
+an instruction and is left out first; else every prompt with the same instruction would overlap.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat, takewhile
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+NGRAM = 13
+"""Words in a row that two prompts share by copying, not by chance."""
+_GROUP = 5
+"""From so many prompts of one source on, what they all share is an instruction and not a coincidence."""
+
+# A run of letters and digits, but each ideograph, kana or hangul syllable alone: these scripts do not mark words.
+_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
+_WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W_{_IDEOGRAPHS}]+")
+_ASCII_WORD = re.compile(r"[a-z0-9]+")
+
+Hashes = npt.NDArray[np.uint64]
+Words = list[str]
+
+
+def words(text: str) -> Words:
+    """The normalised words of a text."""
+    if text.isascii():
+        return _ASCII_WORD.findall(text.lower())
+    return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+
+
+class Asked(NamedTuple):
+    """A prompt, for comparing."""
+
+    own: Words
+    """Its words without its data source's instruction."""
+    whole: str
+    """All of its words."""
+
+
+def asked(texts: Sequence[str], sources: Sequence[str]) -> list[Asked]:
+    """Prompts for comparing, with and without what all prompts of a data source begin or end with.
+
+    Args:
+        texts: the prompts.
+        sources: the data source of each.
+    """
+    split = [words(text) for text in texts]
+    groups: dict[str, list[Words]] = defaultdict(list)
+    for prompt, source in zip(split, sources, strict=True):
+        groups[source].append(prompt)
+    affixes = {source: _affixes(group) for source, group in groups.items()}
+    found = []
+    for prompt, source in zip(split, sources, strict=True):
+        start, end = affixes[source]
+        found.append(Asked(prompt[start : len(prompt) - end], " ".join(prompt)))
+    return found
+
+
+def _affixes(group: Sequence[Words]) -> tuple[int, int]:
+    """Words that all prompts share at the start and at the end; none where they are few, or all the same."""
+    low, high = min(group), max(group)
+    if len(group) < _GROUP or low == high:
+        return 0, 0
+    start = _common(low, high)
+    rest = [prompt[start:][::-1] for prompt in group]
+    return start, _common(min(rest), max(rest))
+
+
+def _common(a: Words, b: Words) -> int:
+    """Of the first and the last of sorted lists: how many first words all share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A training prompt that shares words with an evaluation prompt."""
+
+    row: int
+    """Index of the training prompt."""
+    eval_row: int
+    """Index of the (first) evaluation prompt that it overlaps."""
+    shared: str
+    """The words in a row that they share."""
+
+
+class EvalSet:
+    """The prompts of an evaluation set, compared with many training prompts at once."""
+
+    def __init__(self, prompts: Sequence[Asked]) -> None:
+        """Index evaluation prompts."""
+        self._same: dict[str, int] = {}
+        for row, prompt in enumerate(prompts):
+            self._same.setdefault(prompt.whole, row)
+            self._same.setdefault(" ".join(prompt.own), row)
+        self._same.pop("", None)
+        self._text = _Text([prompt.own for prompt in prompts])
+        self._vocabulary = {word: i for i, word in enumerate(dict.fromkeys(self._text.flat), start=1)}
+        hashes = self._hashed(self._text.flat)
+        inside = self._text.inside()
+        # Of equal n-grams the first stays, so that an overlap names the first evaluation prompt that has it.
+        self._hashes, first = np.unique(hashes[inside], return_index=True)
+        self._positions = inside[first]
+
+    def overlaps(self, prompts: Sequence[Asked]) -> list[Overlap]:
+        """The first overlap of each training prompt that has one, by row."""
+        found: dict[int, Overlap] = {}
+        for row, prompt in enumerate(prompts):
+            for form in (prompt.whole, " ".join(prompt.own)):
+                if form in self._same:
+                    found.setdefault(row, Overlap(row, self._same[form], form))
+        text = _Text([prompt.own for prompt in prompts])
+        inside = text.inside()
+        if len(inside) and len(self._hashes):
+            hashes = self._hashed(text.flat)[inside]
+            places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+            for hit in np.flatnonzero(self._hashes[places] == hashes).tolist():
+                mine, other = int(inside[hit]), int(self._positions[places[hit]])
+                gram = text.flat[mine : mine + NGRAM]
+                if gram == self._text.flat[other : other + NGRAM]:  # else two n-grams with one hash
+                    row = int(text.owners[mine])
+                    found.setdefault(row, Overlap(row, int(self._text.owners[other]), " ".join(gram)))
+        return [found[row] for row in sorted(found)]
+
+    def _hashed(self, flat: Words) -> Hashes:
+        """[max(0, len(flat) - 12)] a hash of each run of 13 words; words that no evaluation prompt has are all one."""
+        ids = np.fromiter(map(self._vocabulary.get, flat, repeat(0)), dtype=np.uint64, count=len(flat))
+        count = max(0, len(flat) - NGRAM + 1)
+        value = np.zeros(count, dtype=np.uint64)
+        for offset in range(NGRAM):
+            value = value * _FACTOR + ids[offset : offset + count]
+        return value
+
+
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""Odd, with bits of both kinds everywhere: 2^64 divided by the golden ratio."""
+
+
+class _Text:
+    """Prompts in one row of words."""
+
+    def __init__(self, prompts: Sequence[Words]) -> None:
+        self.flat = [word for prompt in prompts for word in prompt]
+        lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+        self.owners: npt.NDArray[np.int64] = np.repeat(np.arange(len(prompts)), lengths)
+        """[words] the prompt of each word."""
+
+    def inside(self) -> npt.NDArray[np.int64]:
+        """Where 13 words in a row start that are of one prompt."""
+        count = max(0, len(self.flat) - NGRAM + 1)
+        return np.flatnonzero(self.owners[:count] == self.owners[NGRAM - 1 : NGRAM - 1 + count])

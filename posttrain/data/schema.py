@@ -1,0 +1,377 @@
+"""What a row of RLHF or SFT parquet is: one typed schema for writing, for reading and for the documents.
+
+The RLHF row has verl's columns, and the SFT row those of TRL and verl's multi-turn SFT. Files of others are taken as
+they are: JSON text where a struct or a list belongs, numpy arrays, the null fields that parquet fills in, typed content
+lists, tools declared in ``tools``, ``tools_kwargs`` or both. Columns that the schema does not know are kept
+(``model_extra``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from posttrain.data.messages import normalize_messages
+from posttrain.data.turns import IMAGE, RowError, check_messages
+from posttrain.errors import DataError
+from posttrain.types import Message, Prompt, Role, ToolCall, ToolSchema
+
+Bytes = bytes
+"""The type, where a field has its name."""
+
+__all__ = ["Conversation", "RlhfRow", "RowError", "SftRow", "parse_row"]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One SFT row, typed. Rows with the same tools share the schemas; do not change them in place."""
+
+    messages: list[Message]
+    tools: list[ToolSchema] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """``{"bytes": ...}`` or ``{"path": ...}`` for each ``<image>`` in the messages."""
+
+
+class _Struct(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class FunctionCallField(_Struct):
+    """The function that a call names, and what it is given."""
+
+    name: str = Field(min_length=1)
+    """A function that `tools` declares."""
+    arguments: dict[str, Any] = {}
+    """By parameter. Written as JSON text, because arguments have no fixed shape, which parquet needs."""
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        return json.loads(value or "{}") if isinstance(value, str) else without_none(value or {})
+
+
+class ToolCallField(_Struct):
+    """One call of a tool, in OpenAI's form."""
+
+    id: str | None = None
+    """What a tool message names in `tool_call_id`."""
+    type: str | None = None
+    """Always `function`."""
+    function: FunctionCallField
+    """The call itself."""
+
+    def typed(self) -> ToolCall:
+        """The call as the rest of posttrain knows it."""
+        call: ToolCall = {
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": self.function.arguments},
+        }
+        return call if self.id is None else {"id": self.id, **call}
+
+
+class MessageField(_Struct):
+    """One message."""
+
+    role: Role
+    """Who speaks. A system message comes first, an assistant answers a user or a tool."""
+    content: str | None = None
+    """The text; `<image>` where an image belongs. A typed list of parts is joined to one text."""
+    reasoning_content: str | None = None
+    """Assistant only: its thoughts, for templates that show them apart."""
+    tool_calls: list[ToolCallField] | None = None
+    """Assistant only: the calls it makes."""
+    tool_call_id: str | None = None
+    """Tool only: the call it answers; without it, results answer the calls in their order."""
+    name: str | None = None
+    """Tool only: the function that was called."""
+    train: bool | None = None
+    """Assistant only: false leaves the message out of the SFT loss."""
+
+    def typed(self) -> Message:
+        """The message as the rest of posttrain knows it: without absent fields, and its content always a text."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [call.typed() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            message["name"] = self.name
+        if self.train is not None:
+            message["train"] = self.train
+        return cast(Message, message)
+
+
+class RewardModelField(_Struct):
+    """How the answer is judged."""
+
+    style: str | None = None
+    """For your own bookkeeping; `rule` in the sets that prep writes."""
+    ground_truth: Any
+    """What the grader compares with, in the grader's own form."""
+
+
+class ImageField(_Struct):
+    """One image: its file's bytes, or where the file lies."""
+
+    bytes: Bytes | None = None
+    """The file, such as a PNG, as it is."""
+    path: str | None = None
+    """Where the file lies, if it is not in the row."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        value = {"bytes": value} if isinstance(value, bytes) else {"path": value} if isinstance(value, str) else value
+        if isinstance(value, dict) and value.get("bytes") is None and value.get("path") is None:
+            raise misplaced("bytes", "an image with neither bytes nor path")
+        return value
+
+
+class FunctionField(_Struct):
+    """A function that can be called."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+    """What the assistant calls it."""
+    description: str | None = None
+    """What it does, for the model to read."""
+    parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments."""
+
+
+class ToolField(_Struct):
+    """An OpenAI function schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "function"
+    """Always `function`."""
+    function: FunctionField
+    """The function. A bare one, without this wrapper, is read too."""
+
+
+class _Row(BaseModel):
+    # What we do not know is someone else's, and stays.
+    model_config = ConfigDict(extra="allow")
+
+    tools: list[dict[str, Any]] | None = None
+    """OpenAI function schemas, as JSON text or as structs: what the template shows the model."""
+    images: list[ImageField] | None = None
+    """The images that the messages name with `<image>`, in that order."""
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _read_tools(cls, value: Any) -> Any:
+        return None if value is None else parse_tools(value)
+
+
+class RlhfRow(_Row):
+    """A prompt and how to judge the answer."""
+
+    data_source: str
+    """Chooses the grader (`posttrain.rewards.DATA_SOURCES`)."""
+    prompt: list[MessageField]
+    """The conversation so far: at least one user message, and the last is not the assistant's."""
+    ability: str | None = None
+    """For your own bookkeeping."""
+    reward_model: RewardModelField
+    """How the answer is judged."""
+    extra_info: dict[str, Any] | None = None
+    """Passed to the grader. `tools_kwargs.<function>` is passed to that tool."""
+    tools_kwargs: dict[str, Any] | None = None
+    """The same as `extra_info.tools_kwargs`, in files that keep it in a column of its own."""
+
+    def typed(self, index: int) -> Prompt:
+        """Row ``index`` as a prompt, checked, ``extra_info`` with ``tools_kwargs`` and, where declared, ``tools``.
+
+        Raises:
+            RowError: the messages are out of order, or their calls or images do not match the row.
+        """
+        messages = [message.typed() for message in self.prompt]
+        extra = dict(self.extra_info or {})
+        tools = self.tools or []
+        kwargs = _tools_kwargs(extra.get("tools_kwargs"), self.tools_kwargs)
+        declared = {*_names(tools), *kwargs} if tools else None
+        check_messages(messages, "prompt", needs=("user",), declared=declared, images=len(self.images or ()))
+        if messages[-1]["role"] == "assistant":
+            raise RowError(
+                f"prompt.{len(messages) - 1}.role",
+                "roles out of order: the prompt ends with an assistant message",
+                "the policy writes the next message, so a prompt ends with a user's or a tool's",
+            )
+        extra["tools_kwargs"] = {**{name: {} for name in _names(tools)}, **kwargs}
+        if tools:
+            extra["tools"] = tools
+        return Prompt(index, messages, self.data_source, self.reward_model.ground_truth, extra)
+
+
+class SftRow(_Row):
+    """A conversation to imitate."""
+
+    messages: list[MessageField]
+    """The whole conversation: at least one user and one assistant message."""
+
+    def typed(self, index: int) -> Conversation:
+        """The row as a conversation, checked. ``index`` is not used.
+
+        Raises:
+            RowError: the messages are out of order, or their calls or images do not match the row.
+        """
+        messages = [message.typed() for message in self.messages]
+        tools = self.tools or []
+        check_messages(
+            messages,
+            "messages",
+            needs=("user", "assistant"),
+            declared=_names(tools),
+            images=len(self.images or ()),
+        )
+        return Conversation(messages, tools, [image.model_dump(exclude_none=True) for image in self.images or ()])
+
+
+R = TypeVar("R", bound=_Row)
+
+
+def parse_row(schema: type[R], raw: Mapping[str, Any]) -> R:
+    """A raw row, typed.
+
+    Raises:
+        RowError: naming the first field that is missing or has a wrong value.
+    """
+    try:
+        return schema.model_validate(raw)
+    except ValidationError:
+        raw = _plain(raw)  # the long way, which few files need
+    try:
+        return schema.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        below = first.get("ctx", {}).get("at")
+        where = ".".join([*(str(part) for part in first["loc"]), *([below] if below else [])])
+        raise RowError(where, first["msg"], f"it holds {_short(first['input'])}") from None
+
+
+_STRUCTURED = ("prompt", "messages", "reward_model", "extra_info", "tools_kwargs", "images")
+"""Columns that are structs or lists, and never text of their own."""
+
+
+def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without JSON text and arrays where structs and lists belong, its messages' content as text.
+
+    Raises:
+        RowError: a typed content list is malformed.
+    """
+    row = dict(raw)
+    for column in _STRUCTURED:
+        if column in row:
+            row[column] = _sequence(_decoded(row[column]))
+    for column in ("prompt", "messages"):
+        if isinstance(row.get(column), list):
+            row[column] = [_plain_message(message, f"{column}.{i}") for i, message in enumerate(row[column])]
+    return row
+
+
+def _plain_message(message: Any, here: str) -> Any:
+    if not isinstance(message, dict):
+        return message
+    message = {
+        **message,
+        "content": _sequence(message.get("content")),
+        "tool_calls": _sequence(message.get("tool_calls")),
+    }
+    if not isinstance(message["content"], list) or not isinstance(message.get("role"), str):
+        return message
+    try:
+        (normal,) = normalize_messages([message])
+    except DataError as error:
+        hint = f"it holds {_short(message['content'])}"
+        raise RowError(f"{here}.content", error.message.removeprefix("message 0: "), hint) from None
+    parts = normal["content"]
+    if not isinstance(parts, str):
+        normal["content"] = "".join(IMAGE if part["type"] == "image" else part.get("text", "") for part in parts)
+    return normal
+
+
+def parse_tools(value: Any) -> list[ToolSchema]:
+    """Function schemas from JSON text, or from a list of structs or of JSON texts; bare functions are wrapped.
+
+    Raises:
+        ValueError: it is none of these, or a tool has no name.
+    """
+    if isinstance(value, str):
+        return list(_tools_of_text(value))
+    value = _sequence(value)
+    if not isinstance(value, list):
+        raise ValueError("neither a list of function schemas nor JSON text of one")
+    return [_tool(without_none(_decoded(tool)), i) for i, tool in enumerate(value)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _tools_of_text(text: str) -> tuple[ToolSchema, ...]:
+    """Most rows of a file declare the same tools."""
+    return tuple(parse_tools(json.loads(text or "[]") or []))
+
+
+def _tool(value: Any, index: int) -> ToolSchema:
+    tool = {"type": "function", "function": value} if isinstance(value, dict) and "name" in value else value
+    try:
+        ToolField.model_validate(tool)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise misplaced(".".join(str(part) for part in (index, *first["loc"])), first["msg"]) from None
+    return cast(ToolSchema, tool)
+
+
+def misplaced(at: str, message: str) -> PydanticCustomError:
+    """A validation error at a path below the field that is validated."""
+    return PydanticCustomError("posttrain", "{message}", {"message": message, "at": at})
+
+
+def _names(tools: Sequence[ToolSchema]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def _tools_kwargs(*styles: Any) -> dict[str, Any]:
+    """The arguments of tools by function name, from the places where files keep them; the first place wins."""
+    merged: dict[str, Any] = {}
+    for style in styles:
+        value = _decoded(style or None) or {}
+        if not isinstance(value, dict):
+            raise RowError("extra_info.tools_kwargs", "not a struct by function name", f"it holds {_short(style)}")
+        merged = {**without_none(value), **merged}
+    return merged
+
+
+def _decoded(value: Any) -> Any:
+    """What a JSON text holds; anything else, other text too, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _sequence(value: Any) -> Any:
+    """A numpy array as a list, anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def without_none(value: Any) -> Any:
+    """Dicts without the null fields that parquet fills in for keys other rows have."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    value = _sequence(value)
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,241 @@
+"""The rows of a split, for ``posttrain.prep``: graded, checked, given tools, and compared with evaluation sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.decontaminate import Asked, EvalSet, Overlap, asked
+from posttrain.data.measure import question
+from posttrain.data.parquet import Conversation, parse_conversation, parse_prompt, read_rows, sft_row
+from posttrain.datasets import DATASETS, Dataset, refusal
+from posttrain.errors import DataError
+from posttrain.registry import nearest
+from posttrain.tools import Tool
+from posttrain.types import Prompt
+
+TOLERATED = 0.005
+"""Share of a split's rows that may be bad: fewer are dropped and listed, from there on it is an error."""
+EVALUATION = ("test", "val", "validation", "dev", "eval")
+"""Names of splits that are not for training."""
+_SHOWN = 200
+"""Characters of a dropped row's question in its card."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One good row of a split, in both kinds."""
+
+    row: int
+    """Its number in the split as it was read."""
+    asked: str
+    """The question, for what compares prompts."""
+    rlhf: dict[str, Any] | None
+    prompt: Prompt | None
+    """``rlhf``, typed."""
+    sft: dict[str, Any] | None
+    conversation: Conversation | None
+    """``sft``, typed."""
+
+    @property
+    def data_source(self) -> str:
+        return self.prompt.data_source if self.prompt else ""
+
+
+@dataclass
+class Split:
+    """What became of the rows of a split."""
+
+    name: str
+    """The split that was read."""
+    read: int = 0
+    items: list[Item] = field(default_factory=list)
+    dropped: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    """By reason: (row, what is wrong with it)."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Rows that are no part of the set, by reason."""
+    overlaps: dict[str, dict[int, Overlap]] = field(default_factory=dict)
+    """By evaluation set: the overlaps of items that stayed, by ``Item.row``."""
+
+    def drop(self, row: int, reason: str, detail: str) -> None:
+        self.dropped.setdefault(reason, []).append((row, detail))
+
+
+def collect(dataset: Dataset, split: str, rows: Iterator[dict[str, Any]], tools: Sequence[Tool] = ()) -> Split:
+    """Grade and check the raw rows of a split.
+
+    Raises:
+        DataError: there is no row, or at least 0.5 % of them are bad; the message names the first.
+    """
+    found = Split(split)
+    first_bad: tuple[int, str, str] | None = None
+    bad = 0
+    for index, raw in enumerate(rows):
+        found.read += 1
+        try:
+            refused = refusal(dataset, raw)
+            if refused is None:
+                found.items.append(_item(dataset, raw, index, split, tools))
+                continue
+            reason, detail = refused.reason, refused.detail
+        except DataError as error:  # the row's own, of its schema
+            reason, detail = "the row breaks its schema", error.message
+        bad += 1
+        first_bad = first_bad or (index, reason, detail)
+        found.drop(index, reason, f"row {index}: {detail} | {_beginning(dataset, raw, index, split)}")
+    found.skipped = dict(dataset.skipped)
+    if first_bad and bad >= TOLERATED * found.read:
+        index, reason, detail = first_bad
+        fault = f"{reason}: {detail}" if detail else reason
+        raise DataError(
+            f"{dataset.name} {split} row {index}: {fault}",
+            hint=f"{bad} of {found.read} rows are bad; under {TOLERATED:.1%}, they would be dropped and listed",
+        )
+    if not found.items:
+        raise DataError(f"{dataset.name}: split {split!r} has no rows", hint="check --source and the row limits")
+    return found
+
+
+def _item(dataset: Dataset, raw: dict[str, Any], index: int, split: str, tools: Sequence[Tool]) -> Item:
+    rlhf, conversation, prompt, sft = dataset.to_rlhf(raw, index, split), dataset.to_sft(raw, index, split), None, None
+    if rlhf is not None:
+        rlhf = _with_tools(rlhf, tools)
+        prompt = parse_prompt(rlhf, f"{split}.parquet", index)
+    if conversation is not None:
+        declared = [tool["function"]["name"] for tool in conversation.tools]
+        extra = [tool.schema for tool in tools if tool.name not in declared]
+        sft = sft_row(replace(conversation, tools=[*conversation.tools, *extra]) if extra else conversation)
+        conversation = parse_conversation(sft, f"sft_{split}.parquet", index)
+    if prompt is None and conversation is None:
+        raise DataError("it gives neither an RLHF nor an SFT row", hint="")
+    return Item(index, question((prompt or conversation).messages), rlhf, prompt, sft, conversation)  # type: ignore[union-attr]
+
+
+def _with_tools(row: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
+    """An RLHF row whose ``tools_kwargs`` name these tools too, each created with the row's gold answer."""
+    if not tools:
+        return row
+    extra = dict(row.get("extra_info") or {})
+    given = {"create_kwargs": {"ground_truth": row["reward_model"]["ground_truth"]}}
+    kwargs = {**{tool.name: given for tool in tools}, **(extra.get("tools_kwargs") or {})}
+    return {**row, "extra_info": {**extra, "need_tools_kwargs": True, "tools_kwargs": kwargs}}
+
+
+def _beginning(dataset: Dataset, raw: dict[str, Any], index: int, split: str) -> str:
+    """How a bad row begins, as far as it can be read."""
+    text = next((value for value in raw.values() if isinstance(value, str) and value.strip()), repr(raw))
+    try:
+        rlhf = dataset.to_rlhf(raw, index, split)
+        text = question(rlhf["prompt"]) if rlhf else text
+    except (DataError, KeyError, TypeError, AttributeError):
+        return text[:_SHOWN]  # it is bad, after all
+    return text[:_SHOWN]
+
+
+class Comparison:
+    """Evaluation sets, and which rows of the training splits overlap them."""
+
+    def __init__(self, dataset: Dataset, source: str | None, drop: Sequence[str], prepared: dict[str, Split]) -> None:
+        """Read the evaluation sets.
+
+        Args:
+            drop: what no training row may overlap: parquet files, splits of this set, sets beside the source.
+            prepared: the splits of this run; their rows need not be read again.
+
+        Raises:
+            DataError: one of ``drop`` is none of these, or cannot be read.
+        """
+        self.drop = list(drop)
+        self._dataset, self._source, self._prepared = dataset, source, prepared
+        training = [split for split in prepared if split not in EVALUATION]
+        own = [split for split in dataset.available(source) if split in EVALUATION]
+        names = [*own, *offered(dataset, source), *drop] if training else []
+        self.sets = {name: EvalSet(self._words(name, own)) for name in dict.fromkeys(names)}
+
+    def clean(self, split: Split) -> None:
+        """Note the overlaps of a training split, and drop the rows that may not overlap."""
+        if split.name in EVALUATION or not self.sets:
+            return
+        words = asked([item.asked for item in split.items], [item.data_source for item in split.items])
+        for name, evaluation in self.sets.items():
+            hits = {split.items[o.row].row: o for o in evaluation.overlaps(words)}
+            split.overlaps[name] = hits
+            if name in self.drop:
+                for row, overlap in hits.items():
+                    split.drop(row, f"overlaps {name}", f"row {row} and its row {overlap.eval_row}: {overlap.shared}")
+        gone = {row for name in self.drop for row in split.overlaps[name]}
+        split.items = [item for item in split.items if item.row not in gone]
+        split.overlaps = {
+            name: {row: o for row, o in hits.items() if row not in gone} for name, hits in split.overlaps.items()
+        }
+        if not split.items:
+            raise DataError(
+                f"every row of split {split.name!r} overlaps {', '.join(self.drop)}",
+                hint="is the evaluation set the training set?",
+            )
+
+    def _words(self, name: str, own: Sequence[str]) -> list[Asked]:
+        if name in self._prepared:
+            items = self._prepared[name].items
+            return asked([item.asked for item in items], [item.data_source for item in items])
+        if name in own or name in self._dataset.splits:
+            return asked(*_questions(self._dataset, name, self._source))
+        if not Path(name).exists() and name in offered(self._dataset, self._source):
+            other = DATASETS.get(name)()
+            texts = [_questions(other, split, self._source) for split in other.available(self._source)]
+            return asked([t for some, _ in texts for t in some], [s for _, some in texts for s in some])
+        return asked(*_questions_of_file(name, [*self._dataset.splits, *offered(self._dataset, self._source)]))
+
+
+def offered(dataset: Dataset, source: str | None) -> list[str]:
+    """Other evaluation sets whose files lie in the source folder, told by their file names (``math500.jsonl``)."""
+    if source is None or not Path(source).is_dir():
+        return []
+    stems = [file.name.replace("-", "").replace("_", "").lower() for file in Path(source).iterdir()]
+    named = [name for name in DATASETS.names() if any(stem.startswith(name.replace("-", "")) for stem in stems)]
+    found = []
+    for name in named:
+        other = DATASETS.get(name)
+        if name != dataset.name and all(split in EVALUATION for split in other.splits):
+            found.append(name)
+    return found
+
+
+def _questions(dataset: Dataset, split: str, source: str | None) -> tuple[list[str], list[str]]:
+    """(question, data source) of the rows of a split, ungraded; rows that cannot be read ask nothing."""
+    texts, sources = [], []
+    for index, raw in enumerate(dataset.rows(split, source)):
+        try:
+            rlhf, sft = dataset.to_rlhf(raw, index, split), dataset.to_sft(raw, index, split)
+        except DataError:
+            continue  # preparing that split is where a bad row is reported
+        messages = rlhf["prompt"] if rlhf else sft.messages if sft else []
+        texts.append(question(messages))
+        sources.append(rlhf["data_source"] if rlhf else "")
+    return texts, sources
+
+
+def _questions_of_file(path: str, known: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(question, data source) of the rows of a parquet file of either kind."""
+    if not Path(path).exists():
+        close = nearest(path, known)
+        raise DataError(
+            f"--decontaminate {path}: no such file",
+            hint=f"did you mean {close!r}?" if close else "give a parquet file that `posttrain prep` writes",
+        )
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+    except (OSError, ValueError) as error:
+        raise DataError(f"--decontaminate {path}: not a readable parquet file: {error}", hint="give another") from error
+    if "messages" in names and "prompt" not in names:
+        rows = [parse_conversation(r, path, i).messages for i, r in read_rows(path, ("messages",), ("tools", "images"))]
+        return [question(messages) for messages in rows], [""] * len(rows)
+    prompts = [
+        parse_prompt({"data_source": "", "reward_model": {"ground_truth": None}, **r}, path, i)
+        for i, r in read_rows(path, ("prompt",), ("data_source", "images"))
+    ]
+    return [question(prompt.messages) for prompt in prompts], [prompt.data_source for prompt in prompts]
