@@ -108,9 +108,10 @@ def _item(dataset: Dataset, raw: dict[str, Any], index: int, split: str, tools: 
         extra = [tool.schema for tool in tools if tool.name not in declared]
         sft = sft_row(replace(conversation, tools=[*conversation.tools, *extra]) if extra else conversation)
         conversation = parse_conversation(sft, f"sft_{split}.parquet", index)
-    if prompt is None and conversation is None:
+    shown = prompt or conversation
+    if shown is None:
         raise DataError("it gives neither an RLHF nor an SFT row", hint="")
-    return Item(index, question((prompt or conversation).messages), rlhf, prompt, sft, conversation)  # type: ignore[union-attr]
+    return Item(index, question(shown.messages), rlhf, prompt, sft, conversation)
 
 
 def _with_tools(row: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:

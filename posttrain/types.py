@@ -34,6 +34,7 @@ class Message(TypedDict, total=False):
 
     role: Role
     content: str
+    reasoning_content: str
     tool_calls: list[ToolCall]
     tool_call_id: str
     name: str

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from qwen_shape import qwen_half_b
 from rich.console import Console
 from rich.table import Table
 
@@ -28,19 +29,9 @@ PEAK_FLOPS = 989e12
 
 def make_models(tokenizer: Path, out: Path) -> int:
     """A policy and a reward model with random weights; the number of the latter's matrix parameters."""
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+    from transformers import AutoTokenizer, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-    shape = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )
+    shape = qwen_half_b()
     torch.manual_seed(0)
     tokens = AutoTokenizer.from_pretrained(tokenizer)
     Qwen2ForCausalLM(shape).to(torch.bfloat16).save_pretrained(out / "policy")

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from posttrain.datasets.base import DATASETS
+from posttrain.rewards import DATA_SOURCES, GRADERS
+from posttrain.tools.base import TOOLS
+from posttrain.tools.parsers import PARSERS
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -17,3 +23,15 @@ def test_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data: {folder} is not a folder (set POSTTRAIN_TEST_DATA)")
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registries_of_its_own() -> Iterator[None]:
+    """Plugins that one file's tests load, by running commands in this process, are gone for the next file's."""
+    with pytest.MonkeyPatch.context() as patch:
+        for registry in (DATASETS, GRADERS, TOOLS, PARSERS):
+            patch.setattr(registry, "_entries", dict(registry._entries))
+        sources = dict(DATA_SOURCES)
+        yield
+        DATA_SOURCES.clear()
+        DATA_SOURCES.update(sources)

@@ -39,8 +39,7 @@ def full_text(messages: Sequence[Message]) -> str:
     parts = []
     for message in messages:
         parts.append(message.get("content", ""))
-        if message.get("reasoning_content"):
-            parts.append(str(message["reasoning_content"]))  # type: ignore[typeddict-item]
+        parts.append(message.get("reasoning_content", ""))
         for call in message.get("tool_calls", ()):
             parts.append(f"{call['function']['name']} {call['function']['arguments']}")
     return "\n".join(parts)

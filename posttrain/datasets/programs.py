@@ -4,6 +4,7 @@ arXiv:2108.07732). For tasks of competitive programming see ``competition``."""
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -14,20 +15,20 @@ from posttrain.rewards import compute_score
 from posttrain.types import Message, Score
 
 
-class Programs(FileSet):
+class Programs(FileSet, ABC):
     """What sets of programming tasks share: the ground truth is JSON text of tests, the response a fenced program."""
 
+    @abstractmethod
     def task(self, row: RawRow) -> str:
         """What the user asks. Raises ``DataError`` if it is missing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tests(self, row: RawRow) -> dict[str, Any]:
         """What the grader reads as ground truth. Raises ``DataError`` if it is missing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def solution(self, row: RawRow) -> str | None:
         """A reference program, if there is one."""
-        raise NotImplementedError
 
     def source_of(self, row: RawRow) -> str:
         """The row's data source."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from posttrain.errors import DataError
 
@@ -173,7 +173,7 @@ def _rows(file: Path) -> Iterator[RawRow]:
 
 
 def _open(file: Path) -> IO[bytes]:
-    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")  # type: ignore[return-value]
+    return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
 
 
 def _text_lines(file: Path, lines: Iterator[bytes]) -> Iterator[str]:

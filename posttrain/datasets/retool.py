@@ -10,7 +10,7 @@ from posttrain.data.parquet import Conversation
 from posttrain.datasets.base import RawRow
 from posttrain.datasets.conversations import Messages, json_list
 from posttrain.errors import DataError
-from posttrain.types import Message, ToolSchema
+from posttrain.types import Message, ToolCall, ToolSchema
 
 CODE_INTERPRETER: ToolSchema = {
     "type": "function",
@@ -75,12 +75,12 @@ def _turns(worked: str) -> list[Message]:
 def _call(thought: str, block: str, output: str) -> list[Message]:
     fence = _FENCE.search(block)
     code = (fence[1] if fence else block).strip()
-    arguments = {"name": "code_interpreter", "arguments": {"code": code}}
+    call: ToolCall = {"type": "function", "function": {"name": "code_interpreter", "arguments": {"code": code}}}
     return [
         {
             "role": "assistant",
             "content": thought.strip(),
-            "tool_calls": [{"type": "function", "function": arguments}],  # type: ignore[typeddict-item]
+            "tool_calls": [call],
         },
         {"role": "tool", "name": "code_interpreter", "content": output.strip()},
     ]

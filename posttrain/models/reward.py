@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,8 @@ class RewardModel:
             )
         source, self.tokenizer = open_reward_model(path, trust_remote_code=trust_remote_code)
         self.device = torch.device(device)
-        model = _load(source, dtype).to(self.device).eval()  # type: ignore[arg-type]
+        # Any: transformers annotates `to` wrongly.
+        model = cast(Any, _load(source, dtype)).to(self.device).eval()
         self.model: PreTrainedModel = model.requires_grad_(False)
         self.config = self.model.config.get_text_config()
         self.max_length = max_length
@@ -201,7 +202,7 @@ def _load(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     if isinstance(head, nn.Linear) and dtype != torch.float32:
         # In bfloat16 scores near 10 would come in steps of 0.06, and good answers to one prompt would tie.
         head.float().register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
-    return model  # type: ignore[no-any-return]
+    return cast("PreTrainedModel", model)
 
 
 def _declared_pad_id(config: Any) -> int | None:

@@ -92,13 +92,13 @@ F = TypeVar("F", bound=Callable[..., Score])
 
 def cheap(grader: F) -> F:
     """Decorator: this grader takes microseconds and cannot hang, so it runs in process, without a deadline."""
-    grader.cheap = True  # type: ignore[attr-defined]
+    vars(grader)["cheap"] = True
     return grader
 
 
 def sandboxed(grader: F) -> F:
     """Decorator: this grader runs programs in the sandbox (``posttrain.sandbox.shared_sandbox``)."""
-    grader.sandboxed = True  # type: ignore[attr-defined]
+    vars(grader)["sandboxed"] = True
     return grader
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -69,7 +70,15 @@ class HFSampler:
         # for good, so it need not be looked through each time: a weight update then takes 0.1 s, not 0.45 s.
         gc.collect()
         gc.freeze()
+        threading.Thread(target=self._stop_with_process, name="stop-generation", daemon=True).start()
         self._start()
+
+    def _stop_with_process(self) -> None:
+        """The library's generation thread is no daemon: Python waits for it at its end. A worker whose node is gone
+        closes nothing, and would wait, and hold the GPU, for ever."""
+        threading.main_thread().join()
+        if self.manager is not None:
+            self.manager.stop(block=False, hard_stop=True)
 
     def _start(self) -> None:
         """Start the generation thread with an empty KV cache. The seed depends on the version, so that a run resumed at

@@ -5,6 +5,8 @@ containers), encoded as JSON, and they are compared where the tests are. So a so
 the process, patching ``assert``, ``__eq__``, ``sys.modules`` or this file changes its own process only. Nor can it read
 the tests: its process is forked before they are.
 
+One file, though it has two sides and a wire between them: a remote service gets it as one program.
+
 Stdin holds two frames (a line with the number of bytes, then the bytes): the solution's source, and a JSON object
 
     setup       source run before the tests, with the solution's names in scope
@@ -270,7 +272,7 @@ class _Remote:
         raise TypeError("an object of the solution's own class cannot be compared")
 
     __ne__ = __eq__
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # as Python itself does beside an __eq__; it says so here
 
     def __bool__(self) -> bool:
         raise TypeError("an object of the solution's own class has no truth value here")

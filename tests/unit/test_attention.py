@@ -1,6 +1,8 @@
 """Packed and paged attention against plain transformers, each sequence alone."""
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -351,3 +353,20 @@ def test_replicas_sample_differently_and_each_repeats_itself(qwen2):
     first = with_engine(spec(qwen2, replica=0), body)
     assert with_engine(spec(qwen2, replica=0), body) == first
     assert with_engine(spec(qwen2, replica=1), body) != first
+
+
+LEFT_OPEN = """
+from posttrain.models.load import ModelSource
+from posttrain.rollout.hf import EngineSpec, HFSampler
+
+source = ModelSource("builtin:tiny")
+engine = HFSampler(EngineSpec(source, "cpu", "float32", 0, kv_tokens=1024, max_concurrent=4,
+    memory_fraction=0.5, stop_token_ids=[0]))
+print("open", flush=True)
+"""
+
+
+def test_a_process_that_ends_without_closing_its_engine_ends():
+    """A worker whose node is gone closes nothing. Waiting for the generation thread it would keep the GPU for ever."""
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "open\n"), done.stderr
