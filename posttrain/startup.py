@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.cluster.address import check_address
 from posttrain.config import Config
+from posttrain.data.parquet import refuse_images
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import ModelSource, load_config, load_tokenizer, locate
 from posttrain.presets import has_gpu
@@ -122,10 +123,11 @@ def check_prompts(prompts: Sequence[Prompt], env: Environment, file: str) -> Non
     """Render every prompt once: one that is longer than `rollout.max_prompt_tokens` is an error now, not at step 900.
 
     Raises:
-        DataError: naming the file and the row.
+        DataError: naming the file and the row, also of one with images.
     """
     limit = env.cfg.max_prompt_tokens
     for prompt in prompts:
+        refuse_images(prompt, file, prompt.index)
         length = len(env.prompt_ids(prompt))
         if length > limit:
             raise DataError(

@@ -55,6 +55,8 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """``{"bytes": ...}`` or ``{"path": ...}`` for each ``<image>`` in the messages."""
 
     @property
     def tools_kwargs(self) -> dict[str, Any]:

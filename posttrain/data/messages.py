@@ -69,12 +69,15 @@ def normalize_tools(tools: str | Sequence[Any] | None) -> list[ToolSchema] | Non
     """
     try:
         listed = json.loads(tools or "null") if isinstance(tools, str) else tools
+        if isinstance(listed, Mapping):
+            raise TypeError("one object, not a list of them")
         decoded = [json.loads(tool) if isinstance(tool, str) else tool for tool in listed or ()]
     except (TypeError, ValueError) as error:
         raise DataError(f"the tools are not JSON: {error}", hint="give a list of OpenAI function schemas") from error
-    for tool in decoded:
+    for i, tool in enumerate(decoded):
         if not isinstance(tool, dict) or not ("function" in tool or "name" in tool):
-            raise DataError(f"this is no tool: {str(tool)[:80]}", hint="give a list of OpenAI function schemas")
+            hint = "give a list of OpenAI function schemas"
+            raise DataError(f"tool {i} is no function schema: {str(tool)[:80]}", hint=hint)
     return [t if "function" in t else {"type": "function", "function": t} for t in decoded] or None
 
 

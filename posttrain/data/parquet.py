@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Conversation",
     "append_columns",
+    "open_parquet",
     "parse_conversation",
     "parse_prompt",
     "read_conversations",
     "read_prompts",
     "read_rows",
     "read_typed",
+    "refuse_images",
     "sft_row",
     "tools_text",
     "write_rows",
@@ -110,6 +112,15 @@ def parse_conversation(raw: dict[str, Any], path: str | Path, index: int) -> Con
     """A raw SFT row, typed and checked. Raises ``DataError`` naming file, row and column."""
     with _located(path, index):
         return parse_row(SftRow, raw).typed(index)
+
+
+def refuse_images(row: Prompt | Conversation, path: str | Path, index: int) -> None:
+    """Raise ``DataError`` for a row with images: to models of text they would be the word ``<image>``."""
+    if row.images:
+        raise DataError(
+            f"{path}: row {index}, column 'images': it has {len(row.images)}, and posttrain trains and samples on text",
+            hint="leave such rows out; prep writes them whole, for other tools",
+        )
 
 
 @contextmanager
@@ -217,14 +228,8 @@ def read_rows(
     """
     import pyarrow as pa
 
-    file = _open(path, made_by)
+    file = open_parquet(path, needed, made_by=made_by)
     names: list[str] = file.schema_arrow.names
-    for column in needed:
-        if column not in names:
-            hint = _column_hint(column, needed, names, made_by)
-            raise DataError(f"{path}: column {column!r} is missing", hint=hint)
-    if file.metadata.num_rows == 0:
-        raise DataError(f"{path}: the file has no rows", hint=f"write it again with `{made_by}`")
     columns = names if optional is None else [*needed, *(name for name in optional if name in names)]
     index = 0
     try:
@@ -240,7 +245,18 @@ def read_rows(
         file.close()
 
 
-def _open(path: str | Path, made_by: str) -> pq.ParquetFile:
+def open_parquet(
+    path: str | Path, needed: Sequence[str], *, made_by: str = "posttrain prep", **options: Any
+) -> pq.ParquetFile:
+    """An open parquet file that has rows and these columns.
+
+    Args:
+        made_by: the command that writes such files, for hints.
+        options: of ``pyarrow.parquet.ParquetFile``.
+
+    Raises:
+        DataError: the file is missing, unreadable, empty or lacks a column.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -249,11 +265,19 @@ def _open(path: str | Path, made_by: str) -> pq.ParquetFile:
     if not Path(path).is_file():
         raise DataError(f"{path}: not a file", hint="give the parquet file itself")
     try:
-        return pq.ParquetFile(path)
+        file = pq.ParquetFile(path, **options)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{path}: not a readable parquet file: {error}", hint="it may be truncated, or of another format"
         ) from error
+    names: list[str] = file.schema_arrow.names
+    missing = next((column for column in needed if column not in names), None)
+    if missing is None and file.metadata.num_rows:
+        return file
+    file.close()
+    if missing is None:
+        raise DataError(f"{path}: the file has no rows", hint=f"write it again with `{made_by}`")
+    raise DataError(f"{path}: column {missing!r} is missing", hint=_column_hint(missing, needed, names, made_by))
 
 
 def _column_hint(column: str, needed: Sequence[str], names: Sequence[str], made_by: str) -> str:

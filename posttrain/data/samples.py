@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrain.data.ahead import Rendered, Row
 from posttrain.data.chat import ChatRenderer, RenderedChat
-from posttrain.data.parquet import parse_conversation
+from posttrain.data.parquet import parse_conversation, refuse_images
 from posttrain.data.shards import Shards, shard_files
 from posttrain.errors import DataError
 
@@ -51,8 +51,11 @@ class RenderConversations:
         self._chats: ChatRenderer | None = None
 
     def __call__(self, rows: Sequence[Row]) -> list[Rendered]:
-        """Raises ``DataError`` naming file and row: of another schema, refused by the template, or too long."""
+        """Raises ``DataError`` naming file and row: of another schema, with images, too long, or what the template
+        refuses."""
         conversations = [parse_conversation(row.columns, row.file, row.index) for row in rows]
+        for row, conversation in zip(rows, conversations, strict=True):
+            refuse_images(conversation, row.file, row.index)
         chats = self._render(conversations, rows)
         return [self._cut(chat, row) for chat, row in zip(chats, rows, strict=True)]
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from posttrain.data.messages import normalize_messages
+from posttrain.data.messages import normalize_messages, normalize_tools
 from posttrain.data.turns import IMAGE, RowError, check_messages
 from posttrain.errors import DataError
 from posttrain.types import Message, Prompt, Role, ToolCall, ToolSchema
@@ -168,6 +168,11 @@ class _Row(BaseModel):
     images: list[ImageField] | None = None
     """The images that the messages name with `<image>`, in that order."""
 
+    @property
+    def pictures(self) -> list[dict[str, Any]]:
+        """``images`` as the rest of posttrain knows them."""
+        return [image.model_dump(exclude_none=True) for image in self.images or ()]
+
     @field_validator("tools", mode="before")
     @classmethod
     def _read_tools(cls, value: Any) -> Any:
@@ -211,7 +216,7 @@ class RlhfRow(_Row):
         extra["tools_kwargs"] = {**{name: {} for name in _names(tools)}, **kwargs}
         if tools:
             extra["tools"] = tools
-        return Prompt(index, messages, self.data_source, self.reward_model.ground_truth, extra)
+        return Prompt(index, messages, self.data_source, self.reward_model.ground_truth, extra, self.pictures)
 
 
 class SftRow(_Row):
@@ -235,7 +240,7 @@ class SftRow(_Row):
             declared=_names(tools),
             images=len(self.images or ()),
         )
-        return Conversation(messages, tools, [image.model_dump(exclude_none=True) for image in self.images or ()])
+        return Conversation(messages, tools, self.pictures)
 
 
 R = TypeVar("R", bound=_Row)
@@ -302,33 +307,33 @@ def _plain_message(message: Any, here: str) -> Any:
 
 
 def parse_tools(value: Any) -> list[ToolSchema]:
-    """Function schemas from JSON text, or from a list of structs or of JSON texts; bare functions are wrapped.
+    """Function schemas in any style that ``normalize_tools`` reads, and arrays of structs with parquet's null fields.
 
     Raises:
         ValueError: it is none of these, or a tool has no name.
     """
-    if isinstance(value, str):
-        return list(_tools_of_text(value))
-    value = _sequence(value)
-    if not isinstance(value, list):
-        raise ValueError("neither a list of function schemas nor JSON text of one")
-    return [_tool(without_none(_decoded(tool)), i) for i, tool in enumerate(value)]
+    # A null in JSON text was written by someone (`"default": null`), one in a struct may be parquet's.
+    return list(_tools_of_text(value)) if isinstance(value, str) else _checked_tools(without_none(value))
 
 
 @functools.lru_cache(maxsize=1024)
 def _tools_of_text(text: str) -> tuple[ToolSchema, ...]:
     """Most rows of a file declare the same tools."""
-    return tuple(parse_tools(json.loads(text or "[]") or []))
+    return tuple(_checked_tools(text))
 
 
-def _tool(value: Any, index: int) -> ToolSchema:
-    tool = {"type": "function", "function": value} if isinstance(value, dict) and "name" in value else value
+def _checked_tools(value: Any) -> list[ToolSchema]:
     try:
-        ToolField.model_validate(tool)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise misplaced(".".join(str(part) for part in (index, *first["loc"])), first["msg"]) from None
-    return cast(ToolSchema, tool)
+        tools = normalize_tools(value) or []
+    except DataError as error:
+        raise misplaced("", error.message) from None
+    for i, tool in enumerate(tools):
+        try:
+            ToolField.model_validate(tool)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise misplaced(".".join(str(part) for part in (i, *first["loc"])), first["msg"]) from None
+    return tools
 
 
 def misplaced(at: str, message: str) -> PydanticCustomError:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data.parquet import open_parquet
 from posttrain.errors import DataError
-from posttrain.registry import nearest
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 BATCH_ROWS = 256
 """Most rows that a cursor has decoded at once. A row may be megabytes long."""
@@ -78,7 +77,7 @@ class Shards:
         optional: columns that are read where a file has them; no other column is.
 
     Raises:
-        DataError: a file is missing, unreadable or lacks a column, or no file has a row.
+        DataError: a file is missing, unreadable, empty or lacks a column.
     """
 
     def __init__(self, files: Sequence[str], needed: Sequence[str], optional: Sequence[str] = ()) -> None:
@@ -89,15 +88,12 @@ class Shards:
         self.rows = 0
         for path in self.files:
             self._starts.append(self.rows)
-            with _open(path) as file:
-                _check_columns(path, file, needed, self.files[0])
+            with open_parquet(path, needed) as file:
                 for index in range(file.metadata.num_row_groups):
                     rows = file.metadata.row_group(index).num_rows
                     if rows:
                         self.groups.append(RowGroup(path, index, rows, self.rows))
                         self.rows += rows
-            if self.rows == self._starts[-1]:
-                raise DataError(f"{path}: the file has no rows", hint="write it again, or leave it out")
 
     @property
     def name(self) -> str:
@@ -149,9 +145,9 @@ class _Cursor:
     def __init__(self, group: RowGroup, columns: Sequence[str]) -> None:
         self.at = 0
         self._group = group
-        self._file = _open(group.path)
-        kept = [name for name in columns if name in self._file.schema_arrow.names]
         # No prefetch of whole column chunks: a file may be a single row group.
+        self._file = open_parquet(group.path, (), pre_buffer=False, buffer_size=1 << 20)
+        kept = [name for name in columns if name in self._file.schema_arrow.names]
         self._batches: Iterator[Any] = self._file.iter_batches(BATCH_ROWS, row_groups=[group.index], columns=kept)
         self._rest: pa.RecordBatch | None = None
 
@@ -179,31 +175,3 @@ class _Cursor:
                 f"{self._group.path}: unreadable after row {self.at} of row group {self._group.index}: {what}",
                 hint="the file is damaged, or was written anew during the run",
             ) from error
-
-
-def _open(path: str) -> pq.ParquetFile:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not Path(path).exists():
-        raise DataError(f"{path}: no such file", hint="make it with `posttrain prep`, or check the path")
-    try:
-        return pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path}: not a readable parquet file: {error}", hint="it may be truncated, or of another format"
-        ) from error
-
-
-def _check_columns(path: str, file: pq.ParquetFile, needed: Sequence[str], first: str) -> None:
-    names: list[str] = file.schema_arrow.names
-    for column in needed:
-        if column in names:
-            continue
-        hint = f"the file has {', '.join(names)}"
-        if column == "messages" and "prompt" in names:
-            hint = "this looks like an RLHF file; here an SFT file is needed (messages)"
-        elif close := nearest(column, names):
-            hint = f"did you mean to name {close!r} so?"
-        other = "" if path == first else f", unlike in {first}"
-        raise DataError(f"{path}: column {column!r} is missing{other}", hint=hint)

@@ -121,7 +121,13 @@ def test_tools_in_many_styles():
         assert normalize_tools(tools) == TOOLS
     for none in (None, [], "", "[]", "null"):
         assert normalize_tools(none) is None
-    for bad, reason in (("[", "not JSON"), ([5], "no tool: 5"), (['{"a": 1}'], "no tool"), (5, "not JSON")):
+    for bad, reason in (
+        ("[", "not JSON"),
+        ([5], "tool 0 .*: 5"),
+        (['{"a": 1}'], "tool 0"),
+        (5, "not JSON"),
+        (schema, "one object"),
+    ):
         with pytest.raises(DataError, match=reason):
             normalize_tools(bad)
 

@@ -132,7 +132,7 @@ def test_the_row_number_counts_from_the_start_of_the_file_and_rows_beyond_the_li
     [
         ({"messages": [{"role": "user", "content": "x"}]}, ["row 0", "'messages'", "no assistant message"]),
         ({"tools": "{not json"}, ["row 0", "'tools'"]),
-        ({"tools": "[1]"}, ["row 0", "'tools.0'"]),
+        ({"tools": "[1]"}, ["row 0", "'tools'", "tool 0 "]),
     ],
 )
 def test_bad_sft_rows_are_named(tmp_path, changes, words):

@@ -111,7 +111,7 @@ BAD_SFT = [
     (sft(user(), assistant("", call() | {"function": {"name": "search", "arguments": "[1]"}})), "function.arguments'"),
     (sft(user(), {**assistant(), "train": "perhaps"}), "'messages.1.train'"),
     (sft(user(), assistant(), tools='[{"type": "function", "function": {}}]'), "'tools.0.function.name'"),
-    (sft(user(), assistant(), tools='[{"type": "function"}]'), "'tools.0.function'"),
+    (sft(user(), assistant(), tools='[{"type": "function"}]'), "'tools': tool 0 "),
     (sft(user(), assistant(), tools="not json"), "'tools'"),
     (sft(user(), assistant(), tools=7), "'tools'"),
     ({"messages": "a text", "tools": None}, "'messages'"),
@@ -241,6 +241,13 @@ def test_tools_with_more_than_we_know_stay_as_they_are() -> None:
     schema = {"function": {"strict": True, "parameters": {"type": "dict"}, "name": "f"}, "type": "function", "v": 1}
     (known,) = parse_row(SftRow, sft(user(), assistant(), tools=[schema])).typed(0).tools
     assert json.dumps(known) == json.dumps(schema)
+
+
+def test_a_null_that_someone_wrote_stays_and_one_of_parquet_goes() -> None:
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"default": None}}}}}
+    assert parse_row(SftRow, sft(user(), assistant(), tools=json.dumps([schema]))).tools == [schema]
+    (filled,) = parse_row(SftRow, sft(user(), assistant(), tools=[schema])).tools or []
+    assert filled["function"]["parameters"] == {"properties": {"x": {}}}
 
 
 def test_images_survive_and_need_no_bytes(tmp_path) -> None:  # type: ignore[no-untyped-def]

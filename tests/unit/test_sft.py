@@ -47,6 +47,13 @@ def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
     assert said(load(file, chat("yes"))) == []
 
 
+def test_a_conversation_with_images_is_refused(tmp_path: Path) -> None:
+    shown = chat("A cat.", "<image> What is it?")
+    shown.images.append({"bytes": b"PNG"})
+    with pytest.raises(DataError, match="row 1, column 'images': it has 1"):
+        load(tmp_path / "c.parquet", chat("yes"), shown)
+
+
 def test_what_is_left_out_is_counted_as_it_is_met(tmp_path: Path) -> None:
     silent = chat("nothing to learn", train=False)
     chats = [chat("yes"), silent, chat("word " * 300), chat("no")]

@@ -67,7 +67,7 @@ def test_bad_shards_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"messages": pa.array([], pa.list_(pa.int64()))}), bad)
     refused("the file has no rows")
     pq.write_table(pa.table({"prompt": [[1]], "message": [1]}), bad)
-    refused(r"column 'messages' is missing, unlike in .*shard-0\.parquet")
+    refused(r"column 'messages' is missing")
 
 
 def test_a_page_that_is_damaged_is_an_error_where_it_is_read(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What is settled before any process starts."""
 
+import dataclasses
 import socket
 
 import pytest
@@ -97,6 +98,12 @@ def test_a_prompt_that_is_too_long_names_its_file_and_row():
     assert "20" in error.value.message
     assert "rollout.max_prompt_tokens" in error.value.hint
     check_prompts(rows[:1], env, "data/x.parquet")
+
+
+def test_a_prompt_with_images_is_refused():
+    shown = dataclasses.replace(prompt("<image> What is it?", index=4), images=[{"path": "a.png"}])
+    with pytest.raises(DataError, match=r"f\.parquet: row 4, column 'images': it has 1"):
+        check_prompts([shown], environment(), "f.parquet")
 
 
 def test_the_tools_count_as_part_of_the_prompt():
