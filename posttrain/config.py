@@ -195,14 +195,34 @@ class RolloutConfig(Section):
     """Most tokens after the prompt, over all turns, tool results included."""
     max_turns: PositiveInt = 1
     """Most assistant turns in an episode."""
+    max_user_turns: PositiveInt = 4
+    """Most turns of the simulated user in an episode."""
+    max_calls_per_turn: PositiveInt = 16
+    """Most tool calls of one assistant turn; they run side by side, and those above are answered with an error."""
     tools: list[str] = []
     """Names of tools the model may call."""
     tool_format: Literal["hermes"] = "hermes"
     """How the model writes calls."""
     max_tool_response_chars: PositiveInt = 1024
-    """A longer tool result is cut in the middle."""
+    """A longer tool result is cut."""
+    tool_response_cut: Literal["left", "middle", "right"] = "middle"
+    """Where it is cut: its start, its middle or its end is left out."""
+    interaction: str = ""
+    """A simulated user who answers when the assistant calls no tool: `retry`, or one of a plugin; empty: none."""
+    interaction_options: dict[str, Any] = {}
+    """Keyword arguments of the interaction."""
     over_sample_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Start this share of groups more than needed, and cancel the slowest once enough are in."""
+    """`rl`: start this share of groups more than needed, and cancel the slowest once enough are in. A cancelled group
+    comes first in the next step, and is not cancelled again, so no prompt is passed over."""
+    carry_cancelled: bool = False
+    """What a cancelled group has sampled is kept, and played on in the next step with weights that are one step newer
+    (partial rollout); off: the group is played anew."""
+    filter_groups: bool = False
+    """`rl`: leave out groups whose episodes all have the same reward, and draw others (dynamic sampling, DAPO,
+    arXiv:2503.14476)."""
+    filter_max_batches: PositiveInt = 10
+    """With `filter_groups`: draw at most so many times `data.batch_size` prompts for one step. Then the step trains on
+    what it has."""
     replicas: PositiveInt = 1
     """Engines that share the load."""
     tensor_parallel: PositiveInt = 1
@@ -214,9 +234,17 @@ class RolloutConfig(Section):
     max_concurrent: PositiveInt = 256
     """Requests an engine runs at once."""
     tool_deadline_s: Annotated[float, Field(gt=0.0)] = 30.0
-    """A tool call that takes longer becomes an error that the model can read."""
+    """A tool call that takes longer becomes an error that the model can read; also the limit of a simulated user."""
     episode_deadline_s: Annotated[float, Field(gt=0.0)] = 600.0
     """An episode that takes longer ends with stop reason `deadline`."""
+
+    @model_validator(mode="after")
+    def _no_setting_without_effect(self) -> RolloutConfig:
+        if self.carry_cancelled and not self.over_sample_rate:
+            raise ValueError("rollout.carry_cancelled has no effect without rollout.over_sample_rate")
+        if self.interaction_options and not self.interaction:
+            raise ValueError("rollout.interaction_options has no effect without rollout.interaction")
+        return self
 
 
 class ValConfig(Section):
@@ -379,6 +407,11 @@ class ClusterConfig(Section):
     """Longest wait for workers to come up."""
     step_deadline_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """Longest wait for one call to a worker."""
+    silence_deadline_s: Annotated[float, Field(ge=10.0)] = 60.0
+    """A sampler at work that has said nothing for this long is taken for dead. It says something every few seconds."""
+    sampler_restarts: Annotated[int, Field(ge=0)] = 3
+    """A sampler that dies is started again at the current weights, at most so many times a run; its episodes go on at
+    another meanwhile, or wait."""
     sync_tolerance: Annotated[float, Field(gt=0.0)] | None = None
     """Largest mean |log-probability difference| between trainer and engine after a weight update;
     none: 1e-3 in float32, 0.1 in bfloat16."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from posttrain.data.parquet import append_columns, read_prompts
 from posttrain.errors import DataError
 from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
+from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.startup import build_environment, check_machine, check_prompts, check_supported, open_model
 from posttrain.track.tracker import Tracker
@@ -63,14 +66,18 @@ async def _generate(
     chunks: Sequence[Sequence[Prompt]],
     tracker: Tracker,
 ) -> list[list[Trajectory]]:
-    async with Cluster(cfg) as cluster:
+    async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
         with tracker.phase("start"):
-            samplers = await cluster.samplers(source, sorted(env.stop_token_ids))
-            pool = TrajectorySource(samplers, env)  # nothing is graded here: `posttrain eval` does that
+            stops = sorted(env.stop_token_ids)
+            samplers = await cluster.samplers(source, stops)
+            # Nothing is graded here: `posttrain eval` does that.
+            pool = SamplerPool(samplers, partial(cluster.sampler, source, stops), cfg.cluster.sampler_restarts)
+            closing.push_async_callback(pool.close)
+            trajectories = TrajectorySource(pool, env)
         groups: list[list[Trajectory]] = []
         for step, chunk in enumerate(chunks, start=1):
             with tracker.phase("gen"):
-                new = await pool.play(chunk, cfg.rollout.n, temperature=cfg.rollout.temperature)
+                new = await trajectories.sample(chunk, cfg.rollout.n, temperature=cfg.rollout.temperature)
             groups += new
             episodes = [t for group in new for t in group]
             sampled = float(sum(t.loss_mask.sum() for t in episodes))
@@ -78,7 +85,7 @@ async def _generate(
                 step,
                 {
                     "response_length/mean": sum(t.response_length for t in episodes) / len(episodes),
-                    "rollout/failed": float(pool.stats.failed),
+                    "rollout/failed": float(trajectories.stats.failed),
                     "perf/total_num_tokens": sampled,
                 },
             )

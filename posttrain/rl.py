@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from posttrain.algos.advantages import grpo
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster
-from posttrain.cluster.sync import publish
+from posttrain.cluster.sync import WeightSync
 from posttrain.data.loader import BatchOrder, total_steps
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import read_prompts
@@ -28,6 +29,8 @@ from posttrain.registry import load_plugins
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
 from posttrain.rewards.judge import Judge
+from posttrain.rollout.batches import TrainingBatches
+from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import RolloutStats, TrajectorySource
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import build_environment, check_machine, check_prompts, check_reward, check_supported, open_model
@@ -83,7 +86,6 @@ async def _train(
     run: TrainingRun, prompts: Sequence[Prompt], val: Sequence[Prompt], env: Environment, graders: GraderPool
 ) -> None:
     cfg, algo, tracker = run.cfg, run.cfg.algo, run.tracker
-    order = BatchOrder(len(prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
     loss = LossSpec(algo)
     async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
         with tracker.phase("start"):
@@ -93,52 +95,42 @@ async def _train(
             ref = None
             if algo.kl_coef > 0:
                 ref = await cluster.trainer("reference", run.source, temperature=temperature, trainable=False)
-            samplers = await cluster.samplers(run.source, sorted(env.stop_token_ids))
+            trainers = [trainer for trainer in (actor, ref) if trainer is not None]
+            weights = WeightSync(cluster, actor, trainers, temperature=temperature)
+            pool = await weights.start(run.source, sorted(env.stop_token_ids))
+            closing.push_async_callback(pool.close)
             scorers = await open_scorers(cluster, run)
             for scorer in scorers:
                 closing.push_async_callback(scorer.close)
             rewarder = Rewarder(cfg.reward, graders, cfg.rollout.max_response_tokens, scorers)
-            source = TrajectorySource(samplers, env, rewarder)
+            source = TrajectorySource(pool, env, rewarder)
+            order = BatchOrder(len(prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
+            batches = TrainingBatches(source, prompts, order, n=cfg.rollout.n, temperature=temperature)
+            closing.push_async_callback(batches.close)
         tracker.note(
             f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
         )
 
-        trainers = [trainer for trainer in (actor, ref) if trainer is not None]
-
-        async def hold_gpu(hold: bool) -> None:
-            """With `train.offload`, trainers are on the GPU only between sampling and the next sampling."""
-            if cfg.train.offload:
-                for trainer in trainers:
-                    await (trainer.onload() if hold else trainer.offload())
-
-        async def sync(version: int, canary: Sequence[Sequence[int]]) -> dict[str, float]:
-            # An engine that starts again on the same GPU sizes its KV cache by what is free.
-            await asyncio.gather(*(trainer.free_cache() for trainer in trainers))
-            return await publish(
-                actor,
-                samplers,
-                version=version,
-                canary=canary,
-                temperature=temperature,
-                tolerance=cluster.sync_tolerance,
-            )
-
         if (state := await run.resume(actor)) is not None:
-            order.restore(state)
+            batches.restore(state)
         # Engines load the starting weights by themselves: prove that they are the trainer's, or bring a resumed run's.
-        await sync(run.step, [env.prompt_ids(p) for p in prompts[:_CANARIES]])
-        await hold_gpu(False)
+        await weights.publish(run.step, [env.prompt_ids(p) for p in prompts[:_CANARIES]])
+        await weights.hold_gpu(False)
         for step in run.steps():
             with tracker.phase("gen"):
-                groups = await source.sample([prompts[i] for i in order.next()], cfg.rollout.n, temperature=temperature)
+                groups = await batches.next()
+                await pool.settled()
             for line in examine(groups, cfg.reward.examine):
                 tracker.note(line)
             batch, kept, metrics = make_batch(groups, algo)
-            metrics |= rollout_metrics(groups, source.stats)
-            await hold_gpu(True)
-            if algo.updates_per_step > 1:
+            metrics |= rollout_metrics(groups, source.stats) | pool_metrics(pool)
+            stale = stale_tokens(kept, weights.version)
+            await weights.hold_gpu(True)
+            if algo.updates_per_step > 1 or stale.any():
                 with tracker.phase("old_log_prob"):
                     batch.old_logprobs = await actor.logprobs(batch)
+                    # The policy has moved since older weights sampled: then the engine's are the old ones.
+                    batch.old_logprobs[stale] = torch.cat([torch.from_numpy(t.logprobs) for t in kept])[stale]
             if ref is not None:
                 with tracker.phase("ref"):
                     batch.ref_logprobs = await ref.logprobs(batch)
@@ -146,19 +138,19 @@ async def _train(
                 results = [await actor.update(part, loss) for part in minibatches(batch, kept, algo)]
                 metrics |= update_metrics(results, batch)
             with tracker.phase("sync"):
-                metrics |= await sync(step, [t.tokens.tolist() for t in kept[:_CANARIES]])
+                metrics |= await weights.publish(step, [t.tokens for t in kept[:_CANARIES]])
             if val and run.due(cfg.train.val_every, step):
-                await hold_gpu(False)
+                await weights.hold_gpu(False)
                 with tracker.phase("testing"):
                     metrics |= await validate(source, val, cfg.val.n, cfg.val.temperature)
             if run.due(cfg.train.save_every, step):
-                await hold_gpu(True)
-                await run.save(step, actor, order.state())
-            await hold_gpu(False)
+                await weights.hold_gpu(True)
+                await run.save(step, actor, batches.state())
+            await weights.hold_gpu(False)
             tracker.log(step, metrics)
         if run.step > run.saved_step:  # stopped by the user
-            await hold_gpu(True)
-            await run.save(run.step, actor, order.state())
+            await weights.hold_gpu(True)
+            await run.save(run.step, actor, batches.state())
     run.raise_if_interrupted()
 
 
@@ -203,6 +195,12 @@ def make_batch(
     return batch, kept, metrics
 
 
+def stale_tokens(kept: Sequence[Trajectory], version: int) -> Tensor:
+    """[T] true where other weights than those of ``version`` sampled the token (`rollout.carry_cancelled`)."""
+    versions = torch.from_numpy(np.concatenate([t.weight_version for t in kept]))
+    return (versions >= 0) & (versions != version)
+
+
 def minibatches(batch: PackedBatch, kept: Sequence[Trajectory], algo: AlgoConfig) -> list[PackedBatch]:
     """The batches of a step's optimizer updates. Groups stay whole, and each update has a loss of its own."""
     if algo.updates_per_step == 1:
@@ -239,8 +237,21 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], stats: RolloutStats)
         "rollout/failed": float(stats.failed),
         "rollout/grader_failed": float(stats.grader_failed),
         "rollout/groups_without_signal": len(flat) / len(groups),
+        "rollout/filtered_groups": float(stats.filtered_groups),
+        "rollout/missing_groups": float(stats.missing_groups),
+        "rollout/cancelled_groups": float(stats.cancelled_groups),
+        "rollout/cancelled_episodes": float(len(stats.cancelled_lengths)),
+        "rollout/cancelled_length/mean": float(np.mean(stats.cancelled_lengths or [0])),
+        "rollout/cancelled_length/max": float(max(stats.cancelled_lengths, default=0)),
+        "num_turns/user": float(np.mean([t.user_turns for t in played] or [0])),
+        "tools/seconds_per_episode": float(np.mean([t.tool_seconds for t in played] or [0])),
         **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()},
     }
+
+
+def pool_metrics(pool: SamplerPool) -> dict[str, float]:
+    """Samplers that died, and requests that went elsewhere for it, since the run began."""
+    return {"rollout/samplers_lost": float(pool.deaths), "rollout/requests_moved": float(pool.moved)}
 
 
 def _share(episodes: Sequence[Trajectory], test: Callable[[Trajectory], bool]) -> float:

@@ -31,7 +31,6 @@ def check_supported(cfg: Config) -> None:
     refused = {
         f"rollout.engine = {cfg.rollout.engine!r}": cfg.rollout.engine != "hf",
         f"rollout.tensor_parallel = {cfg.rollout.tensor_parallel}": cfg.rollout.tensor_parallel > 1,
-        f"rollout.over_sample_rate = {cfg.rollout.over_sample_rate:g}": cfg.rollout.over_sample_rate > 0,
         f"train.sequence_parallel = {cfg.train.sequence_parallel}": cfg.train.sequence_parallel > 1,
         f"rollout.top_p = {cfg.rollout.top_p:g}": cfg.rollout.top_p < 1,
         f"rollout.top_k = {cfg.rollout.top_k}": cfg.rollout.top_k > 0,
@@ -99,9 +98,13 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
     from posttrain.data.chat import ChatDeltas
     from posttrain.models.load import stop_token_ids
     from posttrain.rollout.episode import Environment
+    from posttrain.rollout.interaction import open_interaction
     from posttrain.tools.base import TOOLS
     from posttrain.tools.parsers import PARSERS
 
+    interaction = None
+    if cfg.rollout.interaction:
+        interaction = open_interaction(cfg.rollout.interaction, cfg.rollout.interaction_options)
     tools: dict[str, Any] = {}
     for name in cfg.rollout.tools:
         tool = TOOLS.get(name)()
@@ -116,6 +119,7 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
         deltas=ChatDeltas(tokenizer, schemas, **template_kwargs),
         cfg=cfg.rollout,
         template_kwargs=template_kwargs,
+        interaction=interaction,
     )
 
 

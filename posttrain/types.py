@@ -7,6 +7,7 @@ Shape legend: T tokens of one episode (prompt and all turns).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -64,6 +65,10 @@ class Prompt:
         return self.extra_info.get("tools_kwargs") or {}
 
 
+Ids = Sequence[int] | npt.NDArray[np.int32]
+"""[T] token ids."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one continuation is sampled. ``temperature`` 0 is greedy. The log-probabilities an engine returns are of the
@@ -103,7 +108,8 @@ class Score:
     error: str | None = None
 
 
-StopReason = Literal["stop", "length", "max_turns", "prompt_too_long", "deadline", "error"]
+StopReason = Literal["stop", "length", "max_turns", "max_user_turns", "prompt_too_long", "deadline", "error"]
+"""Why an episode ended: the assistant (or the simulated user) was done, a limit of `rollout`, or a failure."""
 
 
 @dataclass
@@ -126,9 +132,13 @@ class Trajectory:
     """Assistant turns taken."""
     tool_calls: int
     seconds: float
-    """Wall time of the episode."""
+    """Wall time of the episode, in which it was played."""
     prompt_length: int
     """Tokens of the first rendered prompt."""
+    user_turns: int = 0
+    """Turns of the simulated user."""
+    tool_seconds: float = 0.0
+    """The part of ``seconds`` in which it waited for tools and the simulated user."""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False

@@ -10,6 +10,7 @@ import pytest
 
 from posttrain.datasets.base import DATASETS
 from posttrain.rewards import DATA_SOURCES, GRADERS
+from posttrain.rollout.interaction import INTERACTIONS
 from posttrain.tools.base import TOOLS
 from posttrain.tools.parsers import PARSERS
 
@@ -29,7 +30,7 @@ def test_data() -> Path:
 def registries_of_its_own() -> Iterator[None]:
     """Plugins that one file's tests load, by running commands in this process, are gone for the next file's."""
     with pytest.MonkeyPatch.context() as patch:
-        for registry in (DATASETS, GRADERS, TOOLS, PARSERS):
+        for registry in (DATASETS, GRADERS, INTERACTIONS, PARSERS, TOOLS):
             patch.setattr(registry, "_entries", dict(registry._entries))
         sources = dict(DATA_SOURCES)
         yield

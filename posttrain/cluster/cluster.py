@@ -10,7 +10,6 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -104,6 +103,7 @@ class Cluster:
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
         self.actors: list[Any] = []
+        self._samplers: dict[int, RemoteSampler] = {}
         self.groups: dict[str, PlacementGroup] = {}
         self.owns_ray = False
 
@@ -180,6 +180,11 @@ class Cluster:
 
     async def samplers(self, source: ModelSource, stop_token_ids: list[int]) -> list[RemoteSampler]:
         """Start ``rollout.replicas`` engines with the model's own weights, as version 0."""
+        starting = (self.sampler(source, stop_token_ids, index) for index in range(self.cfg.rollout.replicas))
+        return await asyncio.gather(*starting)
+
+    async def sampler(self, source: ModelSource, stop_token_ids: list[int], index: int) -> RemoteSampler:
+        """Start engine ``index``, in the place of the one before it if there was one."""
         cfg = self.cfg
         count = cfg.rollout.replicas
         spec = EngineSpec(
@@ -192,16 +197,21 @@ class Cluster:
             memory_fraction=cfg.rollout.memory_fraction,
             stop_token_ids=stop_token_ids,
             threads=_threads(count),
+            replica=index,
         )
+        if (dead := self._samplers.pop(index, None)) is not None:
+            dead.kill()  # one that only hangs would hold its memory
         pool = "trainers" if cfg.cluster.placement == "colocated" and "trainers" in self.groups else "samplers"
-        samplers = []
-        for i in range(count):
-            options = await self._options(pool, count, i)
-            actor = ray.remote(SamplerActor).options(**options).remote(replace(spec, replica=i), cfg.plugins)
-            self.actors.append(actor)
-            samplers.append(RemoteSampler(actor, f"sampler {i}", cfg.cluster.step_deadline_s))
-        await asyncio.gather(*(s.start(cfg.cluster.start_deadline_s) for s in samplers))
-        return samplers
+        options = await self._options(pool, count, index)
+        actor = ray.remote(SamplerActor).options(**options).remote(spec, cfg.plugins)
+        self.actors.append(actor)
+        deadlines = cfg.cluster
+        sampler = RemoteSampler(
+            actor, f"sampler {index}", deadline_s=deadlines.step_deadline_s, silence_s=deadlines.silence_deadline_s
+        )
+        await sampler.start(deadlines.start_deadline_s)
+        self._samplers[index] = sampler
+        return sampler
 
     async def reward_model(self, cfg: RewardModelConfig) -> RemoteRewardModel:
         """Start a reward model. On GPUs it shares the last one of those started before it, which has the least to do;

@@ -7,11 +7,16 @@ trip of its own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import psutil
 import ray
 
 from posttrain.cluster.calls import gather
@@ -19,14 +24,15 @@ from posttrain.cluster.wire import Wire, from_wire
 from posttrain.errors import PosttrainError, RunError
 from posttrain.registry import load_plugins
 from posttrain.rollout.hf import EngineSpec, HFSampler
-from posttrain.types import Sample, SamplingParams
+from posttrain.types import Ids, Sample, SamplingParams
 
 _HEARTBEAT_S = 5.0
 """An engine without an answer to give says so this often, so that silence means trouble."""
-_SILENCE_S = 60.0
-"""An engine that has said nothing for this long is taken for dead."""
 
+Request = tuple[int, npt.NDArray[np.int32], SamplingParams]
 Answer = tuple[int, Sample | PosttrainError]
+ProcessOf = tuple[str, int, float]
+"""(node, process id, when it was created)"""
 
 
 class SamplerActor:
@@ -39,10 +45,12 @@ class SamplerActor:
         self.answers: list[Answer] = []
         self.answered = asyncio.Event()
 
-    async def start(self) -> None:
+    async def start(self) -> ProcessOf:
+        """Load the engine."""
         self.engine = HFSampler(self.spec)
+        return ray.get_runtime_context().get_node_id(), os.getpid(), psutil.Process().create_time()
 
-    async def submit(self, requests: Sequence[tuple[int, Sequence[int], SamplingParams]]) -> None:
+    async def submit(self, requests: Sequence[Request]) -> None:
         for request_id, ids, params in requests:
             task = self.tasks[request_id] = asyncio.create_task(self._run(request_id, ids, params))
             # Not in `_run` itself: a task that is aborted before its first step never runs.
@@ -51,7 +59,7 @@ class SamplerActor:
     def _forget(self, request_id: int, task: asyncio.Task[None]) -> None:
         self.tasks.pop(request_id, None)
 
-    async def _run(self, request_id: int, ids: Sequence[int], params: SamplingParams) -> None:
+    async def _run(self, request_id: int, ids: Ids, params: SamplingParams) -> None:
         try:
             answer: Sample | PosttrainError = await self.engine.generate(ids, params)
         except PosttrainError as error:
@@ -83,7 +91,7 @@ class SamplerActor:
             await self.engine.load_weights({name: from_wire(wire) for name, wire in bucket.items()})
         await self.engine.finish_update(version)
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Ids], temperature: float) -> list[list[float]]:
         return await self.engine.score(sequences, temperature)
 
     async def close(self) -> None:
@@ -93,26 +101,37 @@ class SamplerActor:
 class RemoteSampler:
     """The driver's handle on one ``SamplerActor``."""
 
-    def __init__(self, actor: Any, name: str, deadline_s: float) -> None:
+    def __init__(self, actor: Any, name: str, *, deadline_s: float, silence_s: float) -> None:
         self.actor = actor
         self.name = name
         self.deadline_s = deadline_s
+        self.silence_s = silence_s
         self.ids = itertools.count()
         self.waiting: dict[int, asyncio.Future[Sample]] = {}
-        self.outbox: list[tuple[int, Sequence[int], SamplingParams]] = []
+        self.outbox: list[Request] = []
         self.collector: asyncio.Task[None] | None = None
 
     async def start(self, deadline_s: float) -> None:
-        await self._call("start", deadline_s)
+        self.process: ProcessOf = await self._call("start", deadline_s)
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Sample:
+    def kill(self) -> None:
+        """End the process. One that is stopped or stuck in the kernel does not hear Ray."""
+        ray.kill(self.actor)
+        node, pid, created = self.process
+        if node == ray.get_runtime_context().get_node_id():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.create_time() == created:  # else it has ended, and another has its number
+                    process.kill()
+
+    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
         loop = asyncio.get_running_loop()
         request_id = next(self.ids)
         future: asyncio.Future[Sample] = loop.create_future()
         self.waiting[request_id] = future
         if not self.outbox:
             loop.call_soon(self._flush)
-        self.outbox.append((request_id, list(prompt_ids), params))
+        self.outbox.append((request_id, np.asarray(prompt_ids, np.int32), params))
         try:
             return await future
         except asyncio.CancelledError:
@@ -132,7 +151,7 @@ class RemoteSampler:
         try:
             while self.waiting:
                 ref = self.actor.collect.remote()
-                (answers,) = await gather([ref], [self.name], "generation", _SILENCE_S)
+                (answers,) = await gather([ref], [self.name], "generation", self.silence_s)
                 for request_id, answer in answers:
                     future = self.waiting.pop(request_id, None)
                     if future is None or future.done():
@@ -151,9 +170,9 @@ class RemoteSampler:
         """Load the weights that a trainer put into shared memory, and count as ``version`` from then on."""
         await self._call("update_weights", self.deadline_s, version, list(buckets))
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Ids], temperature: float) -> list[list[float]]:
         result: list[list[float]] = await self._call(
-            "score", self.deadline_s, [list(s) for s in sequences], temperature
+            "score", self.deadline_s, [np.asarray(s, np.int32) for s in sequences], temperature
         )
         return result
 

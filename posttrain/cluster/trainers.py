@@ -16,6 +16,7 @@ from posttrain.cluster.wire import to_wire
 from posttrain.data.pack import PackedBatch, Placement, place
 from posttrain.registry import load_plugins
 from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
+from posttrain.types import Ids
 
 BUCKET_BYTES = 256 << 20
 
@@ -124,6 +125,6 @@ class TrainerGroup:
         )
 
 
-def canary_batch(sequences: Sequence[Sequence[int]]) -> PackedBatch:
+def canary_batch(sequences: Sequence[Ids]) -> PackedBatch:
     """Sequences in which every token but the first is to be scored."""
     return PackedBatch.from_sequences(sequences, [torch.ones(len(s), dtype=torch.bool).tolist() for s in sequences])

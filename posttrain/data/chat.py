@@ -7,6 +7,7 @@ again, so what is trained is exactly what was sampled.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data.frames import frame, keeps_track
 from posttrain.data.messages import AnyMessage, normalize_messages, normalize_tools
 from posttrain.data.spans import AssistantSpans
 from posttrain.data.template import ChatTemplate, Span
@@ -144,12 +146,24 @@ def render_prompt(
 ) -> list[int]:
     """Token ids of the conversation so far, ending where the assistant starts to write. Raises ``DataError``."""
     template = ChatTemplate(tokenizer, template_kwargs)
-    text = template.text(normalize_messages(messages), tools, add_generation_prompt=True)
+    return encode(tokenizer, template.text(normalize_messages(messages), tools, add_generation_prompt=True))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that has its control tokens in it."""
+    if tokenizer.is_fast:  # past the wrapper, which starts threads even for one text
+        encoded: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return encoded
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
-_STAND_IN = "(what the assistant wrote)"
+_USER: dict[str, Any] = {"role": "user", "content": "?"}
+_PLAIN = {"role", "name", "content"}
+"""Keys of a reply that has nothing out of the ordinary."""
+_FRAMES = 4096
+"""Most frames that are kept."""
+_ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "(what the assistant wrote)"}
 
 
 class ChatDeltas:
@@ -157,6 +171,9 @@ class ChatDeltas:
 
     The text is rendered after a stand-in conversation of fixed size, so a turn costs the same at any length of history.
     It is exact wherever the template does not rewrite history.
+
+    Raises:
+        DataError: the template cannot show the result of a tool, and there are ``tools``.
     """
 
     def __init__(
@@ -169,19 +186,86 @@ class ChatDeltas:
         self.tools = tools
         self.template = ChatTemplate(tokenizer, template_kwargs)
         self.eos = str(tokenizer.eos_token)
+        self._control = _control_tokens(tokenizer)
+        self._frames: dict[tuple[str, ...], list[str] | None] = {}
+        self._with_calls = False
         if tools:  # a template that cannot do it is known before the first episode
-            self.ids([{"role": "tool", "content": "?"}])
+            self._with_calls = self._needs_calls()
 
     def ids(self, messages: Sequence[AnyMessage]) -> list[int]:
         """Ids of ``messages`` (tool results or a user's reply) that follow a turn whose end-of-turn token was sampled,
-        up to where the assistant writes again."""
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
-        text = self.template.text([*before, *normalize_messages(messages)], self.tools, add_generation_prompt=True)
-        _, finished_turn, rest = text.partition(_STAND_IN + self.eos)
-        if not finished_turn:
+        up to where the assistant writes again. Raises ``DataError``."""
+        return encode(self.tokenizer, self.text(messages))
+
+    def text(self, messages: Sequence[AnyMessage]) -> str:
+        """``ids`` as text. Raises ``DataError``."""
+        replies = normalize_messages(messages)
+        texts = [reply["content"] for reply in replies]
+        # Nothing but the texts differs from one time to the next.
+        key = tuple(str(reply.get(field)) for reply in replies for field in ("role", "name"))
+        if not all(isinstance(text, str) for text in texts) or any(reply.keys() - _PLAIN for reply in replies):
+            return self._render(replies)
+        if key not in self._frames and len(self._frames) < _FRAMES:
+            self._frames[key] = self._frame(replies)
+        pieces = self._frames.get(key)
+        if pieces is None:
+            return self._render(replies)
+        return "".join(piece for pair in zip(pieces, [*texts, ""], strict=True) for piece in pair)
+
+    def _frame(self, replies: Sequence[dict[str, Any]]) -> list[str] | None:
+        """What the template puts around the texts of such replies, if it does not depend on the texts."""
+        if not keeps_track(self.template.source(self.tools)):
+            return None
+
+        def render(texts: Sequence[str]) -> str:
+            return self._render([{**reply, "content": text} for reply, text in zip(replies, texts, strict=True)])
+
+        return frame(render, len(replies))
+
+    def _render(self, replies: Sequence[dict[str, Any]]) -> str:
+        before = [_USER, self._stand_in(replies) if self._with_calls else _ASSISTANT]
+        text = self.template.text([*before, *replies], self.tools, add_generation_prompt=True)
+        _, wrote, rest = text.partition(_ASSISTANT["content"])
+        calls, ended, delta = rest.partition(self.eos)
+        if not wrote or not ended or (calls and not self._with_calls):
             raise DataError(
                 "the chat template does not continue a finished assistant turn",
                 hint="multi-turn rollouts need a template that ends turns with the end-of-sequence token",
             )
-        ids: list[int] = self.tokenizer(rest, add_special_tokens=False)["input_ids"]
-        return ids
+        return delta
+
+    def without_control_tokens(self, text: str) -> str:
+        """``text`` with a space inside whatever would become a control token, such as an end of turn: what tools and
+        simulated users say must not be able to end their turn."""
+        return self._control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+    def _needs_calls(self) -> bool:
+        """Whether the template shows a tool's result only after an assistant message that has ``tool_calls``."""
+        probe = {"role": "tool", "name": "f", "content": "(what the tool said)"}
+        refused = DataError("the chat template does not show what tools say", hint="use one that knows the role tool")
+        for self._with_calls in (False, True):
+            try:
+                if probe["content"] in self._render([dict(probe)]):
+                    return self._with_calls
+            except DataError as error:
+                refused = error
+        raise refused
+
+    @staticmethod
+    def _stand_in(replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """An assistant message with a call for each of the replies, whose ids are given to them."""
+        calls = []
+        for number, reply in enumerate(replies):
+            if reply["role"] == "tool":
+                reply.setdefault("tool_call_id", f"call{number:05d}")
+                function = {"name": reply.get("name", "f"), "arguments": {}}
+                calls.append({"id": reply["tool_call_id"], "type": "function", "function": function})
+        return {**_ASSISTANT, "tool_calls": calls} if calls else _ASSISTANT
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Finds the tokenizer's special tokens in a text."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= {str(token) for token in tokenizer.all_special_tokens}
+    longest_first = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -34,8 +34,12 @@ class BatchOrder:
 
     def next(self) -> list[int]:
         """Row indices of the next batch."""
-        indices = [self._row(self.position + i) for i in range(self.batch_size)]
-        self.position += self.batch_size
+        return self.take(self.batch_size)
+
+    def take(self, count: int) -> list[int]:
+        """The next ``count`` row indices."""
+        indices = [self._row(self.position + i) for i in range(count)]
+        self.position += count
         return indices
 
     def _row(self, position: int) -> int:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ints = Sequence[int] | npt.NDArray[np.int32]
+from posttrain.types import Ids
+
 Bools = Sequence[bool] | npt.NDArray[np.bool_]
 
 
@@ -59,7 +60,7 @@ class PackedBatch:
         return self.cu_seqlens.diff().tolist()
 
     @staticmethod
-    def from_sequences(ids: Sequence[Ints], masks: Sequence[Bools]) -> PackedBatch:
+    def from_sequences(ids: Sequence[Ids], masks: Sequence[Bools]) -> PackedBatch:
         """Pack sequences in order. The first token of a sequence never carries loss: nothing predicts it."""
         lengths = torch.tensor([len(s) for s in ids], dtype=torch.int64)
         offsets = torch.zeros(len(ids) + 1, dtype=torch.int32)

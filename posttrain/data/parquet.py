@@ -43,6 +43,9 @@ _BATCH = 1024
 _GROUP_ROWS, _GROUP_BYTES = 8192, 32 << 20
 """Most rows, and about the most bytes, of a row group: what a reader that streams holds at once."""
 
+_MOST_TOOLS = 256
+_TOOLS_TEXTS: dict[tuple[int, ...], tuple[Sequence[ToolSchema], str]] = {}
+
 R = TypeVar("R", RlhfRow, SftRow)
 _RLHF = (("data_source", "prompt", "reward_model"), ("ability", "extra_info", "tools", "tools_kwargs", "images"))
 _SFT = (("messages",), ("tools", "images"))
@@ -63,7 +66,15 @@ def sft_row(conversation: Conversation) -> dict[str, Any]:
 
 def tools_text(tools: Sequence[ToolSchema]) -> str | None:
     """Function schemas as the text of the ``tools`` column; None where there are none."""
-    return json.dumps(tools, ensure_ascii=False) if tools else None
+    if not tools:
+        return None
+    # Most rows have the same tools. They are kept beside their text, so that no other object gets their ids.
+    key = tuple(map(id, tools))
+    if key not in _TOOLS_TEXTS:
+        if len(_TOOLS_TEXTS) == _MOST_TOOLS:
+            _TOOLS_TEXTS.clear()
+        _TOOLS_TEXTS[key] = (tuple(tools), json.dumps(tools, ensure_ascii=False))
+    return _TOOLS_TEXTS[key][1]
 
 
 def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], schema: type[RlhfRow | SftRow] | None = None) -> int:

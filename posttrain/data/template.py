@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Template, nodes
+from jinja2 import Environment, Template, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.visitor import NodeTransformer
 
@@ -57,6 +57,10 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self.kwargs = dict(template_kwargs)
+
+    def source(self, tools: Sequence[ToolSchema] | None = None) -> str:
+        """The template itself; some tokenizers have another one for conversations with tools."""
+        return str(self.tokenizer.get_chat_template(None, list(tools) if tools else None))
 
     def text(
         self,
@@ -104,12 +108,11 @@ class ChatTemplate:
 
     def _marked(self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema] | None, fence: str) -> str:
         listed = list(tools) if tools else None
-        source = str(self.tokenizer.get_chat_template(None, listed))
         # The same variables as in apply_chat_template; `messages` are told apart by identity.
         variables = {**self.tokenizer.special_tokens_map, **self.kwargs}
         variables |= {"messages": messages, "tools": listed, "documents": None, "add_generation_prompt": False}
         try:
-            return instrument(source).render({**variables, _MARK: _marker(messages, fence)})
+            return instrument(self.source(tools)).render({**variables, _MARK: _marker(messages, fence)})
         except _RAISED as error:
             raise DataError(f"the chat template cannot be traced: {error}") from error
 
@@ -139,15 +142,21 @@ def _without_train(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def instrument(source: str) -> Template:
     """A chat template that calls ``_MARK`` at the start of each round of each loop, after each loop, and around each
     ``{% generation %}`` block, and writes what it returns."""
-    # Private, but the only door to the environment that transformers renders chat templates in: its filters, its
-    # whitespace rules, its sandbox. That it is still the same one is proven for each conversation by the comparison.
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    environment = _compile_jinja_template(source).environment
-    tree = _Instrument().visit(environment.parse(source))
+    environment, tree = parse(source)
+    tree = _Instrument().visit(tree)
     tree.set_environment(environment)
     compiled: Template = environment.from_string(tree)
     return compiled
+
+
+def parse(source: str) -> tuple[Environment, nodes.Template]:
+    """The environment in which transformers renders chat templates, and a template's syntax tree."""
+    # Private, but the only door to that environment: its filters, its whitespace rules, its sandbox. That it is still
+    # the same one is proven by comparisons with what transformers renders.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment: Environment = _compile_jinja_template(source).environment
+    return environment, environment.parse(source)
 
 
 class _Instrument(NodeTransformer):
@@ -170,10 +179,15 @@ class _Instrument(NodeTransformer):
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
-        called = node.call.node
-        if isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation_support":
+        if is_generation(node):
             node.body = [_mark(node, _GENERATION, nodes.Const(True)), *node.body, _mark(node, _GENERATION)]
         return node
+
+
+def is_generation(block: nodes.CallBlock) -> bool:
+    """Whether it is ``{% generation %}``."""
+    called = block.call.node
+    return isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation_support"
 
 
 def _set_by_index(statement: nodes.Node, names: set[str]) -> str | None:

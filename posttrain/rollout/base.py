@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from posttrain.types import Sample, SamplingParams
+from posttrain.types import Ids, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Sampler(Protocol):
-    """One engine replica as the driver sees it. All methods are coroutines of one event loop."""
+class Generator(Protocol):
+    """What an episode needs of a sampler."""
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
         """Continue ``prompt_ids``. Cancelling the coroutine aborts the request."""
         ...
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+
+class Sampler(Generator, Protocol):
+    """One engine replica as the driver sees it. All methods are coroutines of one event loop."""
+
+    async def score(self, sequences: Sequence[Ids], temperature: float) -> list[list[float]]:
         """Log-probability of each token given those before it (0 for the first) under the current weights."""
         ...
 

@@ -1,30 +1,36 @@
-"""One episode: the model writes, its tool calls run, their results are appended, until it stops.
+"""One episode: the model writes, its tool calls run or a simulated user answers, and so on until it stops.
 
 The token contract: the prompt is rendered once; each turn appends the ids that were sampled and then the rendered delta
-of the tool results. History is never tokenized again, so a trajectory's tokens are exactly what the engine saw.
+of what answers them. History is never tokenized, rendered or copied again, so a trajectory's tokens are exactly what
+the engine saw, and a turn costs the same however many came before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from posttrain.config import RolloutConfig
 from posttrain.data.chat import ChatDeltas, render_prompt
 from posttrain.errors import PosttrainError, RunError
+from posttrain.rollout.record import Record
 from posttrain.tools.base import Tool, ToolResult
 from posttrain.tools.parsers import ParsedCall, ToolParser
-from posttrain.types import Message, Prompt, Sample, SamplingParams, StopReason, Trajectory
+from posttrain.types import Message, Prompt, SamplingParams, StopReason, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from posttrain.rollout.base import Sampler
+    from posttrain.rollout.base import Generator
+    from posttrain.rollout.interaction import Interaction, UserTurn
+
+EpisodeState = Literal["pending", "running", "tool_calling", "completed", "failed"]
+"""Not begun; the model writes, or is about to; tools or the simulated user are at work; ended; ended with an error."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Environment:
     cfg: RolloutConfig
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Of the chat template, such as ``enable_thinking``; the same as in ``deltas``."""
+    interaction: Interaction | None = None
+    """The simulated user."""
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
@@ -50,173 +58,268 @@ class Environment:
         return render_prompt(prompt.messages, self.tokenizer, self.schemas, **self.template_kwargs)
 
 
-@dataclass
-class _Record:
-    """The growing token columns of an episode."""
+class Episode:
+    """One play of a prompt.
 
-    tokens: list[int]
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    Args:
+        prompt_ids: ``env.prompt_ids(prompt)``, for a caller that plays a prompt several times; None: rendered here.
+    """
 
-    def __post_init__(self) -> None:
-        count = len(self.tokens)
-        self.mask, self.logprobs, self.versions = [False] * count, [0.0] * count, [-1] * count
-
-    def sampled(self, sample: Sample) -> None:
-        count = len(sample.ids)
-        self.tokens += sample.ids
-        self.mask += [True] * count
-        self.logprobs += sample.logprobs
-        self.versions += [sample.version] * count
-
-    def given(self, ids: Sequence[int]) -> None:
-        self.tokens += ids
-        self.mask += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
-
-
-async def run_episode(prompt: Prompt, sampler: Sampler, env: Environment, *, temperature: float) -> Trajectory:
-    """Play one episode to its end. Failures of the engine or a tool end the episode, and are recorded in it."""
-    started = time.perf_counter()
-    record = _Record(env.prompt_ids(prompt))
-    episode = _Episode(prompt, sampler, env, record, temperature)
-    error: str | None = None
-    try:
-        async with asyncio.timeout(env.cfg.episode_deadline_s):
-            reason = await episode.play()
-    except TimeoutError:
-        reason = "deadline"
-    except PosttrainError as failure:
-        reason, error = "error", f"{type(failure).__name__}: {failure.message}"
-    finally:
-        tool_failure = await episode.release()
-    if tool_failure is not None and error is None:
-        reason, error = "error", tool_failure
-    if reason == "deadline":
-        error = f"episode took longer than {env.cfg.episode_deadline_s:g} s (rollout.episode_deadline_s)"
-    return Trajectory(
-        prompt=prompt,
-        tokens=np.asarray(record.tokens, dtype=np.int32),
-        loss_mask=np.asarray(record.mask, dtype=np.bool_),
-        logprobs=np.asarray(record.logprobs, dtype=np.float32),
-        weight_version=np.asarray(record.versions, dtype=np.int32),
-        messages=episode.messages,
-        stop_reason=reason,
-        turns=episode.turns,
-        tool_calls=episode.tool_calls,
-        seconds=time.perf_counter() - started,
-        prompt_length=episode.prompt_length,
-        reward_parts=episode.tool_rewards,
-        error=error,
-    )
-
-
-class _Episode:
-    """The state of one episode while it runs."""
-
-    def __init__(self, prompt: Prompt, sampler: Sampler, env: Environment, record: _Record, temperature: float) -> None:
-        self.prompt, self.sampler, self.env, self.record = prompt, sampler, env, record
-        self.temperature = temperature
+    def __init__(
+        self, prompt: Prompt, env: Environment, *, temperature: float, prompt_ids: Sequence[int] | None = None
+    ) -> None:
+        self.prompt, self.env, self.temperature = prompt, env, temperature
+        self.state: EpisodeState = "pending"
+        self.record = Record(env.prompt_ids(prompt) if prompt_ids is None else prompt_ids)
+        self.prompt_length = len(self.record)
         self.messages: list[Message] = list(prompt.messages)
-        self.prompt_length = len(record.tokens)
-        self.turns = 0
-        self.tool_calls = 0
-        self.states: dict[str, Any] = {}
-        self.tool_rewards: dict[str, float] = {}
+        self.turns = self.user_turns = self.tool_calls = 0
+        self.seconds = self.tool_seconds = 0.0
+        self.reward_parts: dict[str, float] = {}
+        self._tool_states: dict[str, Any] = {}
+        self._user_state: Any = None
+        self._has_user = False
+
+    @property
+    def resumable(self) -> bool:
+        """Whether an episode whose ``play`` was cancelled can be played on: no call of a tool was cut off."""
+        return self.state in ("pending", "running")
+
+    async def play(self, sampler: Generator) -> Trajectory:
+        """Play to the end, from wherever the episode stands.
+
+        Failures of the engine or a tool end the episode, and are recorded in it. Cancelling leaves it as it stands:
+        play it on if it is ``resumable``, or ``release`` it.
+        """
+        error: str | None = None
+        begun = time.perf_counter()
+        deadline = asyncio.timeout(self.env.cfg.episode_deadline_s - self.seconds)
+        try:
+            async with deadline:
+                reason = await self._play(sampler)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            reason = "deadline"
+            error = f"episode took longer than {self.env.cfg.episode_deadline_s:g} s (rollout.episode_deadline_s)"
+        except PosttrainError as failure:
+            reason, error = "error", f"{type(failure).__name__}: {failure.message}"
+        finally:
+            self.seconds += time.perf_counter() - begun
+        failed_tool = await self.release()
+        if failed_tool is not None and error is None:
+            reason, error = "error", failed_tool
+        self.state = "completed" if error is None else "failed"
+        columns = self.record.columns()
+        return Trajectory(
+            prompt=self.prompt,
+            tokens=columns["tokens"],
+            loss_mask=columns["loss_mask"],
+            logprobs=columns["logprobs"],
+            weight_version=columns["weight_version"],
+            messages=self.messages,
+            stop_reason=reason,
+            turns=self.turns,
+            user_turns=self.user_turns,
+            tool_calls=self.tool_calls,
+            seconds=self.seconds,
+            tool_seconds=self.tool_seconds,
+            prompt_length=self.prompt_length,
+            reward_parts=self.reward_parts,
+            error=error,
+        )
+
+    async def release(self) -> str | None:
+        """Every tool's own reward, and its release whatever happened before. Returns what went wrong, or None."""
+        self.state = "tool_calling"
+        failures: list[str] = []
+        while self._tool_states:
+            name = next(iter(self._tool_states))
+            state = self._tool_states.pop(name)
+            try:
+                reward = await within(self.env.cfg.tool_deadline_s, _end(self.env.tools[name], state))
+                if reward is not None:
+                    self.reward_parts[f"tool/{name}"] = reward
+            except Exception as error:  # a user's code: the other tools are released all the same
+                failures.append(f"tool {name} failed at the end of the episode: {type(error).__name__}: {error}")
+        if self._has_user and self.env.interaction is not None:
+            self._has_user = False
+            try:
+                await within(self.env.cfg.tool_deadline_s, self.env.interaction.release(self._user_state))
+            except Exception as error:
+                failures.append(f"the interaction failed in release: {type(error).__name__}: {error}")
+        return failures[0] if failures else None
+
+    # ------------------------------------------------------------------ the state machine
 
     @property
     def tokens_left(self) -> int:
-        return self.env.cfg.max_response_tokens - (len(self.record.tokens) - self.prompt_length)
+        return self.env.cfg.max_response_tokens - (len(self.record) - self.prompt_length)
 
-    async def play(self) -> StopReason:
-        """Assistant turn, tool turn, assistant turn, ... Returns why it ended."""
-        cfg = self.env.cfg
-        if self.prompt_length > cfg.max_prompt_tokens:
-            return "prompt_too_long"
-        for name, tool in self.env.tools.items():
-            try:
-                self.states[name] = await tool.create(self.prompt)
-            except PosttrainError:
-                raise
-            except Exception as error:  # a user's code: it costs this episode, not the run
-                raise RunError(f"tool {name} failed in create: {type(error).__name__}: {error}") from error
+    async def _play(self, sampler: Generator) -> StopReason:
+        """Assistant turn, tools' or user's turn, assistant turn, ... Returns why it ended."""
+        if self.state == "pending":
+            if self.prompt_length > self.env.cfg.max_prompt_tokens:
+                return "prompt_too_long"
+            self.state = "tool_calling"
+            await self._create()
         while True:
-            sample = await self.assistant_turn()
-            if sample.finish_reason == "length":
-                return "length"
-            calls = self.env.parser.parse(self.messages[-1]["content"]).calls if self.env.tools else []
-            if not calls:
-                return "stop"
-            if self.turns >= cfg.max_turns:
-                return "max_turns"
-            delta = await self.tool_turn(calls)
+            self.state = "running"
+            if (reason := await self._assistant_turn(sampler)) is not None:
+                return reason
+            self.state = "tool_calling"
+            begun = time.perf_counter()
+            try:
+                answer = await self._answer()
+            finally:
+                self.tool_seconds += time.perf_counter() - begun
+            if isinstance(answer, str):
+                return answer
+            delta = self.env.deltas.ids(answer)
             if len(delta) >= self.tokens_left:
                 return "length"
             self.record.given(delta)
 
-    async def assistant_turn(self) -> Sample:
+    async def _create(self) -> None:
+        deadline = self.env.cfg.tool_deadline_s
+        for name, tool in self.env.tools.items():
+            created = within(deadline, tool.create(self.prompt))
+            self._tool_states[name] = await _users(f"tool {name} failed in create", created)
+        if self.env.interaction is not None:
+            created = within(deadline, self.env.interaction.create(self.prompt))
+            self._user_state = await _users("the interaction failed in create", created)
+            self._has_user = True
+
+    async def _assistant_turn(self, sampler: Generator) -> StopReason | None:
         params = SamplingParams(self.tokens_left, self.temperature)
-        sample = await self.sampler.generate(self.record.tokens, params)
+        sample = await sampler.generate(self.record.ids, params)
         self.record.sampled(sample)
         self.turns += 1
         ids = sample.ids
         if sample.finish_reason == "stop" and ids and ids[-1] in self.env.stop_token_ids:
             ids = ids[:-1]
         self.messages.append({"role": "assistant", "content": str(self.env.tokenizer.decode(ids))})
-        return sample
+        return "length" if sample.finish_reason == "length" else None
 
-    async def tool_turn(self, calls: Sequence[ParsedCall]) -> list[int]:
-        """Run the calls of one turn side by side; ids of what the model reads next."""
+    async def _answer(self) -> list[Message] | StopReason:
+        """What the model reads next, from tools or the simulated user; or why there is no next turn."""
+        cfg = self.env.cfg
+        calls = self.env.parser.parse(self.messages[-1]["content"]).calls if self.env.tools else []
+        last = self.turns >= cfg.max_turns
+        if calls:
+            return "max_turns" if last else await self._tool_turn(calls)
+        if self.env.interaction is None:
+            return "stop"
+        said = await self._ask_user(self.env.interaction)
+        if said.text is None:
+            return "stop"
+        if last or self.user_turns >= cfg.max_user_turns:
+            return "max_turns" if last else "max_user_turns"
+        self.user_turns += 1
+        reply: list[Message] = [{"role": "user", "content": self._harmless(said.text)}]
+        self.messages += reply
+        return reply
+
+    async def _ask_user(self, user: Interaction) -> UserTurn:
+        answer = within(self.env.cfg.tool_deadline_s, user.respond(self._user_state, self.messages))
+        said = await _users("the interaction failed", answer)
+        if said.reward is not None:
+            self.reward_parts["user"] = said.reward
+        return said
+
+    async def _tool_turn(self, calls: Sequence[ParsedCall]) -> list[Message]:
+        """Run the calls of one turn side by side."""
+        cfg = self.env.cfg
         self.tool_calls += len(calls)
-        results = await asyncio.gather(*(self.call(c) for c in calls))
-        limit = self.env.cfg.max_tool_response_chars
-        replies: list[Message] = [{"role": "tool", "content": _cut_middle(r.text, limit)} for r in results]
+        run = calls[: cfg.max_calls_per_turn]
+        results = [await self._call(run[0])] if len(run) == 1 else await asyncio.gather(*map(self._call, run))
+        over = ToolResult(f"error: not run: a turn may have {cfg.max_calls_per_turn} calls", error=True)
+        results = [*results, *[over] * (len(calls) - len(run))]
+        replies: list[Message] = []
+        for call, result in zip(calls, results, strict=True):
+            text = self._harmless(cut(result.text, cfg.max_tool_response_chars, cfg.tool_response_cut))
+            named: Message = {"role": "tool", "name": call.name, "content": text}
+            replies.append(named if call.name in self.env.tools else {"role": "tool", "content": text})
         self.messages += replies
-        return self.env.deltas.ids(replies)
+        return replies
 
-    async def call(self, call: ParsedCall) -> ToolResult:
+    async def _call(self, call: ParsedCall) -> ToolResult:
         """Run one call. Whatever goes wrong becomes a message that the model can read."""
         if call.error is not None:
             return ToolResult(f"error: {call.error}", error=True)
         tool = self.env.tools.get(call.name)
         if tool is None:
             return ToolResult(f"error: unknown tool {call.name!r}; known: {', '.join(self.env.tools)}", error=True)
-        deadline = self.env.cfg.tool_deadline_s
         try:
-            async with asyncio.timeout(deadline):
-                result = await tool.call(self.states[call.name], call.arguments)
+            work = tool.call(self._tool_states[call.name], call.arguments)
+            result = await within(self.env.cfg.tool_deadline_s, work)
             if not isinstance(result, ToolResult):
                 raise TypeError(f"it must return a ToolResult, not {type(result).__name__}")
             return result
-        except TimeoutError:
-            return ToolResult(f"error: {call.name} did not answer within {deadline:g} s", error=True)
+        except LateError as late:
+            return ToolResult(f"error: {call.name} {late}", error=True)
         except Exception as error:
             # A tool is a user's code: its failure is the model's to read, and stays in the trace.
             return ToolResult(f"error: {call.name} failed: {type(error).__name__}: {error}", error=True)
 
-    async def release(self) -> str | None:
-        """Every tool's own reward, and its release whatever happened before. Returns what went wrong, or None."""
-        failure = None
-        for name, state in self.states.items():
-            tool = self.env.tools[name]
-            try:
-                async with asyncio.timeout(self.env.cfg.tool_deadline_s):
-                    try:
-                        reward = await tool.reward(state)
-                    finally:
-                        await tool.release(state)
-                if reward is not None:
-                    self.tool_rewards[f"tool/{name}"] = reward
-            except Exception as error:  # a user's code: the other tools are released all the same
-                failure = failure or f"tool {name} failed at the end of the episode: {type(error).__name__}: {error}"
-        return failure
+    def _harmless(self, text: str) -> str:
+        return self.env.deltas.without_control_tokens(text)
 
 
-def _cut_middle(text: str, limit: int) -> str:
-    """At most about ``limit`` characters of ``text``, its start and its end."""
-    if len(text) <= limit:
+async def run_episode(prompt: Prompt, sampler: Generator, env: Environment, *, temperature: float) -> Trajectory:
+    """Play one episode to its end. If it is cancelled, its tools are released."""
+    episode = Episode(prompt, env, temperature=temperature)
+    try:
+        return await episode.play(sampler)
+    finally:
+        await episode.release()
+
+
+class LateError(Exception):
+    """A user's code did not end in time."""
+
+
+async def within(deadline_s: float, work: Coroutine[Any, Any, T]) -> T:
+    """The result of a user's code, which may do anything: what does not even end when it is cancelled is left behind.
+
+    Raises:
+        LateError: it did not end within ``deadline_s`` seconds.
+    """
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of one left behind nobody asks
+    try:
+        await asyncio.wait([task], timeout=deadline_s)
+        if task.done():
+            return task.result()
+        raise LateError(f"did not answer within {deadline_s:g} s")
+    finally:
+        task.cancel()
+
+
+async def _users(failure: str, work: Awaitable[T]) -> T:
+    """Wait for a user's code. What it raises costs this episode, not the run."""
+    try:
+        return await work
+    except PosttrainError:
+        raise
+    except Exception as error:
+        raise RunError(f"{failure}: {type(error).__name__}: {error}") from error
+
+
+async def _end(tool: Tool, state: Any) -> float | None:
+    try:
+        return await tool.reward(state)
+    finally:
+        await tool.release(state)
+
+
+def cut(text: str, limit: int, where: Literal["left", "middle", "right"]) -> str:
+    """At most about ``limit`` characters of a text, and a note of how many are missing at its start (``left``), in the
+    middle, or at its end (``right``)."""
+    missing = len(text) - limit
+    if missing <= 0:
         return text
-    half = limit // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
+    head = {"left": 0, "middle": limit // 2, "right": limit}[where]
+    tail = {"left": limit, "middle": limit // 2, "right": 0}[where]
+    note = f"... {len(text) - head - tail} characters cut ..."
+    return "\n".join(part for part in (text[:head], note, text[len(text) - tail :]) if part)

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.errors import RunError, WeightSyncError
+from posttrain.errors import RunError, WeightSyncError, WorkerError
 from posttrain.models import attention
 from posttrain.models.load import ModelSource, load_model
 from posttrain.models.logprobs import token_logprobs
-from posttrain.types import FinishReason, Sample, SamplingParams
+from posttrain.types import FinishReason, Ids, Sample, SamplingParams
 
 BLOCK = 32
 """Tokens of a block of the KV cache."""
@@ -131,7 +132,7 @@ class HFSampler:
             )
         return float(wanted / free)
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
         if params.top_p < 1.0 or params.top_k:
             raise RunError("the embedded engine samples from the whole distribution: top_p and top_k are not supported")
         # The library would end the whole engine over a request that cannot fit; it may take a block more than needed.
@@ -150,14 +151,14 @@ class HFSampler:
 
         self.manager.register_result_handler(request_id, deliver)
         accepted = self.manager.add_request(
-            list(prompt_ids),
+            np.asarray(prompt_ids).tolist(),
             request_id=request_id,
             max_new_tokens=params.max_new_tokens,
             eos_token_id=self.spec.stop_token_ids,
             temperature=params.temperature or _GREEDY_TEMPERATURE,
         )
         if accepted is None:
-            raise RunError(f"the embedded engine has stopped: {self.manager.background_thread_status.fatal_error}")
+            raise WorkerError(f"the embedded engine has stopped: {self.manager.background_thread_status.fatal_error}")
         try:
             output = await future
         except asyncio.CancelledError:
@@ -165,12 +166,12 @@ class HFSampler:
             self.manager.output_router.result_handlers.pop(request_id, None)
             raise
         if output.error is not None:
-            raise RunError(f"the embedded engine failed: {output.error}")
+            raise WorkerError(f"the embedded engine failed: {output.error}")
         ids = list(output.generated_tokens)
         reason: FinishReason = "stop" if ids and ids[-1] in self.spec.stop_token_ids else "length"
         return Sample(ids, [float(x) for x in output.logprobs], reason, self.version)
 
-    async def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    async def score(self, sequences: Sequence[Ids], temperature: float) -> list[list[float]]:
         lengths = torch.tensor([len(s) for s in sequences])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         ids = torch.cat([torch.as_tensor(s, dtype=torch.int64) for s in sequences]).to(self.device)

@@ -1,18 +1,20 @@
-"""Where batches of graded trajectories come from."""
+"""Where groups of graded trajectories come from."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.rewards.compose import Rewarder
-from posttrain.rollout.episode import Environment, run_episode
+from posttrain.rollout.episode import Environment, Episode
 from posttrain.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
-    from posttrain.rollout.base import Sampler
+    from posttrain.rollout.pool import SamplerPool
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -21,40 +23,106 @@ class RolloutStats:
 
     started: int = 0
     failed: int = 0
-    """episodes that ended in an error (an engine, a deadline); they are left out of training"""
+    """Episodes that ended in an error (an engine, a deadline); they are left out of training."""
     grader_failed: int = 0
-    """episodes that could not be graded; `reward.on_error` says what became of them"""
+    """Episodes that could not be graded; `reward.on_error` says what became of them."""
+    filtered_groups: int = 0
+    """Groups left out because all rewards were the same (`rollout.filter_groups`)."""
+    missing_groups: int = 0
+    """Groups that the step is short of, because `rollout.filter_max_batches` was reached."""
+    cancelled_groups: int = 0
+    """Groups that are left for the next step (`rollout.over_sample_rate`)."""
+    cancelled_lengths: list[int] = field(default_factory=list)
+    """Response tokens that each episode had that was cancelled."""
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of several coroutines, in order. When it raises or is cancelled, all of them have ended."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Group:
+    """``n`` episodes of one prompt, which can be interrupted and played on."""
+
+    def __init__(self, prompt: Prompt, n: int, env: Environment, *, temperature: float) -> None:
+        self.prompt, self.env, self.temperature = prompt, env, temperature
+        self._prompt_ids = env.prompt_ids(prompt)
+        self._episodes: list[Episode | Trajectory] = [self._new() for _ in range(n)]
+
+    def _new(self) -> Episode:
+        return Episode(self.prompt, self.env, temperature=self.temperature, prompt_ids=self._prompt_ids)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Those of the episodes that have ended, in order."""
+        return [episode for episode in self._episodes if isinstance(episode, Trajectory)]
+
+    async def play(self, pool: SamplerPool) -> list[Trajectory]:
+        """Play all episodes to their end. A group whose ``play`` was cancelled is to be paused or released."""
+        unfinished = [(i, episode) for i, episode in enumerate(self._episodes) if isinstance(episode, Episode)]
+        try:
+            await together(self._play(i, episode, pool) for i, episode in unfinished)
+        except Exception:  # no failure of an episode: those are in its trajectory
+            await self.release()
+            raise
+        return self.trajectories
+
+    async def _play(self, i: int, episode: Episode, pool: SamplerPool) -> None:
+        with pool.seat() as sampler:
+            self._episodes[i] = await episode.play(sampler)
+
+    async def pause(self) -> list[int]:
+        """After ``play`` was cancelled: keep what can be played on; an episode amid a tool call begins anew.
+
+        Returns the response tokens of each episode that had not ended."""
+        lengths = []
+        for i, episode in enumerate(self._episodes):
+            if isinstance(episode, Episode):
+                lengths.append(len(episode.record) - episode.prompt_length)
+                if not episode.resumable:
+                    await episode.release()
+                    self._episodes[i] = self._new()
+        return lengths
+
+    async def release(self) -> list[int]:
+        """Give up what has not ended; returns its response tokens as ``pause`` does."""
+        unfinished = [episode for episode in self._episodes if isinstance(episode, Episode)]
+        for episode in unfinished:
+            await episode.release()
+        return [len(episode.record) - episode.prompt_length for episode in unfinished]
 
 
 class TrajectorySource:
     """Plays episodes of prompts on a pool of samplers, and grades them. Without a ``rewarder`` it only plays."""
 
-    def __init__(self, samplers: Sequence[Sampler], env: Environment, rewarder: Rewarder | None = None) -> None:
-        self.samplers = list(samplers)
+    def __init__(self, pool: SamplerPool, env: Environment, rewarder: Rewarder | None = None) -> None:
+        self.pool = pool
         self.env = env
         self.rewarder = rewarder
-        self.load = [0] * len(self.samplers)
         self.stats = RolloutStats()
 
     async def sample(self, prompts: Sequence[Prompt], n: int, *, temperature: float) -> list[list[Trajectory]]:
         """``n`` graded episodes of each prompt, in prompt order. Failed episodes are among them, with ``error`` set."""
-        assert self.rewarder is not None
-        groups = await self.play(prompts, n, temperature=temperature)
-        played = [t for group in groups for t in group if t.error is None]
-        self.stats.grader_failed = await self.rewarder.reward(played)
-        return groups
-
-    async def play(self, prompts: Sequence[Prompt], n: int, *, temperature: float) -> list[list[Trajectory]]:
-        """``sample`` without the grading."""
-        flat = await asyncio.gather(*(self._play(p, temperature) for p in prompts for _ in range(n)))
-        self.stats = RolloutStats(started=len(flat), failed=sum(t.error is not None for t in flat))
-        return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
-
-    async def _play(self, prompt: Prompt, temperature: float) -> Trajectory:
-        """One episode, on the sampler with the least to do; all its turns stay there, for the prefix cache."""
-        chosen = min(range(len(self.samplers)), key=self.load.__getitem__)
-        self.load[chosen] += 1
+        self.stats = RolloutStats()
+        groups = [Group(prompt, n, self.env, temperature=temperature) for prompt in prompts]
         try:
-            return await run_episode(prompt, self.samplers[chosen], self.env, temperature=temperature)
+            return await together(self.play(group) for group in groups)
         finally:
-            self.load[chosen] -= 1
+            for group in groups:
+                await group.release()
+
+    async def play(self, group: Group) -> list[Trajectory]:
+        """The graded episodes of one group."""
+        episodes = await group.play(self.pool)
+        self.stats.started += len(episodes)
+        self.stats.failed += sum(t.error is not None for t in episodes)
+        if self.rewarder is not None:
+            ungraded = await self.rewarder.reward([t for t in episodes if t.error is None])
+            self.stats.grader_failed += ungraded  # other groups count too while this one is graded
+        return episodes

@@ -14,6 +14,7 @@ from posttrain.models.load import ModelSource
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import make_batch
+from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.startup import build_environment, open_model
 from posttrain.types import Prompt, SamplingParams
@@ -149,7 +150,8 @@ async def test_a_handle_works_in_one_event_loop_after_another(samplers):
 async def test_episodes_through_real_engines(samplers):
     source, tokenizer = open_model(CONFIG)
     env = build_environment(CONFIG, source, tokenizer)
-    pool = TrajectorySource(samplers, env, Rewarder(CONFIG.reward, GraderPool(), CONFIG.rollout.max_response_tokens))
+    rewarder = Rewarder(CONFIG.reward, GraderPool(), CONFIG.rollout.max_response_tokens)
+    pool = TrajectorySource(SamplerPool(samplers), env, rewarder)
     prompts = [
         Prompt(i, [{"role": "user", "content": f"What is {i} + 1?"}], "openai/gsm8k", str(i + 1)) for i in range(6)
     ]
@@ -176,11 +178,11 @@ async def test_a_broken_engine_fails_its_requests_and_says_why(samplers):
     sampler = samplers[1]
     waiting = asyncio.create_task(sampler.generate(prompt(8), SamplingParams(3000)))
     await asyncio.sleep(0.2)
-    with pytest.raises(RunError, match="the embedded engine failed"):
+    with pytest.raises(WorkerError, match="the embedded engine failed"):
         await asyncio.wait_for(sampler.generate([10**6], SamplingParams(5)), 20)
-    with pytest.raises(RunError, match="the embedded engine failed"):
+    with pytest.raises(WorkerError, match="the embedded engine failed"):
         await asyncio.wait_for(waiting, 20)
-    with pytest.raises(RunError, match="the embedded engine has stopped"):
+    with pytest.raises(WorkerError, match="the embedded engine has stopped"):
         await asyncio.wait_for(sampler.generate(prompt(8), SamplingParams(5)), 20)
 
 

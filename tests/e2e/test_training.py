@@ -295,7 +295,7 @@ def test_weight_sync_is_proven(alone, start):
         params = SamplingParams(8)
         assert {(await s.generate([1, 2, 3], params)).version for s in samplers} == {1}
 
-        stale = Stale(samplers[1].actor, samplers[1].name, samplers[1].deadline_s)
+        stale = Stale(samplers[1].actor, samplers[1].name, deadline_s=60.0, silence_s=60.0)
         stale.stale = old
         await group.update(batch, LossSpec())
         with pytest.raises(WeightSyncError, match=r"sampler 1 does not hold weight version 2") as error:

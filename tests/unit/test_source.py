@@ -13,6 +13,7 @@ from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.rewards.compose import Rewarder, overlong
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import make_batch, minibatches, rollout_metrics, update_metrics, validate
+from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.types import Score
 from tests.unit.scripted import EOS, Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, tokens
@@ -36,7 +37,9 @@ def moody_grader(monkeypatch):
 
 def source(*samplers, env=None, scorers=(), **reward):
     cfg, env = RewardConfig(**reward), env or environment()
-    return TrajectorySource(samplers, env, Rewarder(cfg, GraderPool(cfg), env.cfg.max_response_tokens, scorers))
+    return TrajectorySource(
+        SamplerPool(samplers), env, Rewarder(cfg, GraderPool(cfg), env.cfg.max_response_tokens, scorers)
+    )
 
 
 def prompts(count, name="openai/gsm8k"):
@@ -80,8 +83,9 @@ async def test_the_tools_own_rewards_stay_beside_the_score():
     assert group[0].reward == 0.0
 
 
-async def test_play_does_not_grade():
-    (group,) = await source(ScriptedSampler("#### 8")).play(prompts(1), 1, temperature=1.0)
+async def test_without_a_rewarder_nothing_is_graded():
+    ungraded = TrajectorySource(SamplerPool([ScriptedSampler("#### 8")]), environment())
+    (group,) = await ungraded.sample(prompts(1), 1, temperature=1.0)
     assert (group[0].reward, group[0].correct, group[0].reward_parts) == (0.0, False, {})
 
 
@@ -90,7 +94,7 @@ async def test_episodes_are_spread_over_the_samplers():
     pool = source(first, second)
     await pool.sample(prompts(4), 2, temperature=1.0)
     assert (len(first.prompts), len(second.prompts)) == (4, 4)
-    assert pool.load == [0, 0]
+    assert pool.pool.loads == [0, 0]
 
 
 async def test_all_turns_of_an_episode_stay_on_one_sampler():
@@ -105,7 +109,7 @@ async def test_all_turns_of_an_episode_stay_on_one_sampler():
 async def test_the_load_is_given_back_after_a_failure():
     pool = source(ScriptedSampler(RunError("gone")))
     await pool.sample(prompts(1), 1, temperature=1.0)
-    assert pool.load == [0]
+    assert pool.pool.loads == [0]
 
 
 # ---------------------------------------------------------------------- failures

@@ -1,0 +1,61 @@
+"""The token columns of an episode while they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from posttrain.types import Sample
+
+
+class Record:
+    """Token ids with what is known of each. Appending costs what is appended, whatever is there already.
+
+    Args:
+        prompt_ids: the first columns, given, not sampled.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._count = 0
+        self._ids = np.empty(max(256, 2 * len(prompt_ids)), np.int32)
+        self._samples: list[tuple[int, Sample]] = []
+        """Where each turn begins, and the turn."""
+        self.given(prompt_ids)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def ids(self) -> npt.NDArray[np.int32]:
+        """[T] the tokens so far: a view, which later tokens do not change."""
+        return self._ids[: self._count]
+
+    def given(self, ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not choose."""
+        end = self._count + len(ids)
+        if end > len(self._ids):
+            grown = np.empty(max(end, 2 * len(self._ids)), np.int32)
+            grown[: self._count] = self.ids
+            self._ids = grown
+        self._ids[self._count : end] = ids
+        self._count = end
+
+    def sampled(self, sample: Sample) -> None:
+        """Append a turn of the policy."""
+        self._samples.append((self._count, sample))
+        self.given(sample.ids)
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """The columns of a ``Trajectory``: tokens, loss_mask, logprobs and weight_version, each [T]."""
+        mask = np.zeros(self._count, np.bool_)
+        logprobs = np.zeros(self._count, np.float32)
+        versions = np.full(self._count, -1, np.int32)
+        for start, sample in self._samples:
+            turn = slice(start, start + len(sample.ids))
+            mask[turn] = True
+            logprobs[turn] = sample.logprobs
+            versions[turn] = sample.version
+        return {"tokens": self.ids.copy(), "loss_mask": mask, "logprobs": logprobs, "weight_version": versions}

@@ -1,0 +1,143 @@
+"""`rl` runs in which a sampler dies or hangs, tools misbehave, and groups are cancelled."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from posttrain import rl
+from posttrain.cluster.cluster import local_ray
+from posttrain.data.parquet import write_rows
+from posttrain.errors import WorkerError
+from posttrain.presets import resolve
+
+PLUGIN = """
+import asyncio, os
+from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
+from posttrain.rollout.interaction import INTERACTIONS, Interaction, UserTurn
+from posttrain.types import Score
+
+DATA_SOURCES["test/varied"] = "varied"
+
+@GRADERS.register("varied")
+@cheap
+def varied(response, ground_truth, extra_info):
+    return Score(float(len(response) % 5), False)
+
+@INTERACTIONS.register("slow")
+class Slow(Interaction):
+    '''Says something, late for some rows.'''
+
+    async def create(self, prompt):
+        return prompt.index
+
+    async def respond(self, state, messages):
+        await asyncio.sleep(1.0 if state % 3 == 0 else 0.02)
+        return UserTurn("Go on.", 0.5)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_here():
+    with local_ray():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plugin") / "faults_plugin.py"
+    path.write_text(PLUGIN)
+    return path
+
+
+@pytest.fixture
+def start(tmp_path, plugin):
+    """``start(*sets)``: four steps of `rl` with the untrained tiny model; the metrics of each step."""
+    rows = [
+        {
+            "data_source": "test/varied",
+            "prompt": [{"role": "user", "content": f"Say {i}"}],
+            "reward_model": {"ground_truth": ""},
+        }
+        for i in range(12)
+    ]
+    write_rows(tmp_path / "train.parquet", rows)
+
+    def run(*sets):
+        sets = (
+            "model.path='builtin:tiny'",
+            f"plugins=['{plugin}']",
+            "data.batch_size=4",
+            "train.steps=4",
+            "rollout.n=4",
+            "rollout.tools=[]",
+            "rollout.max_response_tokens=128",
+            *sets,
+        )
+        flags = {"run.dir": str(tmp_path / "runs"), "run.name": "r", "data.train": str(tmp_path / "train.parquet")}
+        folder = rl.run(resolve("rl", "tiny-arith", sets=sets, flags=flags))
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    run.metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
+    return run
+
+
+def hit_sampler(metrics, how, after_lines=1):
+    """Send a signal to a sampler, a moment after the file has so many lines: it is at work then."""
+
+    def watch():
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if metrics.is_file() and metrics.read_text().count("\n") >= after_lines:
+                time.sleep(0.15)
+                samplers = [p for p in psutil.process_iter(["name"]) if "SamplerActor" in (p.info["name"] or "")]
+                os.kill(samplers[0].pid, how)
+                return
+            time.sleep(0.005)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_sampler_that_is_killed_in_a_step_costs_nothing(start, replicas):
+    hit_sampler(start.metrics, signal.SIGKILL)
+    steps = start(f"rollout.replicas={replicas}")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert steps[-1]["rollout/samplers_lost"] == 1
+    assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
+    # The new one has the current weights, as the canary and the sampled tokens' probabilities show.
+    assert max(row["sync/canary_gap"] for row in steps) < 1e-3
+    assert max(row["rollout_gap/mean_abs"] for row in steps) < 1e-3
+
+
+@pytest.mark.slow
+def test_a_sampler_that_hangs_is_noticed_and_replaced(start):
+    hit_sampler(start.metrics, signal.SIGSTOP)
+    began = time.monotonic()
+    steps = start("cluster.silence_deadline_s=10", "rollout.replicas=2")
+    assert time.monotonic() - began < 120
+    assert steps[-1]["rollout/samplers_lost"] == 1
+    assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
+    assert not [p for p in psutil.process_iter(["status"]) if p.info["status"] == psutil.STATUS_STOPPED]
+
+
+def test_a_sampler_that_may_not_be_replaced_ends_the_run_and_is_named(start):
+    hit_sampler(start.metrics, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="sampler 0 died"):
+        start("cluster.sampler_restarts=0")
+
+
+@pytest.mark.parametrize("carry", ["false", "true"])
+def test_over_sampled_steps_train_on_every_prompt(start, carry):
+    sets = ("rollout.interaction='slow'", "rollout.max_turns=2", "rollout.max_response_tokens=48")
+    steps = start(*sets, "rollout.over_sample_rate=0.5", f"rollout.carry_cancelled={carry}")
+    assert sum(row["rollout/cancelled_groups"] for row in steps) > 0
+    assert [row["rollout/missing_groups"] for row in steps] == [0, 0, 0, 0]
+    assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
+    assert all(row["actor/grad_norm"] > 0 for row in steps)
+    if carry == "false":
+        assert max(row["rollout_gap/mean_abs"] for row in steps) < 1e-3
