@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import os
 import time
@@ -24,6 +25,8 @@ from rich.table import Table
 
 from posttrain.config import RolloutConfig
 from posttrain.data.chat import ChatDeltas
+from posttrain.data.loader import BatchOrder
+from posttrain.rollout.batches import TrainingBatches
 from posttrain.rollout.episode import Environment
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
@@ -129,6 +132,35 @@ async def usual(env: Environment, script: Script, episodes: int, turns: int) -> 
     return time.perf_counter() - begun
 
 
+class SlowCalculator(Calculator):
+    """Answers after a time of a log-normal distribution: half of the calls take 50 ms, one in a hundred 0.8 s, one in a
+    thousand 2 s."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    async def call(self, state: Any, arguments: dict[str, Any]) -> ToolResult:
+        await asyncio.sleep(0.05 * self.random.lognormal(sigma=1.2))
+        return await super().call(state, arguments)
+
+
+async def long_tail(env: Environment, script: Script, rate: float, steps: int = 12) -> tuple[float, float]:
+    """(seconds, cancelled groups) of a step of 64 prompts x 8 episodes whose tool is slow now and then."""
+    cfg = env.cfg.model_copy(update={"over_sample_rate": rate, "carry_cancelled": rate > 0})
+    env = dataclasses.replace(env, tools={"calculator": SlowCalculator()}, cfg=cfg)
+    source = TrajectorySource(SamplerPool([script]), env)
+    order = BatchOrder(10_000, 64, seed=0)
+    batches = TrainingBatches(source, [prompt()] * 10_000, order, n=8, temperature=1.0)
+    seconds, cancelled = [], 0
+    for _ in range(steps):
+        begun = time.perf_counter()
+        await batches.next()
+        seconds.append(time.perf_counter() - begun)
+        cancelled += source.stats.cancelled_groups
+    await batches.close()
+    return float(np.mean(seconds)), cancelled / steps
+
+
 async def through_ray(env: Environment, script: Script, episodes: int) -> float:
     """Seconds with the engine in a Ray actor."""
     import ray
@@ -180,6 +212,17 @@ def main() -> None:
             seconds = asyncio.run(through_ray(env, script, episodes))
             table.add_row(*row("Ray actor", episodes, turns, count / seconds), "", "")
     Console().print(table)
+    env = environment(tokenizer, 4)
+    script = Script(tokenizer, 4, len(env.prompt_ids(prompt())))
+    waits = Table(
+        "over_sample_rate", "s a step", "of that without", "groups cancelled a step", title="long-tailed tool"
+    )
+    first = None
+    for rate in (0.0, 0.1, 0.25):
+        seconds, cancelled = asyncio.run(long_tail(env, script, rate))
+        first = first or seconds
+        waits.add_row(f"{rate:g}", f"{seconds:.2f}", f"{seconds / first:.0%}", f"{cancelled:.1f}")
+    Console().print(waits)
 
 
 def row(where: str, episodes: int, turns: int, rate: float) -> list[str]:

@@ -40,7 +40,6 @@ def test_the_defaults_are_supported(command):
         ("rl", {"rollout": {"engine": "vllm"}}, "rollout.engine = 'vllm'"),
         ("rl", {"rollout": {"engine": "sglang"}}, "rollout.engine = 'sglang'"),
         ("rl", {"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel = 2"),
-        ("rl", {"rollout": {"over_sample_rate": 0.1}}, "rollout.over_sample_rate = 0.1"),
         ("rl", {"train": {"sequence_parallel": 2}, "cluster": {"workers": 2}}, "train.sequence_parallel = 2"),
         ("rl", {"val": {"top_p": 0.9}}, "val.top_p = 0.9"),
         ("sft", {"train": {"sequence_parallel": 2}, "cluster": {"workers": 2}}, "train.sequence_parallel = 2"),
@@ -59,8 +58,8 @@ def test_unsupported_keys_are_refused_by_name(command, sections, named):
 
 
 def test_all_unsupported_keys_are_named_at_once():
-    sections = {"rollout": {"engine": "vllm", "tensor_parallel": 2, "over_sample_rate": 0.25}}
-    with pytest.raises(ConfigError, match=r"engine.*tensor_parallel.*over_sample_rate"):
+    sections = {"rollout": {"engine": "vllm", "tensor_parallel": 2}, "val": {"top_p": 0.5}}
+    with pytest.raises(ConfigError, match=r"engine.*tensor_parallel.*val.top_p"):
         check_supported(config("rl", **sections))
 
 
