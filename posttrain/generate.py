@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
 from posttrain.rollout.source import TrajectorySource
 from posttrain.startup import build_environment, check_machine, check_prompts, check_supported, open_model
+from posttrain.tools.sets import close_tools
 from posttrain.track.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -63,7 +65,8 @@ async def _generate(
     chunks: Sequence[Sequence[Prompt]],
     tracker: Tracker,
 ) -> list[list[Trajectory]]:
-    async with Cluster(cfg) as cluster:
+    async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
+        closing.push_async_callback(close_tools, env.tools, tracker.note)
         with tracker.phase("start"):
             samplers = await cluster.samplers(source, sorted(env.stop_token_ids))
             pool = TrajectorySource(samplers, env)  # nothing is graded here: `posttrain eval` does that

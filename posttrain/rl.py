@@ -31,6 +31,7 @@ from posttrain.rewards.judge import Judge
 from posttrain.rollout.source import RolloutStats, TrajectorySource
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import build_environment, check_machine, check_prompts, check_reward, check_supported, open_model
+from posttrain.tools.sets import close_tools
 from posttrain.track.examine import examine
 from posttrain.track.tracker import Tracker
 from posttrain.train.worker import LossSpec
@@ -86,6 +87,7 @@ async def _train(
     order = BatchOrder(len(prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
     loss = LossSpec(algo)
     async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
+        closing.push_async_callback(close_tools, env.tools, tracker.note)
         with tracker.phase("start"):
             temperature = cfg.rollout.temperature
             updates = run.total_steps * algo.updates_per_step
