@@ -200,7 +200,8 @@ class RolloutConfig(Section):
     max_calls_per_turn: PositiveInt = 16
     """Most tool calls of one assistant turn; they run side by side, and those above are answered with an error."""
     tools: list[str] = []
-    """Names of tools the model may call."""
+    """Tools the model may call: names of registered tools and of `[tools.NAME]` tables, `my_file.py:function`, or a
+    `.yaml` file in verl's format; see tools.md."""
     tool_format: Literal["hermes"] = "hermes"
     """How the model writes calls."""
     max_tool_response_chars: PositiveInt = 1024
@@ -459,6 +460,9 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     algo: AlgoConfig = AlgoConfig()
     rollout: RolloutConfig = RolloutConfig()
+    tools: dict[str, dict[str, Any]] = {}
+    """`[tools.NAME]`: a tool with its options, `{type = "search", url = ...}`, or a set of several, `{use = [...]}`;
+    see tools.md."""
     val: ValConfig = ValConfig()
     reward: RewardConfig = RewardConfig()
     sandbox: SandboxConfig = SandboxConfig()

@@ -18,6 +18,7 @@ from posttrain.registry import load_plugins
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.startup import build_environment, check_machine, check_prompts, check_supported, open_model
+from posttrain.tools.sets import close_tools
 from posttrain.track.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ async def _generate(
     tracker: Tracker,
 ) -> list[list[Trajectory]]:
     async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
+        closing.push_async_callback(close_tools, env.tools, tracker.note)
         with tracker.phase("start"):
             stops = sorted(env.stop_token_ids)
             samplers = await cluster.samplers(source, stops)

@@ -23,7 +23,7 @@ from posttrain.datasets import DATASETS, Dataset
 from posttrain.errors import DataError
 from posttrain.prep_rows import Comparison, Item, Split, collect
 from posttrain.registry import nearest
-from posttrain.tools import TOOLS
+from posttrain.tools.sets import open_tools
 from posttrain.types import Message, ToolSchema
 
 
@@ -90,7 +90,7 @@ class Options:
     tokenizer: str | None = None
     """Measures the rows in tokens; see ``measure.open_chat_lengths``."""
     tools: Sequence[str] = ()
-    """Tools whose schemas go into SFT rows and whose ``tools_kwargs`` go into RLHF rows."""
+    """Tools, named as in `rollout.tools`: their schemas go into SFT rows, their ``tools_kwargs`` into RLHF rows."""
     val_fraction: float = 0.0
     """Share of the train split that goes into ``val`` files instead, chosen by a hash of the prompt."""
     decontaminate: Sequence[str] = ()
@@ -125,7 +125,7 @@ def run(
         options: fields of ``Options``.
 
     Raises:
-        ConfigError: there is no such data set or tool.
+        ConfigError: there is no such data set or tool, or a tool cannot be opened.
         DataError: a bad option, source or row, too many bad rows, or ``out`` holds these files already.
         ModelError: the tokenizer cannot be loaded.
     """
@@ -152,7 +152,7 @@ def _prepare(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What ``run`` does; (rows by file, dropped rows by reason)."""
     dataset = DATASETS.get(name)()
-    tools = [TOOLS.get(tool)() for tool in asked.tools]
+    tools = list(open_tools(asked.tools).values())
     splits = _chosen(dataset, source, asked)
     written = [*splits, "val"] if asked.val_fraction else splits
     _check_folder(folder, [] if overwrite else [file for split in written for file in _files(split)])

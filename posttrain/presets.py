@@ -383,9 +383,15 @@ def _annotate(text: str, provenance: Mapping[str, str]) -> str:
     for line in text.splitlines():
         if line.startswith("["):
             section = line.strip("[]") + "."
-        elif match := re.match(r"([A-Za-z0-9_]+) = ", line):
+        elif match := re.match(r'([A-Za-z0-9_-]+|"[^"]*") = ', line):
             key = section + match[1]
         ends_value = line and not line.startswith("[") and not line.endswith("[") and not line.startswith(" ")
-        # A table that is one value (`reward.weights`) has one origin.
-        lines.append(f"{line}  # {provenance.get(key) or provenance[section[:-1]]}" if ends_value else line)
+        lines.append(f"{line}  # {_origin(key, provenance)}" if ends_value else line)
     return "\n".join(lines) + "\n"
+
+
+def _origin(key: str, provenance: Mapping[str, str]) -> str:
+    """Where a value came from. A table that is one value (`reward.weights`, `tools`) has one origin."""
+    while "." in key and key not in provenance:
+        key = key.rpartition(".")[0]
+    return provenance[key]

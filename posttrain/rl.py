@@ -34,6 +34,7 @@ from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import RolloutStats, TrajectorySource
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import build_environment, check_machine, check_prompts, check_reward, check_supported, open_model
+from posttrain.tools.sets import close_tools
 from posttrain.track.examine import examine
 from posttrain.track.tracker import Tracker
 from posttrain.train.worker import LossSpec
@@ -88,6 +89,7 @@ async def _train(
     cfg, algo, tracker = run.cfg, run.cfg.algo, run.tracker
     loss = LossSpec(algo)
     async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
+        closing.push_async_callback(close_tools, env.tools, tracker.note)
         with tracker.phase("start"):
             temperature = cfg.rollout.temperature
             updates = run.total_steps * algo.updates_per_step

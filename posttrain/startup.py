@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.cluster.address import check_address
 from posttrain.config import Config
@@ -94,21 +94,18 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
 
 
 def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Environment:
-    """The tools, parser and chat deltas of a run's episodes. Raises ``ConfigError`` for an unknown tool."""
+    """The tools, parser and chat deltas of a run's episodes. Raises ``ConfigError`` where a tool cannot be opened."""
     from posttrain.data.chat import ChatDeltas
     from posttrain.models.load import stop_token_ids
     from posttrain.rollout.episode import Environment
     from posttrain.rollout.interaction import open_interaction
-    from posttrain.tools.base import TOOLS
     from posttrain.tools.parsers import PARSERS
+    from posttrain.tools.sets import open_tools
 
     interaction = None
     if cfg.rollout.interaction:
         interaction = open_interaction(cfg.rollout.interaction, cfg.rollout.interaction_options)
-    tools: dict[str, Any] = {}
-    for name in cfg.rollout.tools:
-        tool = TOOLS.get(name)()
-        tools[tool.name] = tool
+    tools = open_tools(cfg.rollout.tools, cfg.tools, cfg.sandbox)
     schemas = [tool.schema for tool in tools.values()] or None
     template_kwargs = cfg.data.chat_kwargs
     return Environment(

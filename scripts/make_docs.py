@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Make ``docs/config.md`` from the config tree, ``docs/cli.md`` from the command line, and the tables of
-``docs/data.md`` from the row schemas and the data sets.
+``docs/data.md`` from the row schemas and the data sets, and of ``docs/tools.md`` from the tools.
 
 python scripts/make_docs.py            # writes them
 python scripts/make_docs.py --check    # exit code 1 if one is out of date
@@ -22,13 +22,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from posttrain.cli import app
 from posttrain.config import ALGO_BUNDLES, Config
 from posttrain.data.card import Card
 from posttrain.data.schema import ImageField, MessageField, RlhfRow, SftRow, ToolField
 from posttrain.prep import LISTED, listing
+from posttrain.tools.base import TOOLS, docstring_parts
+from posttrain.tools.options import REQUIRED, options_of
+from posttrain.tools.verl import REPLACEMENTS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "<!-- Made by scripts/make_docs.py; do not edit. -->\n"
@@ -172,15 +175,20 @@ def data_page() -> str:
         "card": fields_table(Card),
         "sets": _table(LISTED, [(f"`{name}`", *rest) for name, *rest in listing()]),
     }
-    text = (DOCS / "data.md").read_text(encoding="utf-8")
-    for name, table in tables.items():
+    return _with_parts("data.md", tables)
+
+
+def _with_parts(page: str, parts: dict[str, str]) -> str:
+    """A page as it is, with the parts between ``<!-- made: NAME -->`` and ``<!-- end -->`` made again."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for name, part in parts.items():
         text, count = re.subn(
             rf"(<!-- made: {name} -->\n\n).*?(\n<!-- end -->)",
-            lambda found, table=table: found[1] + table + found[2],
+            lambda found, part=part: found[1] + part + found[2],
             text,
             flags=re.S,
         )
-        assert count == 1, f"docs/data.md has no place for the table {name!r}"
+        assert count == 1, f"docs/{page} has no place for {name!r}"
     return text
 
 
@@ -242,6 +250,41 @@ def _words(hint: Any) -> str:
     return "struct"
 
 
+# ---------------------------------------------------------------------- docs/tools.md
+
+
+def tools_page() -> str:
+    """The page as it is, with the tools' options and the classes of verl made again."""
+    tools = "\n".join(_tool(name) for name in TOOLS.names())
+    return _with_parts("tools.md", {"tools": tools, "verl": _replacements()})
+
+
+def _tool(name: str) -> str:
+    factory = TOOLS.get(name)
+    about = docstring_parts(inspect.getdoc(factory) or "")[0].replace("``", "`")
+    rows = [
+        (
+            f"`{option.name}`",
+            _type(TypeAdapter(option.hint).json_schema()),
+            "(required)" if option.default is REQUIRED else _default({"default": option.default}),
+            option.description[:1].upper() + option.description[1:],
+        )
+        for option in options_of(factory).values()
+    ]
+    return f"### {name}\n\n{about}\n" + (
+        f"\n{_table(('option', 'type', 'default', 'what it does'), rows)}" if rows else ""
+    )
+
+
+def _replacements() -> str:
+    rows = []
+    for name, replacement in REPLACEMENTS.items():
+        keys = [f"`{theirs}` is `{ours}`" for theirs, ours in replacement.options.items() if ours]
+        unused = [f"`{theirs}`" for theirs, ours in replacement.options.items() if ours is None]
+        rows.append((f"`{name}`", f"`{replacement.type}`", ", ".join(keys), ", ".join(unused)))
+    return _table(("class of verl", "tool", "keys of its config", "keys without a meaning here"), rows)
+
+
 # ---------------------------------------------------------------------- all
 
 
@@ -256,7 +299,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     check = parser.parse_args().check
     stale = 0
-    for name, text in {"config.md": config_page(), "cli.md": cli_page(), "data.md": data_page()}.items():
+    for name, text in {
+        "config.md": config_page(),
+        "cli.md": cli_page(),
+        "data.md": data_page(),
+        "tools.md": tools_page(),
+    }.items():
         file = DOCS / name
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             continue

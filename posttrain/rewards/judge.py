@@ -9,36 +9,26 @@ import asyncio
 import hashlib
 import json
 import math
-import os
-import random
 import re
 import sqlite3
 import string
 import threading
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
 from posttrain.config import JudgeConfig
+from posttrain.endpoint import Endpoint, Unanswered, api_key, http_url
 from posttrain.errors import ConfigError, RunError
 from posttrain.rewards import failed
 from posttrain.types import Message, Score, Trajectory
 
 _PLACEHOLDERS = ("conversation", "response", "question", "ground_truth")
 
-_BACKOFF_S = 0.5
-"""Wait before the first retry; each later one waits twice as long, up to ``_LONGEST_BACKOFF_S``, less up to a half."""
-_LONGEST_BACKOFF_S = 30.0
-_LONGEST_RETRY_AFTER_S = 120.0
-"""An endpoint that asks for a longer pause is taken for unavailable: a run must not stand still without a word."""
 _LOCK_S = 30.0
 """Longest wait for another process that writes to the same cache."""
-_EXCERPT = 200
-"""Characters of somebody else's text that an error shows."""
 
 
 def check_judge(cfg: JudgeConfig) -> None:
@@ -47,12 +37,12 @@ def check_judge(cfg: JudgeConfig) -> None:
     Raises:
         ConfigError: the URL, model, key, prompt or pattern cannot work.
     """
-    _endpoint(cfg.url)
+    _url(cfg)
     if not cfg.model:
         raise ConfigError("reward.judge.model is empty", hint="give the model's name at the endpoint")
     _pattern(cfg.pattern)
     _check_template(cfg.prompt)
-    _api_key(cfg.api_key_env)
+    _key(cfg)
 
 
 class Judge:
@@ -71,16 +61,10 @@ class Judge:
     def __init__(self, cfg: JudgeConfig, cache: Path | None) -> None:
         check_judge(cfg)
         self.cfg = cfg
-        self._url = _endpoint(cfg.url)
-        self._where = f"{self._url.scheme}://{self._url.netloc.decode()}{self._url.path}"
         self._pattern = _pattern(cfg.pattern)
-        self._key = _api_key(cfg.api_key_env)
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        # No limits of the client's own: its timeouts are between bytes, where `deadline_s` is of a whole attempt, and
-        # its queue for a connection would count as waiting for an answer.
-        self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=httpx.Limits())
-        self._slots = asyncio.Semaphore(cfg.concurrency)
-        self._jitter = random.Random()  # the global one is seeded, and must not depend on an endpoint's health
+        self._endpoint = Endpoint(
+            _url(cfg), deadline_s=cfg.deadline_s, retries=cfg.retries, concurrency=cfg.concurrency, key=_key(cfg)
+        )
         self._asking: dict[str, asyncio.Task[_Answer]] = {}
         self._kept = _Kept(cache) if cfg.cache else None
 
@@ -94,26 +78,26 @@ class Judge:
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
-        await self._client.aclose()
+        await self._endpoint.close()
         if self._kept is not None:
             await asyncio.to_thread(self._kept.close)
 
     async def _score(self, episode: Trajectory) -> Score:
         try:
             answer = await self._answer(fill(self.cfg.prompt, episode))
-        except _Unanswered as failure:
+        except Unanswered as failure:
             return failed(str(failure))
         except RunError:
             raise
         except Exception as error:  # whatever is odd about this episode: the others are scored all the same
-            return failed(f"the judge could not be asked: {self._excerpt(f'{type(error).__name__}: {error}')}")
+            return failed(f"the judge could not be asked: {self._endpoint.excerpt(f'{type(error).__name__}: {error}')}")
         return self._verdict(answer)
 
     async def _answer(self, text: str) -> _Answer:
         """The kept answer, the one that somebody else is waiting for already, or a new one."""
         if self._kept is None:
             return await self._ask(text)
-        identity = [self.cfg.model, str(self._url), self.cfg.temperature, text]
+        identity = [self.cfg.model, str(self._endpoint.url), self.cfg.temperature, text]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         if key not in self._asking:
             task = asyncio.create_task(self._recall_or_ask(self._kept, key, text))
@@ -137,54 +121,22 @@ class Judge:
         return answer
 
     async def _ask(self, text: str) -> _Answer:
-        """Ask until there is an answer. A slot is kept between attempts, so that an endpoint in trouble gets fewer
-        requests and not other ones. Raises ``_Unanswered``."""
-        attempts, attempt = self.cfg.retries + 1, 1
-        async with self._slots:
-            while True:
-                try:
-                    return await self._attempt(text)
-                except _Unanswered as failure:
-                    if not failure.retry or attempt == attempts:
-                        after = f" (attempt {attempt} of {attempts})" if attempt > 1 else ""
-                        raise _Unanswered(f"{self._where}: {failure}{after}") from failure
-                    backoff = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2.0 ** (attempt - 1))
-                    pause = failure.retry_after_s + backoff * self._jitter.uniform(0.5, 1.0)
-                await asyncio.sleep(pause)
-                attempt += 1
-
-    async def _attempt(self, text: str) -> _Answer:
+        """Raises ``Unanswered``."""
         body = {
             "model": self.cfg.model,
             "messages": [{"role": "user", "content": text}],
             "temperature": self.cfg.temperature,
             "max_tokens": self.cfg.max_tokens,
         }
-        try:
-            async with asyncio.timeout(self.cfg.deadline_s):
-                response = await self._client.post(self._url, json=body)
-        except TimeoutError as error:
-            raise _Unanswered(f"no answer within {self.cfg.deadline_s:g} s", retry=True) from error
-        except httpx.TransportError as error:
-            raise _Unanswered(self._excerpt(f"{type(error).__name__}: {error}"), retry=True) from error
-        if not response.is_success:
-            raise self._refusal(response)
-        return self._content(response)
-
-    def _refusal(self, response: httpx.Response) -> _Unanswered:
-        status = response.status_code
-        message = f"HTTP {status}: {self._excerpt(response.text)}"
-        pause = _retry_after(response.headers.get("Retry-After"))
-        if pause > _LONGEST_RETRY_AFTER_S:
-            return _Unanswered(f"{message} (it asks for a pause of {pause:.0f} s)")
-        return _Unanswered(message, retry=status in (408, 429) or status >= 500, retry_after_s=pause)
+        return self._content(await self._endpoint.post(body))
 
     def _content(self, response: httpx.Response) -> _Answer:
         try:
             choice = response.json()["choices"][0]
             content, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _Unanswered(f"not a chat completion: {self._excerpt(response.text)}") from error
+            excerpt = self._endpoint.excerpt(response.text)
+            raise Unanswered(f"{self._endpoint.where}: not a chat completion: {excerpt}") from error
         return _Answer(_encodable(content) if isinstance(content, str) else "", cut)
 
     def _verdict(self, answer: _Answer) -> Score:
@@ -198,31 +150,15 @@ class Judge:
             value = math.nan
         if math.isfinite(value):
             return Score(value, correct=False, extracted=number)
-        end = self._line(answer.text)[-_EXCERPT:]
+        end = self._endpoint.end(answer.text)
         why = "; it was cut at reward.judge.max_tokens" if answer.cut else ""
         return failed(f"no score (reward.judge.pattern) in the judge's answer, which ends with {end!r}{why}")
-
-    def _excerpt(self, text: str) -> str:
-        return self._line(text)[:_EXCERPT]
-
-    def _line(self, text: str) -> str:
-        """Foreign text in one line. The key goes before anything is cut, so that no part of it stays."""
-        return " ".join((text.replace(self._key, "***") if self._key else text).split())
 
 
 class _Answer(NamedTuple):
     text: str
     cut: bool = False
     """it ended at the endpoint's token limit"""
-
-
-class _Unanswered(Exception):
-    """One attempt, or all of them, brought no answer."""
-
-    def __init__(self, message: str, *, retry: bool = False, retry_after_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.retry = retry
-        self.retry_after_s = retry_after_s
 
 
 class _Kept:
@@ -323,17 +259,13 @@ def _encodable(text: str) -> str:
 # ---------------------------------------------------------------------- checks of the config
 
 
-def _endpoint(url: str) -> httpx.URL:
-    hint = "for example http://127.0.0.1:8000/v1"
-    try:
-        base = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"reward.judge.url is not a URL: {error}", hint=hint) from error
-    if base.userinfo:
-        raise ConfigError("reward.judge.url holds a user or password", hint="use reward.judge.api_key_env")
-    if base.scheme not in ("http", "https") or not base.host:
-        raise ConfigError(f"reward.judge.url = {url!r} is not an http or https URL", hint=hint)
+def _url(cfg: JudgeConfig) -> httpx.URL:
+    base = http_url(cfg.url, what="reward.judge.url", example="http://127.0.0.1:8000/v1")
     return base.copy_with(path=f"{base.path.rstrip('/')}/chat/completions")
+
+
+def _key(cfg: JudgeConfig) -> str:
+    return api_key(cfg.api_key_env, what="reward.judge.api_key_env")
 
 
 def _pattern(pattern: str) -> re.Pattern[str]:
@@ -359,29 +291,3 @@ def _check_template(template: str) -> None:
             raise ConfigError(f"reward.judge.prompt has an unknown placeholder {{{field}}}", hint=hint)
     if not {"conversation", "response"} & {name for _, name, _, _ in fields}:
         raise ConfigError("reward.judge.prompt shows the judge no answer", hint="it needs {conversation} or {response}")
-
-
-def _api_key(variable: str) -> str:
-    if not variable:
-        return ""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ConfigError(f"reward.judge.api_key_env: ${variable} is not set", hint=f"export {variable}=...")
-    if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(f"reward.judge.api_key_env: ${variable} holds characters that no HTTP header may")
-    return key
-
-
-def _retry_after(value: str | None) -> float:
-    """Seconds of a ``Retry-After`` header (seconds or a date, RFC 9110 section 10.2.3); 0 for none."""
-    if value is None:
-        return 0.0
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            date = parsedate_to_datetime(value)
-        except ValueError:
-            return 0.0
-        seconds = (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
-    return max(0.0, seconds) if math.isfinite(seconds) else 0.0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from posttrain.errors import ConfigError
 from posttrain.registry import Registry
+from posttrain.tools.options import check_options
 from posttrain.types import Message, Prompt
 
 
@@ -49,14 +49,7 @@ INTERACTIONS: Registry[type[Interaction]] = Registry(
 def open_interaction(name: str, options: Mapping[str, Any]) -> Interaction:
     """The interaction of `rollout.interaction`. Raises ``ConfigError`` for an unknown one, or options it has not."""
     kind = INTERACTIONS.get(name)
-    try:
-        inspect.signature(kind).bind(**options)
-    except TypeError as error:
-        raise ConfigError(
-            f"rollout.interaction_options do not suit {name!r}: {error}",
-            hint=f"it takes {', '.join(inspect.signature(kind).parameters) or 'none'}",
-        ) from error
-    return kind(**options)
+    return kind(**check_options(kind, options, "rollout.interaction_options"))
 
 
 class RetryInteraction(Interaction):

@@ -1,5 +1,6 @@
 """Tools a model may call in an episode, and the parsers of the formats in which models write calls."""
 
-from posttrain.tools.base import TOOLS, Tool, ToolResult, function_schema
+from posttrain.tools.base import TOOLS, Tool, ToolResult, function_schema, row_kwargs
+from posttrain.tools.functions import tool
 
-__all__ = ["TOOLS", "Tool", "ToolResult", "function_schema"]
+__all__ = ["TOOLS", "Tool", "ToolResult", "function_schema", "row_kwargs", "tool"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Union, get_args, get_origin
 
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, DataError
 from posttrain.registry import Registry
 from posttrain.types import Prompt, ToolSchema
 
@@ -26,7 +26,11 @@ class Tool(Protocol):
     """One tool, shared by all episodes of a process; whatever belongs to one episode lives in its state.
 
     ``name`` is the function name the model calls, which may differ from the name in the registry. A class derived from
-    this one inherits a ``create``, ``reward`` and ``release`` that do nothing.
+    this one inherits a ``create``, ``reward``, ``release`` and ``close`` that do nothing.
+
+    The options of a tool are the keyword arguments of its constructor, with type hints (``posttrain.tools.options``).
+    The constructor runs before the event loop does, also in ``posttrain prep``, which needs the schema alone: it opens
+    nothing that must be closed.
     """
 
     name: str
@@ -34,35 +38,68 @@ class Tool(Protocol):
 
     async def create(self, prompt: Prompt) -> Any:
         """State for one episode."""
+        return None  # not left out: type checkers take a method without a body for abstract
 
     async def call(self, state: Any, arguments: dict[str, Any]) -> ToolResult:
         """Run one call. Wrong arguments are a ``ToolResult(error=True)`` that the model can read, not an exception."""
 
     async def reward(self, state: Any) -> float | None:
         """The tool's own reward for the episode so far; None when it has no opinion."""
+        return None
 
     async def release(self, state: Any) -> None:
         """Free what ``create`` took. Called exactly once per state, also after errors."""
+        return
+
+    async def close(self) -> None:
+        """Free what the tool itself holds. Called at the end of the run, in its event loop."""
+        return
 
 
-TOOLS: Registry[type[Tool]] = Registry("tool", {"gsm8k": "posttrain.tools.gsm8k:Gsm8kTool"})
+TOOLS: Registry[Any] = Registry(
+    "tool",
+    {
+        "calculator": "posttrain.tools.calculator:Calculator",
+        "function": "posttrain.tools.functions:function_tool",
+        "gsm8k": "posttrain.tools.gsm8k:Gsm8kTool",
+        "mcp": "posttrain.tools.mcp:mcp_tools",
+        "search": "posttrain.tools.search:Search",
+    },
+)
+"""Tool classes, and functions that return a tool or a list of tools. All take options as keyword arguments."""
 
 
-def function_schema(function: Callable[..., Any]) -> ToolSchema:
+def row_kwargs(prompt: Prompt, function: str, kind: str) -> dict[str, Any]:
+    """What a row gives a tool: ``tools_kwargs.<function>.<kind>``, ``kind`` being ``create_kwargs``,
+    ``execute_kwargs``, ``calc_reward_kwargs`` or ``release_kwargs`` (verl's names). Empty where the row has none.
+
+    Raises:
+        DataError: it is no mapping.
+    """
+    of_tool = prompt.tools_kwargs.get(function) or {}
+    given = (of_tool.get(kind) or {}) if isinstance(of_tool, dict) else of_tool
+    if not isinstance(given, dict):
+        raise DataError(f"row {prompt.index}: tools_kwargs.{function}.{kind} is {given!r}, not a struct")
+    # Parquet fills a struct's fields that a row lacks with null.
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def function_schema(function: Callable[..., Any], leave_out: Collection[str] = ()) -> ToolSchema:
     """The OpenAI function schema of a function, from its name, type hints and docstring.
 
     The docstring's text up to ``Args:`` (or another section) becomes the description; lines ``name: text`` under
-    ``Args:`` describe the parameters. A parameter without default is required. ``self`` is left out.
+    ``Args:`` describe the parameters. A parameter without default is required. ``self`` and the parameters in
+    ``leave_out`` are left out.
 
     Raises:
         ConfigError: a parameter has no type hint, or one that JSON cannot express.
     """
-    description, documented = _docstring_parts(inspect.getdoc(function) or "")
+    description, documented = docstring_parts(inspect.getdoc(function) or "")
     hints = typing.get_type_hints(function)
     properties: dict[str, Any] = {}
     required: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
-        if name == "self":
+        if name == "self" or name in leave_out:
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name not in hints:
             raise ConfigError(
@@ -107,7 +144,7 @@ def _json_type(hint: Any, where: str) -> dict[str, Any]:
     raise ConfigError(f"{where}: type {hint!r} has no JSON schema", hint="use str, int, float, bool, list or dict")
 
 
-def _docstring_parts(doc: str) -> tuple[str, dict[str, str]]:
+def docstring_parts(doc: str) -> tuple[str, dict[str, str]]:
     """(description, parameter descriptions) of a docstring with an optional ``Args:`` section."""
     description: list[str] = []
     parameters: dict[str, str] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.errors import DataError
 from posttrain.rewards.gsm8k import extract, last_number, parse_number
-from posttrain.tools.base import ToolResult
+from posttrain.tools.base import Tool, ToolResult, row_kwargs
 from posttrain.types import Prompt, ToolSchema
 
 FUNCTION = "calc_gsm8k_reward"
@@ -35,17 +35,16 @@ class Gsm8kState:
     """Best reward of the calls so far; None before the first."""
 
 
-class Gsm8kTool:
-    """Registered as "gsm8k"; the model calls it ``calc_gsm8k_reward``."""
+class Gsm8kTool(Tool):
+    """Checks an answer against the row's ground truth; the model calls it ``calc_gsm8k_reward``. Its reward is 1 once
+    an answer was right."""
 
     name = FUNCTION
     schema = SCHEMA
 
     async def create(self, prompt: Prompt) -> Gsm8kState:
         """Raises ``DataError`` when the row's ground truth is not a number."""
-        kwargs = (prompt.tools_kwargs.get(FUNCTION) or {}).get("create_kwargs") or {}
-        truth = kwargs.get("ground_truth")
-        truth = prompt.ground_truth if truth is None else truth
+        truth = row_kwargs(prompt, self.name, "create_kwargs").get("ground_truth", prompt.ground_truth)
         number = parse_number(str(truth))
         if number is None:
             raise DataError(
@@ -70,9 +69,6 @@ class Gsm8kTool:
 
     async def reward(self, state: Gsm8kState) -> float | None:
         return state.best
-
-    async def release(self, state: Gsm8kState) -> None:
-        """Nothing to free."""
 
 
 def result_text(answer: str, reward: float) -> str:

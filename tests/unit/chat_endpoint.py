@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
+from posttrain import endpoint as endpoint_module
 from posttrain.config import JudgeConfig
-from posttrain.rewards import judge as judge_module
 from posttrain.rewards.judge import Judge
 from posttrain.types import Prompt, Trajectory
 
@@ -25,11 +25,17 @@ def completion(text, finish_reason="stop"):
     return 200, {}, json.dumps({"choices": [choice]})
 
 
-class Endpoint:
-    """What the server does: ``reply(nth request, prompt)`` gives (status, headers, body). It counts what comes in."""
+def prompt_of(body):
+    return body["messages"][0]["content"]
 
-    def __init__(self, reply):
+
+class Endpoint:
+    """What the server does: ``reply(nth request, asked)`` gives (status, headers, body), where ``asked`` is what
+    ``read`` takes from the request's body. It counts what comes in."""
+
+    def __init__(self, reply, read):
         self.reply = reply
+        self.read = read
         self.requests = []
         self.times = []
         self.at_once = self.most_at_once = 0
@@ -38,7 +44,7 @@ class Endpoint:
 
     @property
     def prompts(self):
-        return [body["messages"][0]["content"] for _, _, body in self.requests]
+        return [prompt_of(body) for _, _, body in self.requests]
 
     def handle(self, handler):
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
@@ -49,7 +55,7 @@ class Endpoint:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
         try:
-            status, headers, text = self.reply(nth, body["messages"][0]["content"])
+            status, headers, text = self.reply(nth, self.read(body))
         finally:
             with self.lock:
                 self.at_once -= 1
@@ -62,8 +68,8 @@ class Endpoint:
 
 
 @contextmanager
-def serving(reply):
-    endpoint = Endpoint(reply)
+def serving(reply, read=prompt_of):
+    endpoint = Endpoint(reply, read)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -92,8 +98,8 @@ def serving(reply):
 
 
 def local_and_quick(monkeypatch):
-    """No proxy between the judge and this machine, and retries that take milliseconds."""
-    monkeypatch.setattr(judge_module, "_BACKOFF_S", 0.02)
+    """No proxy between a client and this machine, and retries that take milliseconds."""
+    monkeypatch.setattr(endpoint_module, "_BACKOFF_S", 0.02)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
 

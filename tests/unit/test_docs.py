@@ -36,7 +36,7 @@ def make_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["config", "cli", "data"])
+@pytest.mark.parametrize("page", ["config", "cli", "data", "tools"])
 def test_made_page_is_up_to_date(page: str) -> None:
     made = getattr(make_docs(), f"{page}_page")()
     stored = (REPO / "docs" / f"{page}.md").read_text(encoding="utf-8")
