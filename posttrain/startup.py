@@ -95,17 +95,25 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
 
 
 def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Environment:
-    """The tools, parser and chat deltas of a run's episodes. Raises ``ConfigError`` for an unknown tool."""
+    """The tools, parser and chat deltas of a run's episodes.
+
+    Raises:
+        ConfigError: a tool is unknown, or cannot work in this run.
+    """
     from posttrain.data.chat import ChatDeltas
     from posttrain.models.load import stop_token_ids
     from posttrain.rollout.episode import Environment
+    from posttrain.sandbox import configure
     from posttrain.tools.base import TOOLS
     from posttrain.tools.parsers import PARSERS
 
+    configure(cfg.sandbox)
     tools: dict[str, Any] = {}
     for name in cfg.rollout.tools:
         tool = TOOLS.get(name)()
         tools[tool.name] = tool
+        if (check := getattr(tool, "check", None)) is not None:
+            check()
     schemas = [tool.schema for tool in tools.values()] or None
     template_kwargs = cfg.data.chat_kwargs
     return Environment(

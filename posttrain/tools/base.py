@@ -26,11 +26,14 @@ class Tool(Protocol):
     """One tool, shared by all episodes of a process; whatever belongs to one episode lives in its state.
 
     ``name`` is the function name the model calls, which may differ from the name in the registry. A class derived from
-    this one inherits a ``create``, ``reward`` and ``release`` that do nothing.
+    this one inherits a ``check``, ``create``, ``reward`` and ``release`` that do nothing.
     """
 
     name: str
     schema: ToolSchema
+
+    def check(self) -> None:
+        """Called once, before a run exists. Raises ``ConfigError`` where the tool cannot work in it."""
 
     async def create(self, prompt: Prompt) -> Any:
         """State for one episode."""
@@ -45,7 +48,10 @@ class Tool(Protocol):
         """Free what ``create`` took. Called exactly once per state, also after errors."""
 
 
-TOOLS: Registry[type[Tool]] = Registry("tool", {"gsm8k": "posttrain.tools.gsm8k:Gsm8kTool"})
+TOOLS: Registry[type[Tool]] = Registry(
+    "tool",
+    {"code_interpreter": "posttrain.tools.code:CodeInterpreter", "gsm8k": "posttrain.tools.gsm8k:Gsm8kTool"},
+)
 
 
 def function_schema(function: Callable[..., Any]) -> ToolSchema:
