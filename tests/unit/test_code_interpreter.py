@@ -1,7 +1,9 @@
 """The code interpreter, with programs that really run: what the model reads, limits, concurrency, cancellation."""
 
 import asyncio
+import inspect
 import json
+import re
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -311,6 +313,18 @@ def test_the_tool_is_registered_and_described():
     assert SCHEMA["function"]["name"] == CodeInterpreter().name == "code_interpreter"
     assert tool.schema["function"]["parameters"] == SCHEMA["function"]["parameters"]
     json.dumps(tool.schema)
+
+
+def test_the_options_in_the_docs_are_those_of_the_tool():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "code-interpreter.md").read_text(encoding="utf-8")
+    documented = inspect.getdoc(CodeInterpreter.__init__)
+    assert documented is not None
+    for name, parameter in inspect.signature(CodeInterpreter).parameters.items():
+        default = "none" if parameter.default is None else f"`{json.dumps(parameter.default)}`"
+        about = re.search(rf"^    {name}: (.*)$", documented, re.MULTILINE)
+        assert about is not None, name
+        text = about[1][0].upper() + about[1][1:]
+        assert f"| `{name}` | {default} | {text} |" in page
 
 
 @pytest.mark.parametrize("option", ["timeout_s", "max_output_chars", "max_concurrent", "max_sessions", "wait_s"])
