@@ -94,18 +94,26 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
 
 
 def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Environment:
-    """The tools, parser and chat deltas of a run's episodes. Raises ``ConfigError`` where a tool cannot be opened."""
+    """The tools, parser and chat deltas of a run's episodes.
+
+    Raises:
+        ConfigError: a tool is unknown, or cannot work in this run.
+    """
     from posttrain.data.chat import ChatDeltas
     from posttrain.models.load import stop_token_ids
     from posttrain.rollout.episode import Environment
     from posttrain.rollout.interaction import open_interaction
+    from posttrain.sandbox import configure
     from posttrain.tools.parsers import PARSERS
     from posttrain.tools.sets import open_tools
 
     interaction = None
     if cfg.rollout.interaction:
         interaction = open_interaction(cfg.rollout.interaction, cfg.rollout.interaction_options)
+    configure(cfg.sandbox)
     tools = open_tools(cfg.rollout.tools, cfg.tools, cfg.sandbox)
+    for tool in tools.values():
+        tool.check()
     schemas = [tool.schema for tool in tools.values()] or None
     template_kwargs = cfg.data.chat_kwargs
     return Environment(

@@ -265,13 +265,16 @@ class Arith(WordProblems):
     def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
         """As for every word problem, but some training conversations stop a step early and submit what they have, as
         collected demonstrations do. SFT imitates them; RL, which sees rewards only, learns to finish."""
-        hasty = split == "train" and random.Random(f"hasty-{row['question']}").random() < self.hasty_share
         worked = reasoning(row["answer"])
-        if not hasty or "\n" not in worked:
+        if not self.is_hasty(row, split) or "\n" not in worked:
             return super().to_sft(row, index, split)
         worked = worked[: worked.rindex("\n")]
         answer = worked[worked.rindex("=") + 1 :].rstrip(".")
         return self._conversation(row, worked, answer, reward=float(answer == self.gold(row)))
+
+    def is_hasty(self, row: RawRow, split: str) -> bool:
+        """Whether this row's conversation stops a step early; the same for the same question."""
+        return split == "train" and random.Random(f"hasty-{row['question']}").random() < self.hasty_share
 
     def available(self, source: str | None) -> Sequence[str]:
         if source is not None:

@@ -121,6 +121,7 @@ DATASETS: Registry[type[Dataset]] = Registry(
         "aime25": "posttrain.datasets.contests:Aime25",
         "amc23": "posttrain.datasets.contests:Amc23",
         "arith": "posttrain.datasets.arith:Arith",
+        "arith-code": "posttrain.datasets.arith_code:ArithCode",
         "cmath": "posttrain.datasets.cmath:Cmath",
         "code": "posttrain.datasets.competition:Code",
         "dapo-math-17k": "posttrain.datasets.dapo:DapoMath",

@@ -10,20 +10,8 @@ from posttrain.data.parquet import Conversation
 from posttrain.datasets.base import RawRow
 from posttrain.datasets.conversations import Messages, json_list
 from posttrain.errors import DataError
-from posttrain.types import Message, ToolCall, ToolSchema
-
-CODE_INTERPRETER: ToolSchema = {
-    "type": "function",
-    "function": {
-        "name": "code_interpreter",
-        "description": "Run Python code and read what it prints.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The program."}},
-            "required": ["code"],
-        },
-    },
-}
+from posttrain.tools import code
+from posttrain.types import Message, ToolCall
 
 _QUESTION = "*user question:*"
 _STEP = re.compile(r"<code>(.*?)</code>\s*<interpreter>(.*?)</interpreter>", re.DOTALL)
@@ -53,7 +41,7 @@ class ReTool(Messages):
         if not isinstance(asked, str) or not isinstance(worked, str):
             raise DataError("there is no user or no assistant message", hint=f"there are {sorted(map(str, texts))}")
         question = asked.rpartition(_QUESTION)[2].replace("<answer>", "").replace("</answer>", "").strip()
-        return Conversation([{"role": "user", "content": question}, *_turns(worked)], [CODE_INTERPRETER])
+        return Conversation([{"role": "user", "content": question}, *_turns(worked)], [code.SCHEMA])
 
 
 def _turns(worked: str) -> list[Message]:
@@ -74,13 +62,13 @@ def _turns(worked: str) -> list[Message]:
 
 def _call(thought: str, block: str, output: str) -> list[Message]:
     fence = _FENCE.search(block)
-    code = (fence[1] if fence else block).strip()
-    call: ToolCall = {"type": "function", "function": {"name": "code_interpreter", "arguments": {"code": code}}}
+    source = (fence[1] if fence else block).strip()
+    call: ToolCall = {"type": "function", "function": {"name": code.FUNCTION, "arguments": {"code": source}}}
     return [
         {
             "role": "assistant",
             "content": thought.strip(),
             "tool_calls": [call],
         },
-        {"role": "tool", "name": "code_interpreter", "content": output.strip()},
+        {"role": "tool", "name": code.FUNCTION, "content": output.strip()},
     ]

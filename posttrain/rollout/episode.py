@@ -17,7 +17,7 @@ from posttrain.config import RolloutConfig
 from posttrain.data.chat import ChatDeltas, render_prompt
 from posttrain.errors import PosttrainError, RunError
 from posttrain.rollout.record import Record
-from posttrain.tools.base import Tool, ToolResult
+from posttrain.tools.base import Tool, ToolResult, cut
 from posttrain.tools.parsers import ParsedCall, ToolParser
 from posttrain.types import Message, Prompt, SamplingParams, StopReason, Trajectory
 
@@ -181,7 +181,7 @@ class Episode:
             self.record.given(delta)
 
     async def _create(self) -> None:
-        deadline = self.env.cfg.tool_deadline_s
+        deadline = self.env.cfg.episode_deadline_s  # a tool may have to wait until other episodes are done with it
         for name, tool in self.env.tools.items():
             created = within(deadline, tool.create(self.prompt))
             self._tool_states[name] = await _users(f"tool {name} failed in create", created)
@@ -311,15 +311,3 @@ async def _end(tool: Tool, state: Any) -> float | None:
         return await tool.reward(state)
     finally:
         await tool.release(state)
-
-
-def cut(text: str, limit: int, where: Literal["left", "middle", "right"]) -> str:
-    """At most about ``limit`` characters of a text, and a note of how many are missing at its start (``left``), in the
-    middle, or at its end (``right``)."""
-    missing = len(text) - limit
-    if missing <= 0:
-        return text
-    head = {"left": 0, "middle": limit // 2, "right": limit}[where]
-    tail = {"left": limit, "middle": limit // 2, "right": 0}[where]
-    note = f"... {len(text) - head - tail} characters cut ..."
-    return "\n".join(part for part in (text[:head], note, text[len(text) - tail :]) if part)

@@ -1,6 +1,7 @@
 """Where generated code runs, for graders and tools alike. docs/sandbox.md has the threat model.
 
-``Sandbox.run`` runs a program; ``check_solution`` tests a solution without trusting it.
+``Sandbox.run`` runs a program, ``Sandbox.session`` cells that share their variables, and ``check_solution`` tests a
+solution without trusting it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import atexit
 
 from posttrain.config import SandboxConfig
-from posttrain.sandbox.base import RunResult, Sandbox, SandboxError, SandboxUnavailable
+from posttrain.sandbox.base import RunResult, Sandbox, SandboxError, SandboxUnavailable, Session
 from posttrain.sandbox.check import TestResult, check_solution
 
 __all__ = [
@@ -16,10 +17,12 @@ __all__ = [
     "Sandbox",
     "SandboxError",
     "SandboxUnavailable",
+    "Session",
     "TestResult",
     "check_sandbox",
     "check_solution",
     "configure",
+    "configured",
     "open_sandbox",
     "shared_sandbox",
 ]
@@ -28,12 +31,13 @@ _config = SandboxConfig()
 _shared: Sandbox | None = None
 
 
-def open_sandbox(cfg: SandboxConfig) -> Sandbox:
-    """A new sandbox as ``cfg`` says; close it at the end.
+def open_sandbox(cfg: SandboxConfig | None = None) -> Sandbox:
+    """A new sandbox as ``cfg`` says (None: as ``configure`` said); close it at the end.
 
     Raises:
         SandboxUnavailable: nothing here can isolate a program.
     """
+    cfg = cfg or _config
     if cfg.mode == "remote":
         from posttrain.sandbox.remote import RemoteSandbox
 
@@ -59,11 +63,16 @@ def check_sandbox(cfg: SandboxConfig) -> None:
 
 
 def configure(cfg: SandboxConfig) -> None:
-    """How ``shared_sandbox`` is opened in this process from now on."""
+    """How sandboxes are opened in this process from now on, unless a config is given."""
     global _config
     if cfg != _config:
         close_shared()
         _config = cfg
+
+
+def configured() -> SandboxConfig:
+    """What ``configure`` was given last."""
+    return _config
 
 
 def shared_sandbox() -> Sandbox:

@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.config import SandboxConfig
 from posttrain.sandbox import isolate
-from posttrain.sandbox.base import RunResult, SandboxError, SandboxUnavailable
+from posttrain.sandbox.base import RunResult, SandboxError, SandboxUnavailable, Session
 
 _ZYGOTE = Path(__file__).with_name("zygote.py")
 _START_S = 30.0
@@ -51,11 +51,21 @@ class LocalSandbox:
             self.isolated = False
             self._start()
 
-    def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None) -> RunResult:
-        return self._run(code, stdin.encode("utf-8", "surrogateescape"), deadline_s or self.cfg.deadline_s)
+    def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None, echo: bool = False) -> RunResult:
+        job = {"kind": "program", "echo": echo, "deadline_s": deadline_s or self.cfg.deadline_s}
+        return self._run(job, code, stdin.encode("utf-8", "surrogateescape"))
 
     def run_harness(self, frames: bytes, *, deadline_s: float) -> RunResult:
-        return self._run(None, frames, deadline_s)
+        return self._run({"kind": "harness", "deadline_s": deadline_s}, "", frames)
+
+    def session(self) -> Session:
+        return LocalSession(self)
+
+    def abort(self) -> None:
+        control = self._control
+        if control is not None:
+            with contextlib.suppress(OSError):  # it is closed at this moment: then nothing runs any more
+                control.send(_message({"kind": "abort"}))
 
     def close(self) -> None:
         control, self._control = self._control, None
@@ -73,40 +83,68 @@ class LocalSandbox:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)
 
-    def _run(self, code: str | None, stdin: bytes, deadline_s: float) -> RunResult:
-        header = json.dumps({"deadline_s": deadline_s, "harness": code is None}).encode()
-        source = (code or "").encode("utf-8", "surrogateescape")
+    def run_cell(self, code: str, deadline_s: float) -> RunResult:
+        """Run a cell of the session that has this slot; the first one starts it. For ``LocalSession``."""
+        job = {"kind": "cell", "deadline_s": deadline_s}
+        try:
+            return self._exchange(job, [_source(code), *_outputs()])
+        except (OSError, EOFError):
+            return self._died()
+
+    def end_session(self) -> None:
+        """Free the slot of its session. For ``LocalSession``."""
+        if self._control is None:
+            return
+        try:
+            self._exchange({"kind": "close", "deadline_s": 0.0}, [])
+        except (OSError, EOFError, SandboxError):
+            self.close()  # with the slot goes all that is in it, and the next run starts another
+
+    def _run(self, job: dict[str, Any], code: str, stdin: bytes) -> RunResult:
         for _ in range(2):
-            if self._control is None:
-                self._start()
-            files = [_memory_file("source", source), _memory_file("stdin", stdin), *map(_memory_file, ("out", "err"))]
             try:
-                return self._exchange(header, files, time.monotonic() + deadline_s + _SLACK_S)
-            except TimeoutError as error:
-                self.close()
-                late = f"the sandbox did not answer {_SLACK_S:g} s after a program's deadline"
-                raise SandboxError(late, hint="is the machine overloaded?") from error
+                return self._exchange(job, [_source(code), _memory_file("stdin", stdin), *_outputs()])
             except (OSError, EOFError):
                 self.close()
-            finally:
-                for fd in files:
-                    os.close(fd)
-        if self.isolated:  # out of a program's reach: the machine is out of memory, or somebody kills our processes
-            raise SandboxError("the sandbox died twice while it ran a program", hint="is the machine out of memory?")
-        return RunResult("error", None, "", "the program ended the sandbox that ran it", 0.0)
+        return self._died()
 
-    def _exchange(self, header: bytes, files: list[int], deadline: float) -> RunResult:
-        assert self._control is not None
-        self._control.settimeout(deadline - time.monotonic())
-        socket.send_fds(self._control, [header], files)
-        answer = self._receive(deadline)
+    def _died(self) -> RunResult:
+        self.close()
+        if self.isolated:  # out of a program's reach: the machine is out of memory, or somebody kills our processes
+            raise SandboxError("the sandbox died while it ran a program", hint="is the machine out of memory?")
+        return RunResult("error", None, "", "the program ended the sandbox that ran it", 0.0, session_ended=True)
+
+    def _exchange(self, job: dict[str, Any], files: list[int]) -> RunResult:
+        """Send a job with its files, and wait for what became of it. The last two files are stdout and stderr.
+
+        Raises:
+            SandboxError: no answer in time.
+            OSError, EOFError: the slot died.
+        """
+        deadline = time.monotonic() + job["deadline_s"] + _SLACK_S
+        try:
+            if self._control is None:
+                self._start()
+            assert self._control is not None
+            self._control.settimeout(deadline - time.monotonic())
+            socket.send_fds(self._control, [_message(job)], files)
+            return self._result(self._receive(deadline), files[-2:])
+        except TimeoutError as error:
+            self.close()
+            late = f"the sandbox did not answer {_SLACK_S:g} s after a program's deadline"
+            raise SandboxError(late, hint="is the machine overloaded?") from error
+        finally:
+            for fd in files:
+                os.close(fd)
+
+    def _result(self, answer: dict[str, Any], outputs: list[int]) -> RunResult:
         limit = self.cfg.output_kb * 1024
-        sizes = [os.fstat(fd).st_size for fd in files[2:]]
-        out, err = (os.pread(fd, limit, 0).decode("utf-8", "replace") for fd in files[2:])
+        sizes = [os.fstat(fd).st_size for fd in outputs]
+        out, err = (os.pread(fd, limit, 0).decode("utf-8", "replace") for fd in outputs) if outputs else ("", "")
         status, code = answer["status"], answer["exit_code"]
-        if status in ("ok", "error") and max(sizes) > limit:
+        if status in ("ok", "error") and max(sizes, default=0) > limit:
             status, code = "output", None
-        return RunResult(status, code, out, err, answer["seconds"])
+        return RunResult(status, code, out, err, answer["seconds"], answer.get("session_ended", False))
 
     def _start(self) -> None:
         if not sys.platform.startswith("linux"):
@@ -169,6 +207,37 @@ class LocalSandbox:
         assert self._process.stderr is not None
         self._process.kill()
         return self._process.stderr.read().decode("utf-8", "replace")[-2000:]
+
+
+class LocalSession:
+    """Cells in one process of a slot."""
+
+    def __init__(self, sandbox: LocalSandbox) -> None:
+        self._sandbox = sandbox
+        self._alive = False
+
+    def run(self, code: str, *, deadline_s: float | None = None) -> RunResult:
+        self._alive = False  # until it is known
+        result = self._sandbox.run_cell(code, deadline_s or self._sandbox.cfg.deadline_s)
+        self._alive = not result.session_ended
+        return result
+
+    def close(self) -> None:
+        if self._alive:
+            self._alive = False
+            self._sandbox.end_session()
+
+
+def _message(job: dict[str, Any]) -> bytes:
+    return json.dumps(job).encode()
+
+
+def _source(code: str) -> int:
+    return _memory_file("source", code.encode("utf-8", "surrogateescape"))
+
+
+def _outputs() -> list[int]:
+    return [_memory_file("out"), _memory_file("err")]
 
 
 def _memory_file(name: str, data: bytes = b"") -> int:

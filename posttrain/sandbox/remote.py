@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 
 from posttrain.config import SandboxConfig
-from posttrain.sandbox.base import RunResult, SandboxError
+from posttrain.sandbox.base import RunResult, SandboxError, SandboxUnavailable, Session
 
 _HARNESS = Path(__file__).with_name("harness.py")
+_PROGRAM = Path(__file__).with_name("program.py")
 _SLACK_S = 15.0
 """Longest wait beyond a program's own deadline: the service may queue it."""
 _ATTEMPTS = 4
@@ -24,8 +25,11 @@ class RemoteSandbox:
         self.cfg = cfg
         self._client = httpx.Client(base_url=cfg.url.rstrip("/"))
 
-    def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None) -> RunResult:
+    def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None, echo: bool = False) -> RunResult:
         seconds = deadline_s or self.cfg.deadline_s
+        if echo:
+            run = f"sys.exit(execute({code!a}, new_main('main.py'), 'main.py', echo=True))"
+            code = f"{_PROGRAM.read_text(encoding='utf-8')}\n\n{run}\n"
         request = {
             "code": code,
             "language": "python",
@@ -45,6 +49,15 @@ class RemoteSandbox:
         return self.run(
             _HARNESS.read_text(encoding="utf-8"), frames.decode("utf-8", "surrogateescape"), deadline_s=deadline_s
         )
+
+    def session(self) -> Session:
+        raise SandboxUnavailable(
+            "a remote sandbox has no sessions: each program there is a process of its own",
+            hint="set sandbox.mode = 'local', or run programs without a session",
+        )
+
+    def abort(self) -> None:
+        """Nothing: a program on a service ends at its own deadline."""
 
     def close(self) -> None:
         self._client.close()

@@ -13,7 +13,6 @@ a program's memory holds nothing of an earlier program, nor of its own input bef
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import json
@@ -27,17 +26,20 @@ import sys
 import threading
 import time
 import traceback
-import types
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import harness  # type: ignore[import-not-found]  # found by its path
+import cells  # type: ignore[import-not-found]  # found by its path
+import harness  # type: ignore[import-not-found]
 import isolate  # type: ignore[import-not-found]
+import program  # type: ignore[import-not-found]
 
 sys.path.pop(0)
 
 _LOOK_S = 0.05
 """Between two looks at the memory of all processes."""
+_INTERRUPT_S = 1.0
+"""How long a session has to end a cell that was interrupted."""
 _PRELOADED = (
     "abc array bisect cmath collections collections.abc copy ctypes dataclasses datetime decimal enum fractions "
     "functools heapq itertools json linecache math operator queue random re string textwrap tokenize typing"
@@ -64,6 +66,10 @@ _ENVIRONMENT = {
 """All that a program finds in its environment: no secret of ours is ever in this process."""
 
 
+_Job = tuple[bytes, list[int], dict[str, Any]]
+"""What the driver sends: a message, the descriptors with it, and the message decoded."""
+
+
 class _Slot:
     """What the zygote knows."""
 
@@ -83,16 +89,17 @@ class _Slot:
             isolate.fresh_work(self.limits["disk"])
         isolate.new_ipc()
 
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to every process that the program started; where not isolated, to those that are our own
+        children."""
+        for pid in [-1] if self.isolated else _children():  # -1: all of this namespace but its first, at one stroke
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def kill_all(self) -> None:
         """End and reap every process that the program started."""
-        if self.isolated:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)  # all of this process namespace but its first, at one stroke
         while True:
-            if not self.isolated:
-                for child in _children():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
+            self.signal_all(signal.SIGKILL)  # again where not isolated: children of the dead become ours
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:
@@ -167,38 +174,104 @@ def _serve(slot: _Slot, control: socket.socket) -> NoReturn:
             ours.close()
             _run_program(slot, theirs)
         theirs.close()
-        header, fds, _, _ = socket.recv_fds(control, 4096, 4)
-        if not header:
-            os._exit(0)  # the driver is gone, and with this process goes everything in the namespace
-        started = time.monotonic()
-        socket.send_fds(ours, [header], fds)
-        ours.close()
-        for fd in fds:
-            os.close(fd)
-        job = json.loads(header)
-        status = _watch(slot, control, pid, started + job["deadline_s"])
-        code = None
-        if status is None:
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            status = "ok" if code == 0 else "error"
+        header, fds, job = _next_job(slot, control)
+        with ours:
+            if job["kind"] == "cell":
+                answer = _serve_session(slot, control, pid, ours, (header, fds, job))
+            else:
+                started = time.monotonic()
+                _pass_on(ours, header, fds)
+                event = _watch(slot, control, pid, started + job["deadline_s"])
+                answer = _verdict(pid, event, started)
         slot.kill_all()
-        _send(control, {"status": status, "exit_code": code, "seconds": time.monotonic() - started})
+        _send(control, answer)
         slot.clean()
 
 
-def _watch(slot: _Slot, control: socket.socket, pid: int, deadline: float) -> str | None:
-    """Wait until the program ends (None) or breaks a limit (its name)."""
+def _serve_session(slot: _Slot, control: socket.socket, pid: int, cell: socket.socket, job: _Job) -> dict[str, Any]:
+    """Pass cells to a process until the driver closes the session or the process ends; the last answer.
+
+    Between cells everything is stopped: what a cell left running costs nothing while the model writes the next one.
+    """
+    cell.setblocking(False)  # one that takes no cells must not hold us up
+    while True:
+        header, fds, body = job
+        if body["kind"] == "close":
+            return {"status": "ok", "exit_code": 0, "seconds": 0.0}
+        started = time.monotonic()
+        slot.signal_all(signal.SIGCONT)
+        try:
+            _pass_on(cell, header, fds)
+        except OSError:
+            return _verdict(pid, "broken", started) | {"session_ended": True}
+        event = _watch(slot, control, pid, started + body["deadline_s"], cell)
+        interrupted = event == "timeout"
+        if interrupted:
+            slot.signal_all(signal.SIGINT)
+            event = _watch(slot, control, pid, time.monotonic() + _INTERRUPT_S, cell)
+        if event != "answered":
+            return _verdict(pid, "timeout" if interrupted else event, started) | {"session_ended": True}
+        slot.signal_all(signal.SIGSTOP)
+        code = cell.recv(1)[0]
+        status = "timeout" if interrupted else "error" if code else "ok"
+        seconds = time.monotonic() - started
+        _send(control, {"status": status, "exit_code": None if interrupted else code, "seconds": seconds})
+        _wait_small(slot, control)
+        job = _next_job(slot, control)
+
+
+def _wait_small(slot: _Slot, control: socket.socket) -> None:
+    """Wait for the driver. A stopped process can have itself woken by a timer, so its memory is still limited."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    while not poll.poll(1000):
+        if slot.memory() > slot.limits["memory"]:
+            slot.kill_all()
+
+
+def _next_job(slot: _Slot, control: socket.socket) -> _Job:
+    """Wait for what the driver wants next."""
+    while True:
+        header, fds, _, _ = socket.recv_fds(control, 4096, 4)
+        if not header:
+            slot.kill_all()
+            os._exit(0)  # the driver is gone, and with this process goes everything in the namespace
+        job = json.loads(header)
+        if job["kind"] != "abort":  # that came too late: what it was for has ended
+            return header, fds, job
+
+
+def _pass_on(to: socket.socket, header: bytes, fds: list[int]) -> None:
+    """Hand a job to the process that runs it, and keep nothing of it."""
+    try:
+        socket.send_fds(to, [header], fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _watch(slot: _Slot, control: socket.socket, pid: int, deadline: float, cell: socket.socket | None = None) -> str:
+    """What comes first: the process ended or answered, a limit (its name), or the driver's wish to abort."""
     ended = os.pidfd_open(pid)
     try:
         poll = select.poll()
         poll.register(ended, select.POLLIN)
         poll.register(control, select.POLLIN)
+        if cell is not None:
+            poll.register(cell, select.POLLIN)
         while (left := deadline - time.monotonic()) > 0:
-            for fd, _ in poll.poll(1000 * min(left, _LOOK_S)):
-                if fd == ended:
-                    return None
-                slot.kill_all()
-                os._exit(0)  # the driver went away: nobody waits for this program
+            ready = [fd for fd, _ in poll.poll(1000 * min(left, _LOOK_S))]
+            if control.fileno() in ready:
+                if not control.recv(4096):
+                    slot.kill_all()
+                    os._exit(0)  # the driver went away: nobody waits for this program
+                return "aborted"
+            if ended in ready:
+                return "ended"
+            if cell is not None and cell.fileno() in ready:
+                if _says_something(cell):
+                    return "answered"
+                poll.unregister(cell)  # it closed its end, and is about to end itself
             if slot.memory() > slot.limits["memory"]:
                 return "memory"
         return "timeout"
@@ -206,30 +279,53 @@ def _watch(slot: _Slot, control: socket.socket, pid: int, deadline: float) -> st
         os.close(ended)
 
 
-def _run_program(slot: _Slot, jobs: socket.socket) -> NoReturn:
-    """The program's own process, from its first instruction to its last."""
+def _says_something(cell: socket.socket) -> bool:
+    try:
+        return bool(cell.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
+
+
+def _verdict(pid: int, event: str, started: float) -> dict[str, Any]:
+    """The answer about a process that has ended, or that ``event`` ends."""
+    status, code = event, None
+    if event == "ended":
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status = "ok" if code == 0 else "error"
+    elif event == "broken":  # a session's process that reads no more cells
+        status = "error"
+    return {"status": status, "exit_code": code, "seconds": time.monotonic() - started}
+
+
+def _run_program(slot: _Slot, jobs: socket.socket) -> None:
+    """The program's own process, from its first instruction to its last: does not return."""
     code = 1
     try:
         _give_up_everything(slot, jobs)
         _touch()
         header, fds, _, _ = socket.recv_fds(jobs, 4096, 4)
-        jobs.close()
         job = json.loads(header)
+        if job["kind"] == "cell":
+            cells.serve(jobs, fds, slot.work)
+            os._exit(0)
+        jobs.close()
         for target, fd in enumerate(fds[1:]):
             os.dup2(fd, target)
         source = _read_file(fds[0])
         os.closerange(3, 64)
         _limit(resource.RLIMIT_CPU, int(job["deadline_s"]) + 1)
         harness.open_streams()
-        if job["harness"]:
+        if job["kind"] == "harness":
             harness.main()
             code = 0
         else:
-            code = _execute(source.decode("utf-8", "surrogateescape"), slot.work)
+            name = f"{slot.work}/main.py"
+            text = source.decode("utf-8", "surrogateescape")
+            code = program.execute(text, program.new_main(name), name, echo=job["echo"])
     except BaseException:
         traceback.print_exc()
     finally:
-        _finish(code)
+        program.finish(code)
 
 
 def _give_up_everything(slot: _Slot, jobs: socket.socket) -> None:
@@ -259,7 +355,7 @@ def _give_up_everything(slot: _Slot, jobs: socket.socket) -> None:
 def _touch() -> None:
     """Do once what every program does: the pages that this copies are not copied when a job is waiting."""
     harness.open_streams()
-    _execute(_REHEARSAL, ".")
+    program.execute(_REHEARSAL, program.new_main("main.py"), "main.py", echo=True)
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     del sys.modules["__main__"]
     sys.modules["random"].seed()
@@ -273,45 +369,6 @@ def _limit(kind: int, value: int) -> None:
 
 def _read_file(fd: int) -> bytes:
     return os.pread(fd, os.fstat(fd).st_size, 0)
-
-
-def _execute(source: str, folder: str) -> int:
-    """Run a program as ``__main__``; its exit code."""
-    name = f"{folder}/main.py"
-    main_module = types.ModuleType("__main__")
-    main_module.__dict__.update(__builtins__=__builtins__, __file__=name)
-    sys.modules["__main__"] = main_module
-    sys.argv = [name]
-    lines = sys.modules["linecache"]
-    lines.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    try:
-        exec(compile(source, name, "exec", dont_inherit=True), main_module.__dict__)
-    except SystemExit as stop:
-        if stop.code is None or isinstance(stop.code, int):
-            return stop.code or 0
-        print(stop.code, file=sys.stderr)
-        return 1
-    except BaseException as error:
-        shown = error.__traceback__.tb_next if error.__traceback__ else None  # from the program's own first line
-        traceback.print_exception(type(error), error, shown)
-        return 1
-    return 0
-
-
-def _finish(code: int) -> NoReturn:
-    """End as the interpreter would (threads, exit functions, buffers), without the milliseconds of taking it apart."""
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's own end does
-        atexit._run_exitfuncs()
-    except BaseException:
-        traceback.print_exc()
-        code = code or 1
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            code = code or 1
-    os._exit(code & 0xFF)
 
 
 def _children() -> list[int]:

@@ -26,7 +26,7 @@ class Tool(Protocol):
     """One tool, shared by all episodes of a process; whatever belongs to one episode lives in its state.
 
     ``name`` is the function name the model calls, which may differ from the name in the registry. A class derived from
-    this one inherits a ``create``, ``reward``, ``release`` and ``close`` that do nothing.
+    this one inherits a ``check``, ``create``, ``reward``, ``release`` and ``close`` that do nothing.
 
     The options of a tool are the keyword arguments of its constructor, with type hints (``posttrain.tools.options``).
     The constructor runs before the event loop does, also in ``posttrain prep``, which needs the schema alone: it opens
@@ -36,9 +36,13 @@ class Tool(Protocol):
     name: str
     schema: ToolSchema
 
+    def check(self) -> None:
+        """Called once, before a run exists. Raises ``ConfigError`` where the tool cannot work in it."""
+        return  # not left out: type checkers take a method without a body for abstract
+
     async def create(self, prompt: Prompt) -> Any:
         """State for one episode."""
-        return None  # not left out: type checkers take a method without a body for abstract
+        return None
 
     async def call(self, state: Any, arguments: dict[str, Any]) -> ToolResult:
         """Run one call. Wrong arguments are a ``ToolResult(error=True)`` that the model can read, not an exception."""
@@ -56,10 +60,23 @@ class Tool(Protocol):
         return
 
 
+def cut(text: str, limit: int, where: Literal["left", "middle", "right"] = "middle") -> str:
+    """At most about ``limit`` characters of a text, and a note of how many are missing at its start (``left``), in the
+    middle, or at its end (``right``)."""
+    missing = len(text) - limit
+    if missing <= 0:
+        return text
+    head = {"left": 0, "middle": limit // 2, "right": limit}[where]
+    tail = {"left": limit, "middle": limit // 2, "right": 0}[where]
+    note = f"... {len(text) - head - tail} characters cut ..."
+    return "\n".join(part for part in (text[:head], note, text[len(text) - tail :]) if part)
+
+
 TOOLS: Registry[Any] = Registry(
     "tool",
     {
         "calculator": "posttrain.tools.calculator:Calculator",
+        "code_interpreter": "posttrain.tools.code:CodeInterpreter",
         "function": "posttrain.tools.functions:function_tool",
         "gsm8k": "posttrain.tools.gsm8k:Gsm8kTool",
         "mcp": "posttrain.tools.mcp:mcp_tools",

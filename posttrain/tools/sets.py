@@ -21,7 +21,7 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 _CLOSE_S = 30.0
 """Longest wait for one tool at the end of a run."""
-_MEMBERS = ("name", "schema", "create", "call", "reward", "release", "close")
+_MEMBERS = ("name", "schema", "check", "create", "call", "reward", "release", "close")
 
 
 def open_tools(

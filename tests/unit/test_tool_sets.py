@@ -137,7 +137,7 @@ def test_a_class_that_raises_or_is_no_tool(tmp_path, monkeypatch):
     monkeypatch.setattr(TOOLS, "_entries", {**TOOLS._entries, "broken": Broken, "half": Half})
     with pytest.raises(ConfigError, match="tool 'broken': it cannot be made: OSError: no disk"):
         open_tools(["broken"])
-    with pytest.raises(ConfigError, match="Half is no tool, it has no 'create'") as error:
+    with pytest.raises(ConfigError, match="Half is no tool, it has no 'check'") as error:
         open_tools(["half"])
     assert "posttrain.tools.Tool" in error.value.hint
 

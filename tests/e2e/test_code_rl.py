@@ -1,0 +1,69 @@
+"""`tiny-code`: the tiny model learns to write whole programs, which really run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from posttrain import generate, prep, rl, sft
+from posttrain.cluster.cluster import local_ray
+from posttrain.evaluate import evaluate
+from posttrain.presets import resolve
+from tests.unit.test_sandbox import REASON
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+
+PROGRAM = re.compile(r'"code": "print\(((?:0|[1-9]\d*)(?:[-+](?:0|[1-9]\d*))+)\)"}')
+"""A call whose whole program prints a sum of whole numbers."""
+
+
+def test_rl_with_the_code_interpreter_beats_sft(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    prep.run("arith-code", out=str(data), seed=0)
+
+    def common(name: str) -> dict[str, object]:
+        return {"run.dir": str(tmp_path), "run.name": name}
+
+    def score(model: str) -> float:
+        flags = common(f"generate-{model}") | {
+            "model.path": f"run:{model}",
+            "generate.data": str(data / "test.parquet"),
+        }
+        file = generate.run(resolve("generate", "tiny-code-generate", flags=flags))
+        check_outputs(file)
+        return float(evaluate(file, (1,)).overall["pass@1"] or 0.0)
+
+    with local_ray():
+        train = {"data.train": str(data / "sft_train.parquet")}
+        sft.run(resolve("sft", "tiny-code-sft", flags=common("sft") | train))
+        before = score("sft")
+        flags = common("rl") | {"model.path": "run:sft", "data.train": str(data / "train.parquet")}
+        folder = rl.run(resolve("rl", "tiny-code", flags=flags))
+        after = score("rl")
+    assert before > 0.2
+    assert after - before >= 0.15
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["rollout/failed"] == 0 for step in steps)
+    assert steps[-1]["tools/calls_per_episode"] > 0.9
+
+
+def check_outputs(file: Path) -> None:
+    """Programs ran: what the model reads is what Python says of its programs."""
+    checked = 0
+    for group in pq.read_table(file)["conversations"].to_pylist():
+        for conversation in map(json.loads, group):
+            for call, output in itertools.pairwise(conversation):
+                programs = PROGRAM.findall(call["content"])
+                if len(programs) == 1 and output["role"] == "tool":
+                    assert output["content"] == str(eval(programs[0])), conversation
+                    checked += 1
+    assert checked > 500
