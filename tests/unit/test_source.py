@@ -12,7 +12,8 @@ from posttrain.errors import ConfigError, RunError
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.rewards.compose import Rewarder, overlong
 from posttrain.rewards.grade import GraderPool
-from posttrain.rl import make_batch, minibatches, rollout_metrics, update_metrics, validate
+from posttrain.rl import validate
+from posttrain.rl_step import make_batch, minibatches, rollout_metrics, update_metrics
 from posttrain.rollout.source import TrajectorySource
 from posttrain.types import Score
 from tests.unit.scripted import EOS, Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, tokens
@@ -169,7 +170,8 @@ async def test_a_step_without_any_usable_episode_is_an_error():
 
 async def test_validation_counts_what_was_graded():
     sampler = ScriptedSampler("#### 8", "#### 9", RunError("gone"), "#### 8")
-    metrics = await validate(source(sampler), prompts(2), 2, 0.5)
+    groups, metrics = await validate(source(sampler), prompts(2), 2, 0.5)
+    assert [[t.correct for t in g] for g in groups] == [[True, False], [False, True]]
     assert metrics == {"val-core/openai/gsm8k/acc/mean@2": pytest.approx(2 / 3)}
     assert {p.temperature for p in sampler.params} == {0.5}
 
