@@ -39,6 +39,7 @@ def run(resolved: Resolved) -> Path:
     check_machine(cfg)
     vocabulary = int(load_config(source).get_text_config().vocab_size)
     traces = Traces(cfg.rollout.replay, vocabulary=vocabulary, tokenizer=fingerprint(tokenizer))
+    check_apart(traces, cfg)
     steps = replayed_steps(traces, cfg)
     traces.read(traces.steps[0])
 
@@ -78,6 +79,14 @@ async def _train(run: TrainingRun, traces: Traces) -> None:
         if run.step > run.saved_step:  # stopped by the user
             await run.save(run.step, actor, position)
     run.raise_if_interrupted()
+
+
+def check_apart(traces: Traces, cfg: Config) -> None:
+    """Raise ``ConfigError`` for traces that lie in the run's own folder, where `--overwrite` would delete them."""
+    folder = (Path(cfg.run.dir) / cfg.run.name).resolve()
+    inside = next((file for file in traces.files if folder in Path(file).resolve().parents), None)
+    if inside is not None:
+        raise ConfigError(f"{inside} lies in the folder of this run, {folder}", hint="give another name with --name")
 
 
 def replayed_steps(traces: Traces, cfg: Config) -> int:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Make ``docs/config.md`` from the config tree, ``docs/cli.md`` from the command line, and the tables of
-``docs/data.md`` from the row schemas and the data sets.
+``docs/data.md`` and ``docs/traces.md`` from the row schemas and the data sets.
 
 python scripts/make_docs.py            # writes them
 python scripts/make_docs.py --check    # exit code 1 if one is out of date
@@ -28,6 +28,7 @@ from posttrain.cli import app
 from posttrain.config import ALGO_BUNDLES, Config
 from posttrain.data.card import Card
 from posttrain.data.schema import ImageField, MessageField, RlhfRow, SftRow, ToolField
+from posttrain.data.traces import TraceRow, trace_schema
 from posttrain.prep import LISTED, listing
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -158,11 +159,10 @@ def _help(param: Any) -> str:
     return f"{param.help} Default: `{param.default}`." if known else param.help
 
 
-# ---------------------------------------------------------------------- docs/data.md
+# ---------------------------------------------------------------------- docs/data.md, docs/traces.md
 
 
 def data_page() -> str:
-    """The page as it is, with its tables made again."""
     tables = {
         "rlhf": fields_table(RlhfRow, ("prompt", "tools", "images")),
         "sft": fields_table(SftRow, ("messages", "tools", "images")),
@@ -172,7 +172,21 @@ def data_page() -> str:
         "card": fields_table(Card),
         "sets": _table(LISTED, [(f"`{name}`", *rest) for name, *rest in listing()]),
     }
-    text = (DOCS / "data.md").read_text(encoding="utf-8")
+    return _with_tables("data.md", tables)
+
+
+def traces_page() -> str:
+    about = _docstrings(TraceRow)
+    rows = [
+        (f"`{column.name}`", f"`{column.type}`".replace("item: ", ""), " ".join(about[column.name].split()))
+        for column in trace_schema()
+    ]
+    return _with_tables("traces.md", {"trace": _table(("column", "type", "what it is"), rows)})
+
+
+def _with_tables(page: str, tables: dict[str, str]) -> str:
+    """A page as it is, with its tables made again."""
+    text = (DOCS / page).read_text(encoding="utf-8")
     for name, table in tables.items():
         text, count = re.subn(
             rf"(<!-- made: {name} -->\n\n).*?(\n<!-- end -->)",
@@ -180,7 +194,7 @@ def data_page() -> str:
             text,
             flags=re.S,
         )
-        assert count == 1, f"docs/data.md has no place for the table {name!r}"
+        assert count == 1, f"docs/{page} has no place for the table {name!r}"
     return text
 
 
@@ -191,7 +205,8 @@ def fields_table(model: type[BaseModel], elsewhere: Iterable[str] = ()) -> str:
 
 def _fields(model: type[BaseModel], prefix: str, elsewhere: frozenset[str]) -> Iterator[tuple[str, str, str]]:
     own = model.__annotations__
-    described = {name: text for part in reversed(model.__mro__[:-2]) for name, text in _docstrings(part).items()}
+    parts = [part for part in reversed(model.__mro__) if issubclass(part, BaseModel) and part is not BaseModel]
+    described = {name: text for part in parts for name, text in _docstrings(part).items()}
     for name in sorted(model.model_fields, key=lambda name: name not in own):  # what all rows share comes last
         field = model.model_fields[name]
         optional = "" if field.is_required() else ", optional"
@@ -204,8 +219,6 @@ def _fields(model: type[BaseModel], prefix: str, elsewhere: frozenset[str]) -> I
 
 def _docstrings(model: type) -> dict[str, str]:
     """The texts below the fields of a class. Pydantic can read them too, but does so at each start of the program."""
-    if not issubclass(model, BaseModel) or model is BaseModel:
-        return {}
     (definition,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}
@@ -256,7 +269,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     check = parser.parse_args().check
     stale = 0
-    for name, text in {"config.md": config_page(), "cli.md": cli_page(), "data.md": data_page()}.items():
+    pages = {"config.md": config_page(), "cli.md": cli_page(), "data.md": data_page(), "traces.md": traces_page()}
+    for name, text in pages.items():
         file = DOCS / name
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             continue

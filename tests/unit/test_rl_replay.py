@@ -73,6 +73,16 @@ def test_more_steps_than_were_recorded(tmp_path: Path, folder: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("overwrite", ["true", "false"])
+def test_a_run_does_not_replace_the_traces_that_it_reads(tmp_path: Path, folder: Path, overwrite: str) -> None:
+    own = tmp_path / "runs" / "r" / "traces"
+    own.parent.mkdir(parents=True)
+    folder.rename(own)
+    with pytest.raises(ConfigError, match=r"step_000002\.parquet lies in the folder of this run"):
+        replay(tmp_path, own, f"run.overwrite={overwrite}")
+    assert len(list(own.iterdir())) == 3
+
+
 def test_another_temperature(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"sampled at temperature 1, and rollout\.temperature = 0\.5") as error:
         replay(tmp_path, folder, "rollout.temperature=0.5")
