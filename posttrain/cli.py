@@ -199,6 +199,13 @@ def rl(
     data: Annotated[str | None, typer.Option(help="Parquet of prompts (data.train).")] = None,
     steps: StepsOption = None,
     workers: WorkersOption = None,
+    replay: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Train from traces (file, folder, glob), without sampling (rollout.replay)."),
+    ] = None,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Sample, grade and write traces, without training (rollout.only).")
+    ] = False,
     examine: ExamineOption = None,
     seed: SeedOption = None,
     overwrite: OverwriteOption = False,
@@ -208,6 +215,7 @@ def rl(
     flags = _run_flags(name, model, seed, overwrite, resume)
     flags |= {"algo.name": algo, "rollout.tools": _tools(tools), "reward.examine": examine}
     flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers}
+    flags |= {"rollout.replay": replay, "rollout.only": rollout_only or None}
     resolved = _resolve("rl", preset, set_, flags)
     from posttrain import rl
 

@@ -37,6 +37,10 @@ class RunConfig(Section):
     """Delete an existing run of this name first."""
     logger: list[Literal["console", "jsonl"]] = ["console", "jsonl"]
     """Where metrics go."""
+    traces: bool = True
+    """rl: write every trajectory to `traces/` in the run's folder, about 6 bytes a token (docs/traces.md)."""
+    trace_every: PositiveInt = 1
+    """Steps between two that are written there."""
 
 
 class ModelConfig(Section):
@@ -238,6 +242,10 @@ class RolloutConfig(Section):
     """A tool call that takes longer becomes an error that the model can read; also the limit of a simulated user."""
     episode_deadline_s: Annotated[float, Field(gt=0.0)] = 600.0
     """An episode that takes longer ends with stop reason `deadline`."""
+    replay: str | list[str] = ""
+    """Train from these traces instead of sampling: a file, a folder, a glob, or a list of these; empty: sample."""
+    only: bool = False
+    """Sample and grade the batches, write their traces, and train nothing."""
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> RolloutConfig:
@@ -245,6 +253,8 @@ class RolloutConfig(Section):
             raise ValueError("rollout.carry_cancelled has no effect without rollout.over_sample_rate")
         if self.interaction_options and not self.interaction:
             raise ValueError("rollout.interaction_options has no effect without rollout.interaction")
+        if self.only and (self.over_sample_rate or self.filter_groups):
+            raise ValueError("rollout.over_sample_rate and rollout.filter_groups have no effect without training")
         return self
 
 
@@ -481,7 +491,7 @@ class Config(Section):
             )
         if self.command == "rl":
             self._check_rl()
-        if self.command in ("sft", "rl"):
+        if self.command == "sft" or (self.command == "rl" and not self.rollout.replay and not self.rollout.only):
             ranks = self.cluster.workers // self.train.sequence_parallel
             rows = self.data.batch_size * (self.rollout.n if self.command == "rl" else 1)
             if rows % ranks:
@@ -493,7 +503,10 @@ class Config(Section):
         return self
 
     def _check_rl(self) -> None:
-        if self.rollout.n < 2:
+        if self.rollout.only:
+            self._check_rollout_only()
+            return
+        if self.rollout.n < 2 and not self.rollout.replay:
             raise ValueError("rollout.n must be at least 2: GRPO compares the episodes of one prompt")
         if self.rollout.temperature == 0.0:
             raise ValueError("rollout.temperature = 0 samples the same episode every time: nothing to learn from")
@@ -502,10 +515,18 @@ class Config(Section):
                 "rollout.top_p < 1 or rollout.top_k > 0 while training: the trainer's log-probabilities would be of "
                 "another distribution than the one sampled from"
             )
-        if self.data.batch_size % self.algo.updates_per_step:
+        if self.data.batch_size % self.algo.updates_per_step and not self.rollout.replay:
             raise ValueError(
                 f"algo.updates_per_step = {self.algo.updates_per_step} does not divide "
                 f"data.batch_size = {self.data.batch_size} prompts"
+            )
+
+    def _check_rollout_only(self) -> None:
+        if self.rollout.replay:
+            raise ValueError("rollout.only and rollout.replay exclude each other: one samples, the other does not")
+        if not self.run.traces or self.run.trace_every > 1:
+            raise ValueError(
+                "rollout.only without the traces of every step (run.traces, run.trace_every) would leave nothing behind"
             )
 
 

@@ -40,6 +40,7 @@ FLAGS = {
     "generate.data": "--data",
     "model.path": "--model",
     "plugins": "--plugin",
+    "rollout.only": "--rollout-only",
     "val.n": "--val-n",
 }
 """Flags that are not called after the last part of their key."""

@@ -4,6 +4,7 @@
     provenance.json  where each value came from
     run.json         command, status, process, host, versions, times
     metrics.jsonl    written by `posttrain.track`
+    traces/          written by `posttrain.data.trace_writer`
     checkpoints/     written by `posttrain.train.checkpoint`
 
 A folder is created whole or not at all, and one that is not a run is never deleted.
@@ -38,6 +39,7 @@ Status = Literal["finished", "failed", "interrupted"]
 MAY_CHANGE = frozenset(
     {
         *("description", "run.dir", "run.resume", "run.overwrite", "run.logger"),
+        *("run.traces", "run.trace_every"),
         *("train.steps", "train.save_every", "train.val_every", "reward.examine"),
         *("data.workers", "data.prefetch", "data.deadline_s"),
         *("cluster.address", "cluster.workers", "cluster.start_deadline_s", "cluster.step_deadline_s"),

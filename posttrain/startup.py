@@ -36,7 +36,9 @@ def check_supported(cfg: Config) -> None:
         f"rollout.top_k = {cfg.rollout.top_k}": cfg.rollout.top_k > 0,
         f"val.top_p = {cfg.val.top_p:g}": cfg.val.top_p < 1,
     }
-    relevant = {"sft": ("train.",), "generate": ("rollout.",)}.get(cfg.command, ("train.", "rollout.", "val."))
+    samples = cfg.command != "sft" and not cfg.rollout.replay
+    trains = cfg.command in ("sft", "rl") and not cfg.rollout.only
+    relevant = ("train.",) * trains + ("rollout.",) * samples + ("val.",) * (samples and trains)
     found = [text for text, used in refused.items() if used and text.startswith(relevant)]
     if found:
         raise ConfigError(
@@ -60,7 +62,8 @@ def check_machine(cfg: Config) -> None:
             hint="run `nvidia-smi`; is CUDA_VISIBLE_DEVICES empty? --set cluster.device=cpu runs without a GPU",
         )
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if cfg.command == "sft" or rollout.engine != "hf" or longest <= rollout.kv_tokens - BLOCK:
+    samples = cfg.command != "sft" and not rollout.replay
+    if not samples or rollout.engine != "hf" or longest <= rollout.kv_tokens - BLOCK:
         return
     # Only on a CPU has the embedded engine a cache of a fixed size. Which machine another cluster samples on is known
     # later; the engine then refuses by itself.

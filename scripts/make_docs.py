@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Make ``docs/config.md`` from the config tree, ``docs/cli.md`` from the command line, and the tables of
-``docs/data.md`` from the row schemas and the data sets, and of ``docs/tools.md`` from the tools.
+``docs/data.md`` and ``docs/traces.md`` from the row schemas and the data sets, ``docs/tools.md`` from the tools.
 
 python scripts/make_docs.py            # writes them
 python scripts/make_docs.py --check    # exit code 1 if one is out of date
@@ -28,6 +28,7 @@ from posttrain.cli import app
 from posttrain.config import ALGO_BUNDLES, Config
 from posttrain.data.card import Card
 from posttrain.data.schema import ImageField, MessageField, RlhfRow, SftRow, ToolField
+from posttrain.data.traces import TraceRow, trace_schema
 from posttrain.prep import LISTED, listing
 from posttrain.tools.base import TOOLS, docstring_parts
 from posttrain.tools.options import REQUIRED, options_of
@@ -161,11 +162,10 @@ def _help(param: Any) -> str:
     return f"{param.help} Default: `{param.default}`." if known else param.help
 
 
-# ---------------------------------------------------------------------- docs/data.md
+# ---------------------------------------------------------------------- docs/data.md, docs/traces.md
 
 
 def data_page() -> str:
-    """The page as it is, with its tables made again."""
     tables = {
         "rlhf": fields_table(RlhfRow, ("prompt", "tools", "images")),
         "sft": fields_table(SftRow, ("messages", "tools", "images")),
@@ -176,6 +176,15 @@ def data_page() -> str:
         "sets": _table(LISTED, [(f"`{name}`", *rest) for name, *rest in listing()]),
     }
     return _with_parts("data.md", tables)
+
+
+def traces_page() -> str:
+    about = _docstrings(TraceRow)
+    rows = [
+        (f"`{column.name}`", f"`{column.type}`".replace("item: ", ""), " ".join(about[column.name].split()))
+        for column in trace_schema()
+    ]
+    return _with_parts("traces.md", {"trace": _table(("column", "type", "what it is"), rows)})
 
 
 def _with_parts(page: str, parts: dict[str, str]) -> str:
@@ -199,7 +208,8 @@ def fields_table(model: type[BaseModel], elsewhere: Iterable[str] = ()) -> str:
 
 def _fields(model: type[BaseModel], prefix: str, elsewhere: frozenset[str]) -> Iterator[tuple[str, str, str]]:
     own = model.__annotations__
-    described = {name: text for part in reversed(model.__mro__[:-2]) for name, text in _docstrings(part).items()}
+    parts = [part for part in reversed(model.__mro__) if issubclass(part, BaseModel) and part is not BaseModel]
+    described = {name: text for part in parts for name, text in _docstrings(part).items()}
     for name in sorted(model.model_fields, key=lambda name: name not in own):  # what all rows share comes last
         field = model.model_fields[name]
         optional = "" if field.is_required() else ", optional"
@@ -212,8 +222,6 @@ def _fields(model: type[BaseModel], prefix: str, elsewhere: frozenset[str]) -> I
 
 def _docstrings(model: type) -> dict[str, str]:
     """The texts below the fields of a class. Pydantic can read them too, but does so at each start of the program."""
-    if not issubclass(model, BaseModel) or model is BaseModel:
-        return {}
     (definition,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}
@@ -299,12 +307,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     check = parser.parse_args().check
     stale = 0
-    for name, text in {
-        "config.md": config_page(),
-        "cli.md": cli_page(),
-        "data.md": data_page(),
-        "tools.md": tools_page(),
-    }.items():
+    pages = {"config": config_page, "cli": cli_page, "data": data_page, "tools": tools_page, "traces": traces_page}
+    for name, text in ((f"{page}.md", make()) for page, make in pages.items()):
         file = DOCS / name
         if file.is_file() and file.read_text(encoding="utf-8") == text:
             continue

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Conversation",
     "append_columns",
+    "located",
     "open_parquet",
     "parse_conversation",
     "parse_prompt",
@@ -36,6 +37,7 @@ __all__ = [
     "sft_row",
     "tools_text",
     "write_rows",
+    "write_table",
 ]
 
 _BATCH = 1024
@@ -109,19 +111,19 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], schema: type[Rl
             raise DataError(
                 f"{path}: column {column!r} cannot be written: {error}", hint="give each column one type"
             ) from error
-    _write_table(Path(path), pa.table(arrays))
+    write_table(Path(path), pa.table(arrays))
     return len(kept)
 
 
 def parse_prompt(raw: dict[str, Any], path: str | Path, index: int) -> Prompt:
     """A raw RLHF row, typed and checked. Raises ``DataError`` naming file, row and column."""
-    with _located(path, index):
+    with located(path, index):
         return parse_row(RlhfRow, raw).typed(index)
 
 
 def parse_conversation(raw: dict[str, Any], path: str | Path, index: int) -> Conversation:
     """A raw SFT row, typed and checked. Raises ``DataError`` naming file, row and column."""
-    with _located(path, index):
+    with located(path, index):
         return parse_row(SftRow, raw).typed(index)
 
 
@@ -135,7 +137,8 @@ def refuse_images(row: Prompt | Conversation, path: str | Path, index: int) -> N
 
 
 @contextmanager
-def _located(path: str | Path, index: int) -> Iterator[None]:
+def located(path: str | Path, index: int) -> Iterator[None]:
+    """Turn a ``RowError`` into a ``DataError`` that names file and row too."""
     try:
         yield
     except RowError as error:
@@ -165,11 +168,18 @@ def append_columns(source: str | Path, target: str | Path, columns: dict[str, li
         if name in table.column_names:
             table = table.drop_columns([name])
         table = table.append_column(name, pa.array(values))
-    _write_table(Path(target), table)
+    write_table(Path(target), table)
 
 
-def _write_table(path: Path, table: pa.Table) -> None:
-    """Write a parquet file under a temporary name, then rename it. Raises ``DataError`` where it cannot be written."""
+def write_table(path: Path, table: pa.Table, **options: Any) -> None:
+    """Write a parquet file under a temporary name, then rename it: it is there whole or not at all.
+
+    Args:
+        options: of ``pyarrow.parquet.write_table``.
+
+    Raises:
+        DataError: it cannot be written.
+    """
     import pyarrow.parquet as pq
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -177,7 +187,8 @@ def _write_table(path: Path, table: pa.Table) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             per_row = max(1, table.nbytes // max(1, table.num_rows))
-            pq.write_table(table, temporary, row_group_size=max(1, min(_GROUP_ROWS, _GROUP_BYTES // per_row)))
+            rows = max(1, min(_GROUP_ROWS, _GROUP_BYTES // per_row))
+            pq.write_table(table, temporary, row_group_size=rows, **options)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -213,7 +224,7 @@ def read_typed(path: str | Path, schema: type[R], limit: int | None = None) -> I
     """
     needed = _RLHF[0] if schema is RlhfRow else _SFT[0]
     for index, raw in read_rows(path, needed, None, limit=limit):
-        with _located(path, index):
+        with located(path, index):
             row = parse_row(schema, raw)
             row.typed(index)
         yield row
@@ -292,9 +303,9 @@ def open_parquet(
 
 
 def _column_hint(column: str, needed: Sequence[str], names: Sequence[str], made_by: str) -> str:
-    if "prompt" in needed and "messages" in names:
+    if tuple(needed) == _RLHF[0] and "messages" in names:
         return "this looks like an SFT file; here an RLHF file is needed (data_source, prompt, reward_model)"
-    if column == "messages" and "prompt" in names:
+    if tuple(needed) == _SFT[0] and "prompt" in names:
         return "this looks like an RLHF file; here an SFT file is needed (messages)"
     close = nearest(column, names)
     guess = f"did you mean to name {close!r} so?" if close else f"the file has {', '.join(names)}"

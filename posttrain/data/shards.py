@@ -20,23 +20,26 @@ BATCH_ROWS = 256
 """Most rows that a cursor has decoded at once. A row may be megabytes long."""
 
 
-def shard_files(paths: str | Sequence[str]) -> list[str]:
+def shard_files(paths: str | Sequence[str], *, made_by: str = "posttrain prep") -> list[str]:
     """The files that `data.train` names: a file, a folder (its ``*.parquet``, at any depth), a glob, or several.
 
     Files of a folder or a glob are sorted by name; hidden ones are left out.
+
+    Args:
+        made_by: the command that writes such files, for hints.
 
     Raises:
         DataError: something named is not there, or has no parquet file in it.
     """
     named = [paths] if isinstance(paths, str) else list(paths)
     if not named or not all(named):
-        raise DataError("no training data", hint="give --data FILE.parquet (posttrain prep writes it)")
+        raise DataError("no training data", hint=f"give --data FILE.parquet ({made_by} writes it)")
     files: list[str] = []
     for path in named:
         if Path(path).is_dir():
             found = sorted(str(f) for f in Path(path).rglob("*.parquet") if not f.name.startswith("."))
             if not found:
-                raise DataError(f"{path}: no .parquet file in this folder", hint="`posttrain prep` writes some")
+                raise DataError(f"{path}: no .parquet file in this folder", hint=f"`{made_by}` writes some")
             files += found
         elif Path(path).exists() or not glob.has_magic(path):
             files.append(path)

@@ -59,6 +59,8 @@ class LossSpec:
     """Which loss an update minimises. ``algo`` None: negative log-likelihood."""
 
     algo: AlgoConfig | None = None
+    off_policy: bool = False
+    """Another policy sampled the batch: ratios are taken to ``rollout_logprobs``, and the gap is the drift from it."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,8 @@ class TrainWorker:
         rollout, ref = column(batch.rollout_logprobs), column(batch.ref_logprobs)
         if advantages is None:
             raise RunError("a policy update needs advantages")
+        if spec.off_policy:
+            old = rollout
         # Without a column the policy has not moved since sampling: the ratio is exactly 1, with the right gradient.
         total, sums = losses.clipped_policy(
             out.logprobs,
@@ -226,7 +230,7 @@ class TrainWorker:
             total = total + algo.kl_coef * kl
             sums |= kl_sums
         if rollout is not None and batch.loss_mask.any():
-            sums |= gap_sums(out.logprobs if old is None else old, rollout)
+            sums |= gap_sums(out.logprobs if old is None or spec.off_policy else old, rollout)
         return total, sums
 
     # ------------------------------------------------------------------ weights

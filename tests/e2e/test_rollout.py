@@ -13,7 +13,7 @@ from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
-from posttrain.rl import make_batch
+from posttrain.rl_step import make_batch
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.startup import build_environment, open_model

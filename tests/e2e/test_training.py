@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import ray
@@ -197,6 +198,29 @@ def test_fewer_sequences_than_workers(alone, pair, start):
         results.append(asyncio.run(group.update(batch, LossSpec())))
     for name in ("loss", "grad_norm", "entropy"):
         assert results[1][name] == pytest.approx(results[0][name], rel=1e-5)
+
+
+def test_off_policy_ratios_are_taken_to_the_engine(alone, pair, start):
+    """As if the recorded log-probabilities were the old ones; the gap is how far the present model is from them."""
+    batch = rl_batch()
+    batch.old_logprobs = None
+    same = replace(batch, old_logprobs=batch.rollout_logprobs)
+
+    async def work(group):
+        await group.load(start)
+        now = await group.logprobs(batch)
+        off = await group.update(batch, LossSpec(RL, off_policy=True))
+        await group.load(start)
+        return now, off, await group.update(same, LossSpec(RL))
+
+    for group in (alone[1], pair):
+        now, off, expected = asyncio.run(work(group))
+        for name in SAME[:-1]:
+            assert off[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+        assert off["pg_clipfrac"] > 0.0
+        distance = float((now - batch.rollout_logprobs)[batch.loss_mask].abs().sum())
+        assert off["gap/abs"] == pytest.approx(distance, rel=1e-4)
+        assert expected["gap/abs"] == 0.0
 
 
 def test_batches_without_loss(alone, pair, start):

@@ -11,7 +11,7 @@ from posttrain.data.loader import BatchOrder
 from posttrain.errors import RunError
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
-from posttrain.rl import rollout_metrics
+from posttrain.rl_step import rollout_metrics
 from posttrain.rollout.batches import TrainingBatches, has_signal
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
@@ -133,7 +133,7 @@ async def test_what_is_cancelled_is_counted_by_length():
     lengths = source.stats.cancelled_lengths
     assert len(lengths) == 2
     assert min(lengths) > len(tokens(call(8, "probe")))
-    metrics = rollout_metrics(groups, source.stats)
+    metrics = rollout_metrics(groups, source)
     assert metrics["rollout/cancelled_groups"] == 1
     assert metrics["rollout/cancelled_episodes"] == 2
     assert metrics["rollout/cancelled_length/mean"] == sum(lengths) / 2
@@ -212,7 +212,7 @@ async def test_filtering_is_bounded():
     groups = await made.next()
     assert rows(groups) == [5]
     assert (source.stats.filtered_groups, source.stats.missing_groups) == (5, 2)
-    assert rollout_metrics(groups, source.stats)["rollout/missing_groups"] == 2
+    assert rollout_metrics(groups, source)["rollout/missing_groups"] == 2
     with pytest.raises(RunError, match="6 groups were drawn for one step, and in each all rewards are the same"):
         await made.next()
 

@@ -12,7 +12,8 @@ from posttrain.errors import ConfigError, RunError
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.rewards.compose import Rewarder, overlong
 from posttrain.rewards.grade import GraderPool
-from posttrain.rl import make_batch, minibatches, rollout_metrics, update_metrics, validate
+from posttrain.rl import validate
+from posttrain.rl_step import make_batch, minibatches, rollout_metrics, update_metrics
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.types import Score
@@ -129,7 +130,7 @@ async def test_a_failed_episode_is_data_and_is_not_trained_on():
     starts = batch.cu_seqlens.tolist()[:-1]
     half = 0.5 / (math.sqrt(0.5) + 1e-6)
     torch.testing.assert_close(batch.advantages[starts], torch.tensor([0.0, -half, half]))
-    metrics = rollout_metrics(groups, pool.stats)
+    metrics = rollout_metrics(groups, pool)
     assert metrics["rollout/failed"] == 1.0
     assert metrics["rollout/accuracy"] == pytest.approx(2 / 3)
     assert metrics["rollout/groups_without_signal"] == 0.5
@@ -151,7 +152,7 @@ async def test_a_failing_grader_counts_as_zero_where_asked(moody_grader):
     assert pool.stats.grader_failed == 1
     assert [(t.reward, t.correct, t.error) for t in groups[0]] == [(0.1, True, None), (0.0, False, None)]
     assert make_batch(groups, AlgoConfig())[0].num_sequences == 2
-    assert rollout_metrics(groups, pool.stats)["rollout/grader_failed"] == 1.0
+    assert rollout_metrics(groups, pool)["rollout/grader_failed"] == 1.0
 
 
 async def test_a_failing_grader_ends_the_run_where_asked(moody_grader):
@@ -173,7 +174,8 @@ async def test_a_step_without_any_usable_episode_is_an_error():
 
 async def test_validation_counts_what_was_graded():
     sampler = ScriptedSampler("#### 8", "#### 9", RunError("gone"), "#### 8")
-    metrics = await validate(source(sampler), prompts(2), 2, 0.5)
+    groups, metrics = await validate(source(sampler), prompts(2), 2, 0.5)
+    assert [[t.correct for t in g] for g in groups] == [[True, False], [False, True]]
     assert metrics == {"val-core/openai/gsm8k/acc/mean@2": pytest.approx(2 / 3)}
     assert {p.temperature for p in sampler.params} == {0.5}
 

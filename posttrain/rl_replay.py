@@ -1,0 +1,112 @@
+"""`posttrain rl --replay`: train from recorded trajectories, without a sampler.
+
+Step k of the run takes the trajectories of the k-th recorded step, with the rewards that they got. Another policy than
+the one that is trained sampled them (at the first step perhaps the same), so ratios are taken to the log-probabilities
+that its engine recorded, and the clip acts on how far the two have drifted apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from posttrain.cluster.cluster import Cluster
+from posttrain.config import Config
+from posttrain.data.loader import total_steps
+from posttrain.data.traces import Traces, fingerprint
+from posttrain.errors import ConfigError, DataError
+from posttrain.models.load import load_config
+from posttrain.presets import Resolved
+from posttrain.rl_step import episode_metrics, make_batch, open_trainers, update_policy
+from posttrain.runs import RunDir, StopSignal
+from posttrain.startup import check_machine, check_supported, open_model
+from posttrain.track.examine import examine
+from posttrain.track.tracker import Tracker
+from posttrain.training import TrainingRun, recorded
+
+
+def run(resolved: Resolved) -> Path:
+    """Train as the config says from the traces of `rollout.replay`; returns the run's folder.
+
+    Raises:
+        UserError: bad config, traces or model, before anything is written. (Of the traces the index and the first step
+            are looked at then; a damaged row further on ends the run when it gets there.)
+        RunError: a worker failed; the run can be resumed.
+    """
+    cfg = resolved.config
+    source, tokenizer = open_model(cfg)
+    check_supported(cfg)
+    check_machine(cfg)
+    vocabulary = int(load_config(source).get_text_config().vocab_size)
+    traces = Traces(cfg.rollout.replay, vocabulary=vocabulary, tokenizer=fingerprint(tokenizer))
+    check_apart(traces, cfg)
+    steps = replayed_steps(traces, cfg)
+    traces.read(traces.steps[0])
+
+    folder = RunDir.open(resolved)
+    title = f"rl {cfg.run.name}"
+    with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker:
+        tracker.note(f"replay of {traces.name}: {len(traces.steps)} recorded steps, {steps} steps")
+        if cfg.data.val:
+            tracker.note("data.val is not used: a replay has no sampler to validate with")
+        asyncio.run(_train(TrainingRun(cfg, folder, source, tracker, stop, steps), traces))
+    return folder.path
+
+
+async def _train(run: TrainingRun, traces: Traces) -> None:
+    cfg, tracker = run.cfg, run.tracker
+    async with Cluster(cfg) as cluster:
+        with tracker.phase("start"):
+            actor, ref = await open_trainers(cluster, run)
+        position = {"recorded_steps": len(traces.steps)}
+        if (state := await run.resume(actor)) is not None and state != position:
+            raise DataError(
+                f"the checkpoint was made with {state['recorded_steps']} recorded steps; now there are "
+                f"{position['recorded_steps']}",
+                hint="put the trace files back, or start again with --overwrite",
+            )
+        for step in run.steps():
+            with tracker.phase("read"):
+                groups = traces.read(traces.steps[(step - 1) % len(traces.steps)])
+            for line in examine(groups, cfg.reward.examine):
+                tracker.note(line)
+            batch, kept, metrics = make_batch(groups, cfg.algo)
+            metrics |= episode_metrics(groups)
+            metrics |= await update_policy(run, actor, ref, batch, kept, version=None)
+            if run.due(cfg.train.save_every, step):
+                await run.save(step, actor, position)
+            tracker.log(step, metrics)
+        if run.step > run.saved_step:  # stopped by the user
+            await run.save(run.step, actor, position)
+    run.raise_if_interrupted()
+
+
+def check_apart(traces: Traces, cfg: Config) -> None:
+    """Raise ``ConfigError`` for traces that lie in the run's own folder, where `--overwrite` would delete them."""
+    folder = (Path(cfg.run.dir) / cfg.run.name).resolve()
+    inside = next((file for file in traces.files if folder in Path(file).resolve().parents), None)
+    if inside is not None:
+        raise ConfigError(f"{inside} lies in the folder of this run, {folder}", hint="give another name with --name")
+
+
+def replayed_steps(traces: Traces, cfg: Config) -> int:
+    """How many steps the run has.
+
+    Raises:
+        ConfigError: the config asks for more than was recorded, or for another temperature than that of sampling.
+    """
+    available = len(traces.steps) * cfg.train.epochs
+    steps = total_steps(len(traces.steps), 1, cfg.train.epochs, cfg.train.steps)
+    if steps > available:
+        raise ConfigError(
+            f"train.steps = {steps}, and {traces.name} hold {available} steps in {cfg.train.epochs} epochs",
+            hint=f"--steps {available}, or a higher train.epochs to go through them again",
+        )
+    other = sorted(traces.temperatures - {cfg.rollout.temperature})
+    if other:
+        raise ConfigError(
+            f"{traces.name} were sampled at temperature {other[0]:g}, and rollout.temperature = "
+            f"{cfg.rollout.temperature:g}: their log-probabilities are of another distribution",
+            hint=f"--set rollout.temperature={other[0]:g}",
+        )
+    return steps

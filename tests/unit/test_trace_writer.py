@@ -1,0 +1,113 @@
+"""Writing traces while a run goes on: which files there are, and that no failure is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posttrain.data.trace_writer import TraceWriter
+from posttrain.data.traces import Traces
+from posttrain.errors import DeadlineError, RunError
+from tests.unit.recorded import TOKENIZER, VOCABULARY, assert_same, trajectory
+
+GROUPS = [[trajectory(0, 1.0), trajectory(0, 0.0)], [trajectory(1, error="gone")]]
+
+
+def writer(folder: Path, every: int = 1, deadline_s: float = 30.0) -> TraceWriter:
+    return TraceWriter(folder, every, TOKENIZER, deadline_s)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir()) if folder.exists() else []
+
+
+async def test_a_file_a_step(tmp_path: Path) -> None:
+    async with writer(tmp_path / "traces") as traces:
+        for step in (1, 2):
+            await traces.write(step, GROUPS, temperature=0.7)
+        await traces.write(2, GROUPS[:1], temperature=0.0, kind="val")
+    assert names(tmp_path / "traces") == ["step_000001.parquet", "step_000002.parquet", "val_000002.parquet"]
+    found = Traces(str(tmp_path), vocabulary=VOCABULARY, tokenizer=TOKENIZER)
+    assert found.temperatures == {0.7}
+    assert_same(found.read(2), GROUPS)
+    found = Traces(str(tmp_path), vocabulary=VOCABULARY, tokenizer=TOKENIZER, kind="val")
+    assert_same(found.read(2), GROUPS[:1])
+
+
+@pytest.mark.parametrize(("every", "written"), [(0, []), (2, [2, 4]), (3, [3])])
+async def test_every_so_many_steps(tmp_path: Path, every: int, written: list[int]) -> None:
+    async with writer(tmp_path / "traces", every) as traces:
+        for step in range(1, 6):
+            await traces.write(step, GROUPS, temperature=1.0)
+    assert names(tmp_path / "traces") == [f"step_{step:06}.parquet" for step in written]
+
+
+async def test_nothing_to_write_is_no_file(tmp_path: Path) -> None:
+    async with writer(tmp_path / "traces") as traces:
+        await traces.write(1, [], temperature=1.0)
+        await traces.write(2, [[]], temperature=1.0)
+    assert names(tmp_path / "traces") == []
+
+
+async def test_a_failure_comes_out_at_the_next_file(tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("a file where the folder should be")
+    traces = writer(tmp_path / "traces")
+    await traces.write(1, GROUPS, temperature=1.0)
+    with pytest.raises(RunError, match=r"step_000001\.parquet: cannot be written") as error:
+        await traces.write(2, GROUPS, temperature=1.0)
+    assert "disk space" in str(error.value.hint)
+
+
+async def test_a_failure_comes_out_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("")
+    with pytest.raises(RunError, match=r"step_000001\.parquet: cannot be written"):
+        async with writer(tmp_path / "traces") as traces:
+            await traces.write(1, GROUPS, temperature=1.0)
+
+
+async def test_a_failure_does_not_hide_the_one_that_ended_the_run(tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("")
+    with pytest.raises(RunError, match="worker 1 died") as error:
+        async with writer(tmp_path / "traces") as traces:
+            await traces.write(1, GROUPS, temperature=1.0)
+            raise RunError("worker 1 died")
+    assert "step_000001.parquet: cannot be written" in error.value.__notes__[0]
+
+
+async def test_a_file_that_takes_too_long_is_named(tmp_path: Path) -> None:
+    long = np.zeros(3_000_000, dtype=np.int32)
+    big = trajectory(tokens=long, loss_mask=long > 0, logprobs=long.astype(np.float32), weight_version=long)
+    traces = writer(tmp_path, deadline_s=1e-3)
+    await traces.write(1, [[big]], temperature=1.0)
+    with pytest.raises(DeadlineError, match=r"step_000001\.parquet was not written within 0\.001 s"):
+        await traces.flush()
+
+
+async def test_the_loop_goes_on_meanwhile(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    long = rng.integers(0, VOCABULARY, 500_000, dtype=np.int32)
+    big = trajectory(tokens=long, loss_mask=long < 0, logprobs=long.astype(np.float32), weight_version=long)
+    async with writer(tmp_path) as traces:
+        await traces.write(1, [[big]], temperature=1.0)
+        turns = 0
+        while not names(tmp_path) or names(tmp_path)[0].startswith("."):
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 10
+
+
+def test_steps_that_will_be_written_again_are_removed(tmp_path: Path) -> None:
+    for name in ("step_000001", "step_000002", "step_000003", "val_000002", "val_000003", "mine", "step_x"):
+        (tmp_path / f"{name}.parquet").touch()
+    traces = writer(tmp_path)
+    assert traces.last_step() == 3
+    traces.drop_after(2)
+    kept = ["mine", "step_000001", "step_000002", "step_x", "val_000002"]
+    assert names(tmp_path) == [f"{name}.parquet" for name in kept]
+    assert traces.last_step() == 2
+    (tmp_path / "step_000001.parquet").unlink()
+    assert traces.last_step() == 0
+    writer(tmp_path / "none").drop_after(0)
