@@ -197,8 +197,8 @@ class RolloutConfig(Section):
     """Most assistant turns in an episode."""
     tools: list[str] = []
     """Names of tools the model may call."""
-    tool_format: Literal["hermes"] = "hermes"
-    """How the model writes calls."""
+    tool_format: str = "auto"
+    """How the model writes calls: a format of docs/tool-formats.md or of a plugin. auto: told by its chat template."""
     max_tool_response_chars: PositiveInt = 1024
     """A longer tool result is cut in the middle."""
     over_sample_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

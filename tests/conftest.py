@@ -11,7 +11,7 @@ import pytest
 from posttrain.datasets.base import DATASETS
 from posttrain.rewards import DATA_SOURCES, GRADERS
 from posttrain.tools.base import TOOLS
-from posttrain.tools.parsers import PARSERS
+from posttrain.tools.formats import PARSERS
 
 REPO = Path(__file__).resolve().parent.parent
 

@@ -18,7 +18,7 @@ from posttrain.config import RolloutConfig
 from posttrain.data.chat import ChatDeltas, render_prompt
 from posttrain.errors import PosttrainError, RunError
 from posttrain.tools.base import Tool, ToolResult
-from posttrain.tools.parsers import ParsedCall, ToolParser
+from posttrain.tools.formats import ParsedCall, ToolParser
 from posttrain.types import Message, Prompt, Sample, SamplingParams, StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -146,7 +146,9 @@ class _Episode:
             sample = await self.assistant_turn()
             if sample.finish_reason == "length":
                 return "length"
-            calls = self.env.parser.parse(self.messages[-1]["content"]).calls if self.env.tools else []
+            calls = (
+                self.env.parser.parse(self.messages[-1]["content"], self.env.schemas).calls if self.env.tools else []
+            )
             if not calls:
                 return "stop"
             if self.turns >= cfg.max_turns:
