@@ -206,8 +206,8 @@ class RolloutConfig(Section):
     tools: list[str] = []
     """Tools the model may call: names of registered tools and of `[tools.NAME]` tables, `my_file.py:function`, or a
     `.yaml` file in verl's format; see tools.md."""
-    tool_format: Literal["hermes"] = "hermes"
-    """How the model writes calls."""
+    tool_format: str = "auto"
+    """How the model writes calls: a format of docs/tool-formats.md or of a plugin. auto: told by its chat template."""
     max_tool_response_chars: PositiveInt = 1024
     """A longer tool result is cut."""
     tool_response_cut: Literal["left", "middle", "right"] = "middle"

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.rollout.episode import Environment
-    from posttrain.types import Prompt
+    from posttrain.tools.formats import ToolParser
+    from posttrain.types import Prompt, ToolSchema
 
 
 def check_supported(cfg: Config) -> None:
@@ -100,14 +101,14 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
     """The tools, parser and chat deltas of a run's episodes.
 
     Raises:
-        ConfigError: a tool is unknown, or cannot work in this run.
+        ConfigError: a tool or call format is unknown, the chat template does not tell the format, or a tool cannot
+            work in this run.
     """
     from posttrain.data.chat import ChatDeltas
     from posttrain.models.load import stop_token_ids
     from posttrain.rollout.episode import Environment
     from posttrain.rollout.interaction import open_interaction
     from posttrain.sandbox import configure
-    from posttrain.tools.parsers import PARSERS
     from posttrain.tools.sets import open_tools
 
     interaction = None
@@ -119,16 +120,42 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
         tool.check()
     schemas = [tool.schema for tool in tools.values()] or None
     template_kwargs = cfg.data.chat_kwargs
+    parser = tool_parser(cfg.rollout.tool_format, tokenizer, schemas)
+    stops = set(stop_token_ids(tokenizer, source))
+    if tools:
+        vocabulary = tokenizer.get_vocab()
+        stops |= {vocabulary[token] for token in parser.stop_tokens if token in vocabulary}
     return Environment(
         tokenizer=tokenizer,
-        stop_token_ids=frozenset(stop_token_ids(tokenizer, source)),
+        stop_token_ids=frozenset(stops),
         tools=tools,
-        parser=PARSERS.get(cfg.rollout.tool_format),
+        parser=parser,
         deltas=ChatDeltas(tokenizer, schemas, **template_kwargs),
         cfg=cfg.rollout,
         template_kwargs=template_kwargs,
         interaction=interaction,
     )
+
+
+def tool_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[ToolSchema] | None) -> ToolParser:
+    """The parser of `rollout.tool_format`; ``auto`` looks at the chat template that shows these tools.
+
+    Raises:
+        ConfigError: there is no such format, or the template does not tell which one it is.
+    """
+    from posttrain.tools.formats import PARSERS, detect
+
+    if name != "auto":
+        return PARSERS.get(name)
+    if not schemas:
+        return PARSERS.get("hermes")  # nothing asks it: without tools no turn is parsed
+    found = detect(str(tokenizer.get_chat_template(None, schemas)))
+    if found is None:
+        raise ConfigError(
+            "the chat template does not tell in which format the model calls tools",
+            hint=f"set rollout.tool_format to one of {', '.join(PARSERS.names())}",
+        )
+    return PARSERS.get(found)
 
 
 def check_prompts(prompts: Sequence[Prompt], env: Environment, file: str) -> None:

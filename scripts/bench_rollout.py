@@ -31,7 +31,7 @@ from posttrain.rollout.episode import Environment
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.tools.base import Tool, ToolResult
-from posttrain.tools.parsers import PARSERS
+from posttrain.tools.formats import PARSERS
 from posttrain.types import Prompt, Sample, SamplingParams
 
 WORDS = "The price of one apple is 3, so that of 12 apples is 36; I check this with the calculator."

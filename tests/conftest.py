@@ -12,7 +12,7 @@ from posttrain.datasets.base import DATASETS
 from posttrain.rewards import DATA_SOURCES, GRADERS
 from posttrain.rollout.interaction import INTERACTIONS
 from posttrain.tools.base import TOOLS
-from posttrain.tools.parsers import PARSERS
+from posttrain.tools.formats import PARSERS
 
 REPO = Path(__file__).resolve().parent.parent
 

@@ -18,7 +18,7 @@ from posttrain.data.chat import ChatDeltas, render_prompt
 from posttrain.errors import PosttrainError, RunError
 from posttrain.rollout.record import Record
 from posttrain.tools.base import Tool, ToolResult, cut
-from posttrain.tools.parsers import ParsedCall, ToolParser
+from posttrain.tools.formats import ParsedCall, ToolParser
 from posttrain.types import Message, Prompt, SamplingParams, StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Episode:
     async def _answer(self) -> list[Message] | StopReason:
         """What the model reads next, from tools or the simulated user; or why there is no next turn."""
         cfg = self.env.cfg
-        calls = self.env.parser.parse(self.messages[-1]["content"]).calls if self.env.tools else []
+        calls = self.env.parser.parse(self.messages[-1]["content"], self.env.schemas).calls if self.env.tools else []
         last = self.turns >= cfg.max_turns
         if calls:
             return "max_turns" if last else await self._tool_turn(calls)

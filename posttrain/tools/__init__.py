@@ -1,4 +1,4 @@
-"""Tools a model may call in an episode, and the parsers of the formats in which models write calls."""
+"""Tools a model may call in an episode, and the formats in which models write calls."""
 
 from posttrain.tools.base import TOOLS, Tool, ToolResult, function_schema, row_kwargs
 from posttrain.tools.functions import tool

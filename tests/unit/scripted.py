@@ -6,8 +6,8 @@ from posttrain.config import RolloutConfig
 from posttrain.data.chat import ChatDeltas
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.rollout.episode import Environment
+from posttrain.tools.formats import PARSERS
 from posttrain.tools.gsm8k import Gsm8kTool
-from posttrain.tools.parsers import PARSERS
 from posttrain.types import Prompt, Sample
 
 TOKENIZER = builtin_tokenizer("builtin:tiny")

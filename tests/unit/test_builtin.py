@@ -16,7 +16,7 @@ from posttrain.datasets.arith import Arith
 from posttrain.datasets.gsm8k import Gsm8k
 from posttrain.errors import ModelError
 from posttrain.models.builtin import builtin_config, builtin_tokenizer, create_builtin
-from posttrain.tools.parsers import PARSERS
+from posttrain.tools.formats import PARSERS
 
 TOKENIZER = builtin_tokenizer("builtin:tiny")
 

@@ -14,7 +14,7 @@ from posttrain.data.chat import ChatDeltas
 from posttrain.rollout.episode import Environment, run_episode
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools.base import Tool, ToolResult
-from posttrain.tools.parsers import PARSERS
+from posttrain.tools.formats import PARSERS
 from posttrain.types import Prompt, Sample
 
 KEEP = (

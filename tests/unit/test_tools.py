@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from posttrain.errors import ConfigError, DataError
 from posttrain.tools import TOOLS, function_schema
-from posttrain.tools.parsers import PARSERS, ParsedCall, ParsedTurn
+from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn
 from posttrain.types import Prompt
 
 HERMES = PARSERS.get("hermes")
