@@ -121,6 +121,7 @@ def test_a_table_chooses_tools_a_prefix_and_the_environment(monkeypatch):
     assert asyncio.run(play()) == ["unset", "passed", "set"]
 
 
+@pytest.mark.slow
 def test_a_tool_that_the_server_does_not_have():
     with pytest.raises(ConfigError, match=r"\[tools.server\]: MCP server .*it has no tool 'ad'") as error:
         open_tools(["server"], {"server": {"type": "mcp", "command": SERVER, "tools": ["ad"]}})
