@@ -158,6 +158,9 @@ def test_bad_input_ends_with_2_and_leaves_nothing(arith: Path) -> None:
     assert "gsm8k" in refused(arith, "rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--tools", "gsm8")
     assert "grpo" in refused(arith, "rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--algo", "grop")
     assert "run 'tiny-arith-sft'" in refused(arith, "rl", "--preset", "tiny-arith")
+    recorded = ("--preset", "tiny-arith", "--model", "builtin:tiny", "--replay", "data/none.parquet")
+    assert "data/none.parquet: no such file" in refused(arith, "rl", *recorded)
+    assert "exclude each other" in refused(arith, "rl", *recorded, "--rollout-only")
     assert "Qwen/Qwen2.5-0.5B-Instruct" in refused(
         arith, "sft", "--preset", "qwen2.5-0.5b-multiturn", "--data", "x.parquet"
     )
