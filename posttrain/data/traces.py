@@ -199,8 +199,9 @@ def _arrow(hint: Any) -> pa.DataType:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return _arrow(args[0])
-    if origin is np.ndarray:
-        return pa.list_(pa.from_numpy_dtype(get_args(args[1])[0]))
+    if origin in (np.ndarray, npt.NDArray):  # which of them depends on numpy's version
+        scalar = args[-1] if isinstance(args[-1], type) else get_args(args[-1])[0]
+        return pa.list_(pa.from_numpy_dtype(scalar))
     if origin is dict:
         return pa.map_(_arrow(args[0]), _arrow(args[1]))
     if origin is Literal:
