@@ -35,6 +35,8 @@ from posttrain.tools.formats import PARSERS
 from posttrain.types import Prompt, Sample, SamplingParams
 
 WORDS = "The price of one apple is 3, so that of 12 apples is 36; I check this with the calculator."
+GROUP = 8
+"""Episodes of a prompt."""
 SCHEMA = {
     "type": "function",
     "function": {
@@ -101,7 +103,8 @@ async def ours(env: Environment, sampler: Any, episodes: int) -> tuple[float, fl
     gc.collect()
     process = psutil.Process()
     before, begun = process.memory_info().rss, time.perf_counter()
-    groups = await TrajectorySource(SamplerPool([sampler]), env).sample([prompt()] * episodes, 1, temperature=1.0)
+    source = TrajectorySource(SamplerPool([sampler]), env)
+    groups = await source.sample([prompt()] * (episodes // GROUP), GROUP, temperature=1.0)
     seconds = time.perf_counter() - begun
     memory = (process.memory_info().rss - before) / episodes
     failed = [t.error for group in groups for t in group if t.error or t.turns != env.cfg.max_turns]

@@ -158,6 +158,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of token ids as they are: control tokens included, spaces before punctuation not tidied."""
+    if tokenizer.is_fast:
+        return str(tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
 _USER: dict[str, Any] = {"role": "user", "content": "?"}
 _PLAIN = {"role", "name", "content"}
 """Keys of a reply that has nothing out of the ordinary."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from posttrain.config import RolloutConfig
-from posttrain.data.chat import ChatDeltas, render_prompt
+from posttrain.data.chat import ChatDeltas, decode, render_prompt
 from posttrain.errors import PosttrainError, RunError
 from posttrain.rollout.record import Record
 from posttrain.tools.base import Tool, ToolResult, cut
@@ -198,7 +198,7 @@ class Episode:
         ids = sample.ids
         if sample.finish_reason == "stop" and ids and ids[-1] in self.env.stop_token_ids:
             ids = ids[:-1]
-        self.messages.append({"role": "assistant", "content": str(self.env.tokenizer.decode(ids))})
+        self.messages.append({"role": "assistant", "content": decode(self.env.tokenizer, ids)})
         return "length" if sample.finish_reason == "length" else None
 
     async def _answer(self) -> list[Message] | StopReason:
