@@ -66,6 +66,8 @@ class BlockFormat(ToolParser):
     well-formed call is part of an argument and ends nothing. Thoughts that the turn opened and never closes last to its
     first call or to its end (``call_ends_thoughts``). Of thoughts that the prompt opened and the turn never closes the
     text says nothing: they are words, and calls in them are calls.
+
+    Cannot express: words that end with one of ``stop_tokens``, and thoughts that hold ``</think>``.
     """
 
     opening: re.Pattern[str]
