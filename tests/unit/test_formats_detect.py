@@ -1,5 +1,8 @@
 """`rollout.tool_format = "auto"`: the format is told by the chat template, or the run is refused."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from posttrain.config import Config
@@ -7,7 +10,7 @@ from posttrain.errors import ConfigError
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
 from posttrain.startup import build_environment
-from posttrain.tools.formats import PARSERS, detect
+from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn, detect
 
 # What matters of the templates of each family, in few words.
 EXCERPTS = {
@@ -15,7 +18,7 @@ EXCERPTS = {
     "'\\n' + '```json' + '\\n' + tool.function.arguments + '\\n' + '```' + '<｜tool▁call▁end｜>'}}",
     "deepseek_v31": "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.name + '<｜tool▁sep｜>' + call.arguments}}",
     "glm": "<tool_call>{{ call.name }}\n{% for k, v in call.arguments.items() %}<arg_key>{{ k }}</arg_key>{% endfor %}",
-    "gpt_oss": '{{ "<|start|>assistant to=functions." + name + "<|channel|>commentary json<|message|>" + arguments }}',
+    "gpt_oss": '{{- "<|start|>assistant to=" }}{{- "functions." + name + "<|channel|>commentary json<|message|>" }}',
     "hermes": '{{- \'<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' + call.arguments | tojson }}',
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>{{ arguments }}",
     "llama3_json": "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{\"name\": \"' + call.name + '\", ' }}"
@@ -88,6 +91,20 @@ def test_the_format_can_be_named():
     with pytest.raises(ConfigError, match="unknown tool format 'lama3_json'") as error:
         environment(tool_format="lama3_json")
     assert error.value.hint == "did you mean 'llama3_json'?"
+
+
+def test_the_example_of_the_docs():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tool-formats.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(example, {"__name__": "example"})
+    parser = environment(tools=["gsm8k"], tool_format="lines").parser
+    turn = ParsedTurn("Hm.", [ParsedCall("f"), ParsedCall("g")])
+    assert parser.parse(parser.render(turn)) == turn
+
+
+def test_the_docs_name_every_format():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tool-formats.md").read_text(encoding="utf-8")
+    assert all(f"\n| `{name}` |" in page for name in EXCERPTS)
 
 
 def test_a_plugin_may_add_a_format():

@@ -13,7 +13,7 @@ from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn
 PIECES = [
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]"),
     *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>a</arg_key>", "<arg_key>"),
-    *("<arg_value>", "</arg_value>", "<|python_tag|>", "<|eom_id|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *("<arg_value>", "</arg_value>", "<|python_tag|>", "<|eom_id|>", "<|user|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
@@ -81,6 +81,8 @@ def schemas(turn):
 def expressible(name, turn, tools):
     if re.search(MARKS[name], turn.content) or re.search(MARKS[name], turn.reasoning):
         return False
+    if turn.content.endswith(PARSERS.get(name).stop_tokens or "\0"):
+        return False
     begin, end = getattr(PARSERS.get(name), "think", ("<|channel|>", "<|end|>"))
     if end in turn.reasoning or turn.reasoning.startswith(begin):
         return False
@@ -90,7 +92,7 @@ def expressible(name, turn, tools):
     return tools is not None and not any(re.search(UNTYPED[name], value) for value in values)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(turns)
 def test_render_then_parse_gives_the_turn_back(turn):
     tools = schemas(turn)
@@ -112,7 +114,7 @@ def spliced(draw):
     return "".join(draw(st.permutations(written))[: draw(st.integers(1, len(written)))])
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | text, max_size=20).map("".join) | spliced())
 def test_any_text_is_read(text):
     tools = [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": ["integer", "object"]}}}}}]
@@ -134,41 +136,60 @@ def test_every_prefix_of_a_turn_is_read(name):
         assert all(call in turn.calls for call in cut.calls if call.error is None)
 
 
+# ---------------------------------------------------------------------- time
+
 MEGABYTE = 1_000_000
-_STRING = '{"name": "f", "parameters": {"a": "'
-LONG = {
-    **{piece: piece for piece in PIECES},
-    "words": "word ",
-    "nested objects": '{"a":',
-    "nested calls": '{"name": "f", "parameters": ',
-    "open strings": _STRING,
-    "half a hermes call": '<tool_call>{"',
-    "half a coder call": "<tool_call><function=f><parameter=a>\n</parameter>",
-    "half a glm call": "<tool_call>f<arg_key>a</arg_key><arg_value></arg_value>",
-    "half a mistral call": '[TOOL_CALLS]f[ARGS]{"a": [',
-    "half a deepseek call": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"',
-    "half a kimi call": '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"',
-    "half a message": "<|channel|>commentary to=functions.f<|message|>{",
-    "tag and space": "<tool_call> ",
-    "call and thoughts": '<tool_call>{"name": "</think>"}</tool_call>',
-}
-FIRST = ["", "<think>", "<tool_call>", "<tool_call>f<arg_key>a</arg_key><arg_value>", "[TOOL_CALLS]f[ARGS]", _STRING]
-FIRST += ["<tool_call><function=f><parameter=a>", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<|python_tag|>"]
-FIRST += ["<|tool_calls_section_begin|><|tool_call_begin|>", "<|channel|>commentary to=functions.f<|message|>"]
+SECONDS = 2.0
+"""For a megabyte. Code that is quadratic in the text takes minutes."""
+FIRST = [
+    "",
+    "<think>",
+    "<tool_call>",
+    "<tool_call>f<arg_key>a</arg_key><arg_value>",
+    "<tool_call><function=f><parameter=a>",
+    "[TOOL_CALLS]f[ARGS]",
+    "<|python_tag|>",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "<|tool_calls_section_begin|><|tool_call_begin|>",
+    "<|channel|>commentary to=functions.f<|message|>",
+    '{"name": "f", "parameters": {"a": "',
+]
+AGAIN = [
+    *PIECES,
+    "word ",
+    '{"a":',
+    '{"name": "f", "parameters": ',
+    '{"name": "f", "parameters": {"a": "',
+    '<tool_call>{"',
+    "<tool_call> ",
+    '<tool_call>{"name": "</think>"}</tool_call>',
+    "<tool_call><function=f><parameter=a>\n</parameter>",
+    "<tool_call>f<arg_key>a</arg_key><arg_value></arg_value>",
+    '[TOOL_CALLS]f[ARGS]{"a": [',
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"',
+    '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"',
+    "<|channel|>commentary to=functions.f<|message|>{",
+]
+
+
+def check_time(name, text):
+    started = time.process_time()
+    PARSERS.get(name).parse(text)
+    assert time.process_time() - started < SECONDS * len(text) / MEGABYTE, text[:100]
 
 
 @FORMATS
+def test_a_megabyte_of_calls_takes_a_second_or_two(name):
+    turn = ParsedTurn("words", [ParsedCall("f", {"a": 1, "b": '"}</x>'})], "thoughts")
+    whole = PARSERS.get(name).render(turn)
+    for unit in (whole, whole[: len(whole) // 2]):
+        check_time(name, unit * (MEGABYTE // len(unit)))
+
+
+@pytest.mark.slow
+@FORMATS
 def test_time_is_linear_in_the_length(name):
-    """Every unit text again and again, after every opening: ten times the text takes about ten times as long."""
-    parser = PARSERS.get(name)
-
-    def seconds(text):
-        start = time.process_time()
-        parser.parse(text)
-        return time.process_time() - start
-
+    """Any piece again and again, after any opening."""
     for first in FIRST:
-        for unit in LONG.values():
-            text = first + unit * (10_000 // len(unit))
-            # 20 ms for 10 kB would be 2 s for a megabyte; code quadratic in the text takes minutes for that.
-            assert seconds(text) < 0.02, (first, unit)
+        for unit in AGAIN:
+            check_time(name, first + unit * (MEGABYTE // 5 // len(unit)))

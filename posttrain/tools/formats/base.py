@@ -3,8 +3,8 @@
 Parsing never raises and takes time linear in the text: what a model wrote may be anything. A call that cannot be read
 becomes a ``ParsedCall`` whose ``error`` the model reads in the tool's place.
 
-A format is strict where the inference engines' parsers (vLLM, SGLang) are: a call that a deployed engine would not see
-is an error here, so that a model does not learn to write it.
+What marks a call is read as the inference engines (vLLM, SGLang) do: a call that is not marked so is an error here too,
+lest a model learns to write what no server understands. docs/tool-formats.md lists the differences.
 """
 
 from __future__ import annotations
@@ -60,17 +60,22 @@ class ToolParser(Protocol):
 class BlockFormat(ToolParser):
     """A format whose calls stand in blocks that a mark begins, with words before, between and after them.
 
-    Thoughts are one stretch at the start of a turn, up to the first ``</think>``, as for the engines' reasoning parsers
-    (vLLM's ``deepseek_r1`` and ``qwen3``), which take them off before the tool parser sees the turn. It starts inside
-    them if it starts with ``<think>``, or if a ``</think>`` comes without one: then the prompt opened them. A
-    ``</think>`` inside a well-formed call is part of an argument and ends nothing. Thoughts that the turn opened and
-    never closed are all of it. Of thoughts that the prompt opened and the turn never closed the text says nothing: they
-    are words, and calls in them are calls.
+    Thoughts are one stretch at the start of a turn, up to the first ``</think>``, as for the engines' reasoning
+    parsers, which take them off before the tool parser sees the turn. It starts inside them if it starts with
+    ``<think>``, or if a ``</think>`` comes without one: then the prompt opened them. A ``</think>`` inside a
+    well-formed call is part of an argument and ends nothing. Thoughts that the turn opened and never closes last to its
+    first call or to its end (``call_ends_thoughts``). Of thoughts that the prompt opened and the turn never closes the
+    text says nothing: they are words, and calls in them are calls.
+
+    Cannot express: words that end with one of ``stop_tokens``, and thoughts that hold ``</think>``.
     """
 
     opening: re.Pattern[str]
     """Where a block may begin."""
     think: tuple[str, str] = ("<think>", "</think>")
+    call_ends_thoughts: bool = True
+    """Whether a call ends thoughts that no ``</think>`` ends. Qwen, GLM, Kimi and Mistral models sometimes go over to a
+    call without it, and the engines' parsers for them count that call; those for DeepSeek do not."""
 
     def block(self, text: str, start: int, tools: Sequence[ToolSchema] | None) -> tuple[list[ParsedCall], int]:
         """The calls of the block that begins at ``start``, and where the text goes on after it (beyond ``start``).
@@ -117,11 +122,12 @@ class BlockFormat(ToolParser):
                 yield match.start(), position, calls
 
     def _answer_start(self, text: str, tools: Sequence[ToolSchema] | None) -> int:
-        """Where the thoughts end: 0 without any, the text's length if they never do."""
+        """Where the thoughts end: 0 without any, the text's length if they are all of it."""
         begin, end = self.think
         closed = text.find(end)
         if text.lstrip().startswith(begin):
-            return len(text) if closed < 0 else closed + len(end)
+            call = self.opening.search(text) if closed < 0 and self.call_ends_thoughts else None
+            return closed + len(end) if closed >= 0 else call.start() if call else len(text)
         if closed < 0:
             return 0
         for start, after, calls in self._blocks(text, 0, tools):

@@ -23,6 +23,7 @@ class DeepSeek(SectionFormat):
 
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     call = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+    call_ends_thoughts = False
     opening = any_of(section[0], call[0])
     edge = any_of(*section, *call)
     forms = (

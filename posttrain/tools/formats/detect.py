@@ -20,7 +20,7 @@ _SIGNS = {
     "deepseek": _Signs(("<｜tool▁call▁begin｜>", "```json")),
     "deepseek_v31": _Signs(("<｜tool▁call▁begin｜>",), ("```json",)),
     "glm": _Signs(("<tool_call>", "<arg_key>")),
-    "gpt_oss": _Signs(("<|channel|>", "to=functions.")),
+    "gpt_oss": _Signs(("<|channel|>", "<|message|>", "functions.")),
     "hermes": _Signs(("<tool_call>", '"arguments'), ("<arg_key>", "<function=")),
     "kimi": _Signs(("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>")),
     "llama3_json": _Signs(("<|start_header_id|>", '"parameters": '), ("<tool_call>",)),

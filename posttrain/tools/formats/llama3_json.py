@@ -24,6 +24,7 @@ class Llama3Json(BlockFormat):
     """
 
     stop_tokens = ("<|eom_id|>", "<|eot_id|>")
+    call_ends_thoughts = False
     opening = re.compile(
         r'(?P<tag><\|python_tag\|>)|(?:;\s*+)?(?P<object>\{)\s*+"(?:name|type|parameters|arguments)"\s*+:'
     )

@@ -66,11 +66,15 @@ def to_text(value: Any) -> str:
 def from_text(text: str, schema: Any) -> Any:
     """The value that an argument's text stands for, by the JSON schema of the parameter.
 
-    The declared types are tried in their order, null first. Text stays text where no type is declared, and where it
-    fits none: the tool then says what it wanted. ``True`` and ``None`` count as their JSON names, because some
-    templates show arguments as Python writes them.
+    The declared types are tried in their order. Text stays text where no type is declared, and where it fits none: the
+    tool then says what it wanted. ``True`` and ``None`` count as their JSON names, because some templates show
+    arguments as Python writes them. Null is tried first, and always unless the text may be a string: an argument that
+    may be left out is often declared without it.
     """
-    for name in sorted(_types(schema), key=lambda name: name != "null"):
+    types = _types(schema)
+    if types and "string" not in types:
+        types.append("null")
+    for name in sorted(types, key=lambda name: name != "null"):
         try:
             return _READERS[name](text)
         except ValueError:
