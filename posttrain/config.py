@@ -17,9 +17,9 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, unknown keys forbidden, field docstrings become descriptions."""
+    """Base of every section: frozen, unknown keys forbidden. Docstrings of fields become docs/config.md."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, defer_build=True, extra="forbid", protected_namespaces=())
 
 
 class RunConfig(Section):

@@ -79,8 +79,9 @@ def _sections(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 
 def _section(title: str, prefix: str, section: type[BaseModel]) -> str:
     schema = section.model_json_schema()
+    about = _docstrings(section)
     rows = [
-        (f"`{prefix}{name}`", _type(value), _default(value), value.get("description", "").replace("\n", " "))
+        (f"`{prefix}{name}`", _type(value), _default(value), " ".join(about.get(name, "").split()))
         for name, value in schema["properties"].items()
         if "$ref" not in value
     ]
