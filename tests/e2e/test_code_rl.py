@@ -37,6 +37,7 @@ def test_rl_with_the_code_interpreter_beats_sft(tmp_path: Path) -> None:
         flags = common(f"generate-{model}") | {
             "model.path": f"run:{model}",
             "generate.data": str(data / "test.parquet"),
+            "rollout.n": 2,
         }
         file = generate.run(resolve("generate", "tiny-code-generate", flags=flags))
         check_outputs(file)
@@ -66,4 +67,4 @@ def check_outputs(file: Path) -> None:
                 if len(programs) == 1 and output["role"] == "tool":
                     assert output["content"] == str(eval(programs[0])), conversation
                     checked += 1
-    assert checked > 500
+    assert checked > 150

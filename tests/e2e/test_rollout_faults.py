@@ -94,7 +94,7 @@ def hit_sampler(metrics, how, after_lines=1):
         while time.monotonic() < deadline:
             if metrics.is_file() and metrics.read_text().count("\n") >= after_lines:
                 time.sleep(0.15)
-                samplers = [p for p in psutil.process_iter(["name"]) if "SamplerActor" in (p.info["name"] or "")]
+                samplers = [p for p in psutil.Process().children(recursive=True) if "SamplerActor" in p.name()]
                 os.kill(samplers[0].pid, how)
                 return
             time.sleep(0.005)
@@ -122,7 +122,7 @@ def test_a_sampler_that_hangs_is_noticed_and_replaced(start):
     assert time.monotonic() - began < 120
     assert steps[-1]["rollout/samplers_lost"] == 1
     assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
-    assert not [p for p in psutil.process_iter(["status"]) if p.info["status"] == psutil.STATUS_STOPPED]
+    assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_STOPPED]
 
 
 def test_a_sampler_that_may_not_be_replaced_ends_the_run_and_is_named(start):
