@@ -318,7 +318,7 @@ def test_the_tool_is_registered_and_described():
 
 def test_the_options_in_the_docs_are_those_of_the_tool():
     page = (Path(__file__).resolve().parents[2] / "docs" / "code-interpreter.md").read_text(encoding="utf-8")
-    documented = inspect.getdoc(CodeInterpreter.__init__)
+    documented = inspect.getdoc(CodeInterpreter)
     assert documented is not None
     for name, parameter in inspect.signature(CodeInterpreter).parameters.items():
         default = "none" if parameter.default is None else f"`{json.dumps(parameter.default)}`"

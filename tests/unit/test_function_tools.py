@@ -287,7 +287,7 @@ def test_a_function_is_named_by_its_file(plugin):
     assert "'plain'" in error.value.hint
     with pytest.raises(ConfigError, match="number is int, not a function and not a tool"):
         open_tools([f"{plugin}:number"])
-    with pytest.raises(ConfigError, match="Greeter is no tool, it has no 'create'"):
+    with pytest.raises(ConfigError, match="Greeter is no tool, it has no 'check'"):
         open_tools([f"{plugin}:Greeter"])
     with pytest.raises(ConfigError, match="plugin file not found"):
         open_tools(["nowhere.py:plain"])
