@@ -182,8 +182,9 @@ def check_time(name, text):
 def test_a_megabyte_of_calls_takes_a_second_or_two(name):
     turn = ParsedTurn("words", [ParsedCall("f", {"a": 1, "b": '"}</x>'})], "thoughts")
     whole = PARSERS.get(name).render(turn)
-    for unit in (whole, whole[: len(whole) // 2]):
+    for unit in (whole, whole[: len(whole) // 2], whole.replace('"a"', ',"a"')):
         check_time(name, unit * (MEGABYTE // len(unit)))
+    check_time(name, '{"name": ' * 90 + "[1], " * (MEGABYTE // 5))
 
 
 @pytest.mark.slow

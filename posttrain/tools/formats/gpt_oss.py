@@ -36,7 +36,8 @@ class GptOss(ToolParser):
         calls: list[ParsedCall] = []
         position = 0
         while message := _MESSAGE.search(text, position):
-            header = text[position : message.start()]
+            unfinished, _, header = text[position : message.start()].rpartition("<|start|>")
+            calls += _without_message(unfinished)
             if recipient := _RECIPIENT.search(header):
                 call, position = _call(recipient[1], text, message.end())
                 calls.append(call)
@@ -45,9 +46,8 @@ class GptOss(ToolParser):
             end, position = _message_end(text, message.end())
             (thoughts if channel and channel[1] == "analysis" else words).append(text[message.end() : end].strip())
         rest = text[position:]
-        if _RECIPIENT.search(rest) and _CHANNEL.search(rest):
-            calls.append(ParsedCall("", error="the tool call has no <|message|>"))
-        elif not position and not _END.search(rest):
+        calls += _without_message(rest)
+        if not position and not _END.search(rest):
             words.append(rest.strip())
         return ParsedTurn("\n".join(filter(None, words)), calls, "\n".join(filter(None, thoughts)))
 
@@ -80,6 +80,13 @@ def _call(recipient: str, text: str, start: int) -> tuple[ParsedCall, int]:
     if stop > end:
         return ParsedCall("", error="the tool call has text after its JSON object"), position
     return to_call(recipient.removeprefix(_PREFIX), arguments), position
+
+
+def _without_message(text: str) -> list[ParsedCall]:
+    """An error if the text between two messages holds the header of a call."""
+    if _RECIPIENT.search(text) and _CHANNEL.search(text):
+        return [ParsedCall("", error="the tool call has no <|message|>")]
+    return []
 
 
 def _message_end(text: str, start: int) -> tuple[int, int]:

@@ -34,7 +34,9 @@ class UntypedFormat(BlockFormat):
     def block(self, text: str, start: int, tools: Sequence[ToolSchema] | None) -> tuple[list[ParsedCall], int]:
         head = self.head.match(text, start)
         if head is None:
-            return self._unreadable(text, start, f"the tool call is not of the form {self.shape}")
+            opened = self.opening.match(text, start)
+            assert opened is not None
+            return self._unreadable(text, opened.end(), f"the tool call is not of the form {self.shape}")
         name, position = head["name"].strip(), head.end()
         values: dict[str, str] = {}
         while argument := self.argument.match(text, position):
@@ -52,9 +54,7 @@ class UntypedFormat(BlockFormat):
         return [to_call(name, arguments)], tail.end()
 
     def _unreadable(self, text: str, start: int, reason: str) -> tuple[list[ParsedCall], int]:
-        # A block's own opening is no edge.
-        opened = self.opening.match(text, start)
-        call, end = unreadable(text, opened.end() if opened else start, reason, self.close, self.edge)
+        call, end = unreadable(text, start, reason, self.close, self.edge)
         return [call], end
 
 
@@ -122,7 +122,7 @@ def _integer(text: str) -> int:
 
 
 def _number(text: str) -> int | float:
-    """As JSON writes numbers: neither ``1_000`` nor ``nan``, which Python would read."""
+    """A decimal number: neither ``1_000`` nor ``nan``, which Python would read."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)
