@@ -139,7 +139,7 @@ def test_every_prefix_of_a_turn_is_read(name):
 # ---------------------------------------------------------------------- time
 
 MEGABYTE = 1_000_000
-SECONDS = 2.0
+SECONDS = 8.0
 """For a megabyte. Code that is quadratic in the text takes minutes."""
 FIRST = [
     "",
