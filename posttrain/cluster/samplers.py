@@ -141,8 +141,11 @@ class RemoteSampler:
 
     def _flush(self) -> None:
         requests, self.outbox = self.outbox, []
-        # A failure to submit shows as silence or death in collect.
-        self.actor.submit.remote([r for r in requests if r[0] in self.waiting])
+        # One that was cancelled meanwhile may still be in `waiting`: its task has not woken up yet.
+        wanted = [r for r in requests if (future := self.waiting.get(r[0])) is not None and not future.done()]
+        if not wanted:
+            return
+        self.actor.submit.remote(wanted)  # a failure to submit shows as silence or death in collect
         if self.collector is None or self.collector.done():
             self.collector = asyncio.get_running_loop().create_task(self._collect())
 

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from posttrain.config import SandboxConfig
@@ -295,6 +296,10 @@ def test_abort_ends_what_runs_and_nothing_else():
         sandbox.close()
 
 
+def command_lines():
+    return [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+
+
 def test_memory_is_limited_between_cells_too():
     """A timer that sends SIGCONT wakes a stopped process, which then takes memory while no cell runs."""
     sandbox = LocalSandbox(SandboxConfig(memory_mb=200))
@@ -311,7 +316,10 @@ def test_memory_is_limited_between_cells_too():
         "while not os.path.exists('ready'): time.sleep(0.01)"
     )
     assert not session.run(cell).session_ended
-    time.sleep(3.0)
+    assert any("timer_create" in text for text in command_lines())
+    deadline = time.monotonic() + 60
+    while any("timer_create" in text for text in command_lines()) and time.monotonic() < deadline:
+        time.sleep(0.1)
     result = session.run("1")
     assert (result.status, result.session_ended) == ("error", True)  # "memory" would be of this cell
     sandbox.close()
