@@ -1,24 +1,47 @@
 """Exact causal attention over ragged sequences, for the trainer and for the embedded sampler alike.
 
 Registered with transformers under ``posttrain`` (packed training rows) and ``paged|posttrain`` (continuous batching),
-so that any model whose attention goes through ``AttentionInterface`` runs on it unchanged, and trainer and sampler
-share one kernel. On CUDA in half precision it is core torch's varlen attention (``torch.nn.attention.varlen``);
-elsewhere the sequences are padded, within groups of similar length, into scaled dot-product attention. Neither sees a
-token of another sequence.
+so that any model whose attention goes through ``AttentionInterface`` runs on it unchanged. Which kernel runs is chosen
+once a process (``choose``): FlashAttention where it is installed, else core torch's varlen attention
+(``torch.nn.attention.varlen``), both in half precision on CUDA; elsewhere the sequences are padded, within groups of
+similar length, into scaled dot-product attention. None of them sees a token of another sequence.
 
 Shape legend: T tokens of all sequences, B sequences, L longest sequence, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from posttrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from posttrain.models.ulysses import SequenceParallel
+
 NAME = "posttrain"
+
+Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
+"""(q [T, H, D], k [T, K, D], v [T, K, D], cu_seqlens [B + 1] int32, longest, scale) -> [T, H, D]"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What computes attention over packed rows."""
+
+    name: str
+    """As in `train.attention`."""
+    title: str
+    """For the log."""
+    varlen: Varlen | None = None
+    """None: padded scaled dot-product attention."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +63,102 @@ class Ragged:
     cu_seqlens: Tensor
     """[B + 1] int32 offsets of the sequences, on the model's device."""
     max_length: int
+    kernel: Kernel
     groups: tuple[PaddedGroup, ...]
-    """Used where attention is padded; empty where varlen attention runs."""
+    """Used where attention is padded; empty where the kernel takes ragged rows."""
+    parallel: SequenceParallel | None = None
+    """Workers that hold the other tokens of these sequences; None: all of them are here."""
 
     @staticmethod
-    def build(cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype) -> Ragged:
+    def build(
+        cu_seqlens: Tensor, device: torch.device, kernel: Kernel, parallel: SequenceParallel | None = None
+    ) -> Ragged:
         lengths = cu_seqlens.diff().cpu()
-        groups = () if uses_varlen(device, dtype) else tuple(_group(cu_seqlens.cpu(), lengths, device))
-        return Ragged(cu_seqlens.to(device, torch.int32), int(lengths.max()), groups)
+        groups = () if kernel.varlen else tuple(_group(cu_seqlens.cpu(), lengths, device))
+        return Ragged(cu_seqlens.to(device, torch.int32), int(lengths.max()), kernel, groups, parallel)
 
 
-def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The kernel that ``name`` (`train.attention`) stands for; ``auto`` is the fastest one that is installed.
+
+    Raises:
+        ConfigError: it is not installed, or does not run on this device in this type.
+    """
+    if name == "auto":
+        ragged = (one for one in _VARLEN if _why_not(one, device, dtype) is None)
+        name = next(ragged, "sdpa")
+    if name == "sdpa":
+        return Kernel("sdpa", "padded SDPA in length groups")
+    why_not = _why_not(name, device, dtype)
+    if why_not is not None:
+        raise ConfigError(f"train.attention = {name!r}: {why_not}", hint="auto takes the fastest one that is there")
+    title, _, load = _VARLEN[name]
+    return Kernel(name, title, load())
 
 
-def backend(device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel in use, for the log."""
-    return "torch varlen (FlashAttention-2)" if uses_varlen(device, dtype) else "padded SDPA in length groups"
+def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a ragged kernel cannot run, or None."""
+    _, module, _ = _VARLEN[name]
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs train.dtype = 'bfloat16', not {str(dtype).removeprefix('torch.')!r}"
+    if name in ("flash4", "flash3") and torch.cuda.get_device_capability(device) < (9, 0):
+        return "it needs a Hopper GPU or a later one"
+    return None if _installed(module) else f"the package of {module} is not installed"
+
+
+@cache
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+def _flash4() -> Varlen:
+    from posttrain.models.flash4 import flash4
+
+    return flash4
+
+
+def _flash(module: str) -> Varlen:
+    from importlib import import_module
+
+    flash_attn_varlen_func = import_module(module).flash_attn_varlen_func
+
+    @torch.compiler.disable
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None
+    ) -> Tensor:
+        out = flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
+
+
+def _torch_varlen() -> Varlen:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None
+    ) -> Tensor:
+        return _varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale)
+
+    return attend
+
+
+_VARLEN: dict[str, tuple[str, str, Callable[[], Varlen]]] = {
+    "flash4": ("FlashAttention-4", "flash_attn.cute", _flash4),
+    "flash3": ("FlashAttention-3", "flash_attn_interface", lambda: _flash("flash_attn_interface")),
+    "flash2": ("FlashAttention-2", "flash_attn.flash_attn_interface", lambda: _flash("flash_attn")),
+    "torch": ("torch varlen (FlashAttention-2)", "torch.nn.attention.varlen", _torch_varlen),
+}
+"""Kernels over ragged rows, the fastest first: (title, module that must be there, how to load it)."""
+
+
+def _half_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _group(cu_seqlens: Tensor, lengths: Tensor, device: torch.device) -> list[PaddedGroup]:
@@ -108,18 +210,26 @@ def ragged_attention(
     if ragged is None:
         raise ValueError("packed attention needs `ragged=`: without it sequences would attend to each other")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if not ragged.groups:
-        length = ragged.max_length
-        return _varlen(q, k, v, ragged.cu_seqlens, ragged.cu_seqlens, length, length, scaling).unsqueeze(0), None
+    if ragged.parallel is None:
+        return _ragged(q, k, v, ragged, scaling).unsqueeze(0), None
+    q, k, v = ragged.parallel.all_tokens_of_some_heads(q, k, v)
+    out = _ragged(q, k, v, ragged, scaling)
+    return ragged.parallel.some_tokens_of_all_heads(out).unsqueeze(0), None
+
+
+def _ragged(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scaling: float | None) -> Tensor:
+    """Causal self-attention of packed sequences: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
+    if ragged.kernel.varlen is not None:
+        return ragged.kernel.varlen(q, k, v, ragged.cu_seqlens, ragged.max_length, scaling)
     if len(ragged.groups) == 1:
-        return _padded(q, k, v, ragged.groups[0], scaling).unsqueeze(0), None
+        return _padded(q, k, v, ragged.groups[0], scaling)
     out = torch.zeros_like(q)
     for group in ragged.groups:
         tokens = group.tokens
         assert tokens is not None  # only a group that is alone has all tokens
         part_q, part_k, part_v = (x.index_select(0, tokens) for x in (q, k, v))
         out = out.index_copy(0, tokens, _padded(part_q, part_k, part_v, group, scaling))
-    return out.unsqueeze(0), None
+    return out
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, group: PaddedGroup, scaling: float | None) -> Tensor:
@@ -148,7 +258,7 @@ def _paged(
     q = query.squeeze(0).transpose(0, 1)
     cu_q, cu_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     longest_q, longest_k = kwargs["max_seqlen_q"], kwargs["max_seqlen_k"]
-    if uses_varlen(q.device, q.dtype):
+    if _half_on_gpu(q):
         return _varlen(q, k, v, cu_q.int(), cu_k.int(), longest_q, longest_k, scaling).unsqueeze(0)
     length_q, length_k = cu_q.diff(), cu_k.diff()
     column_q = torch.arange(longest_q, device=q.device)

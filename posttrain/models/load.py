@@ -82,7 +82,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _not_loadable(source, error) from error
+        raise not_loadable(source, error) from error
     return config
 
 
@@ -97,7 +97,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise _not_loadable(source, error) from error
+        raise not_loadable(source, error) from error
     if tokenizer.chat_template is None:
         raise ModelError(
             f"the tokenizer of {source.path} has no chat template", hint="use the Instruct variant of the model"
@@ -105,6 +105,33 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {source.path} has no end-of-sequence token")
     return tokenizer
+
+
+def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights, on the meta device, with packed attention installed. Buffers are real. See ``fill``.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    from posttrain.models import attention
+
+    attention.register()
+    config = load_config(source)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                trust_remote_code=source.trust_remote_code,
+            )
+    except (OSError, ValueError) as error:
+        raise not_loadable(source, error) from error
+    model.tie_weights()  # moving each parameter to the meta device parted them
+    return model
 
 
 def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
@@ -138,7 +165,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
                 source.path, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=source.trust_remote_code
             )
         except (OSError, ValueError) as error:
-            raise _not_loadable(source, error) from error
+            raise not_loadable(source, error) from error
     return model
 
 
@@ -184,10 +211,10 @@ def _check_reachable(source: ModelSource) -> None:
     try:
         socket.getaddrinfo(host, 443)
     except OSError as error:
-        raise _not_loadable(source, OSError(f"{host} cannot be reached ({error.strerror})")) from error
+        raise not_loadable(source, OSError(f"{host} cannot be reached ({error.strerror})")) from error
 
 
-def _not_loadable(source: ModelSource, error: Exception) -> ModelError:
+def not_loadable(source: ModelSource, error: Exception) -> ModelError:
     first_line = str(error).strip().splitlines()[0]
     if Path(source.path).is_dir():
         return ModelError(f"cannot load the model in {source.path}: {first_line}", hint="is the folder complete?")

@@ -1,0 +1,196 @@
+"""Give a model on the meta device its weights: each process reads what it holds, and no more.
+
+A model is built without memory (``load.build``), sharded, made real (``materialize``) and filled (``fill``). Weights
+come straight out of memory-mapped safetensors: of a sharded parameter only this process's rows are read, so a process
+needs memory for its shard and for one tensor on the way.
+
+Names on disk need not be the model's: transformers renames and merges them while it loads (experts of a mixture come
+one by one and live in one parameter). Its own rules are used here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from posttrain.errors import ModelError
+from posttrain.models.load import ModelSource, not_loadable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give parameters on the meta device memory on ``device``, unfilled, and move buffers there. Ties are kept."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    real = torch.empty_like(parameter, device=device)
+                    made[id(parameter)] = nn.Parameter(real, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def fill(model: PreTrainedModel, source: ModelSource, seed: int) -> None:
+    """Load the weights of ``source`` into the model's parameters, which may be sharded. A collective where they are.
+
+    Args:
+        seed: of a built-in model, which has no weights of its own.
+
+    Raises:
+        ModelError: a weight is missing or of another shape, or a file cannot be read.
+    """
+    if source.builtin:
+        from posttrain.models.builtin import create_builtin
+
+        whole = dict(create_builtin(source.builtin, seed).named_parameters())
+        for name, parameter in model.named_parameters():
+            _copy(parameter, whole[name].detach())
+    elif source.shards:
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        try:
+            load({name: p.data for name, p in model.named_parameters()}, checkpoint_id=source.shards)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            raise ModelError(
+                f"cannot read the checkpoint shards in {source.shards}: {error}", hint="use an earlier checkpoint"
+            ) from error
+    else:
+        try:
+            _fill_from_files(model, _safetensors(source), source)
+        except (OSError, ValueError) as error:
+            raise not_loadable(source, error) from error
+
+
+def _safetensors(source: ModelSource) -> list[Path]:
+    """The model's weight files; from the hub's cache or the hub itself where it is no folder."""
+    folder = Path(source.path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(source.path, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"no safetensors in {source.path}",
+            hint="save it in that format once: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)",
+        )
+    return files
+
+
+@dataclass
+class _Target:
+    """One parameter of the model, and what on disk it is made of."""
+
+    converter: Any = None
+    """The transformers rule that makes it of several tensors; None: it is one tensor as it is."""
+    sources: list[tuple[str, Any, str]] = field(default_factory=list)
+    """(name on disk, lazy slice, pattern of the rule it matched)"""
+
+
+def _fill_from_files(model: PreTrainedModel, files: list[Path], source: ModelSource) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    parameters = dict(model.named_parameters())
+    with ExitStack() as stack:
+        slices: dict[str, Any] = {}
+        for file in files:
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                raise ModelError(f"cannot read {file}: {error}", hint="is the download complete?") from error
+            slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+        filled: set[str] = set()
+        for name, target in _targets(model, slices).items():
+            for full, tensor in _tensors(model, name, target):
+                if full in parameters:
+                    _check_shape(full, parameters[full], tensor, source)
+                    _copy(parameters[full], tensor)
+                    filled.add(full)
+    missing = [name for name in parameters if name not in filled]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(
+            f"{source.path} has no weights for {', '.join(missing[:3])}{more}",
+            hint="is the folder complete, and its config.json that of these weights?",
+        )
+
+
+def _targets(model: PreTrainedModel, slices: Mapping[str, Any]) -> dict[str, _Target]:
+    """Which tensors on disk make which parameter, by transformers' rules for this kind of model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    known: dict[str, Any] = model.state_dict()
+    targets: dict[str, _Target] = {}
+    for key in sorted(slices, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if name not in known and key in known:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, known)
+        if name not in known:
+            continue  # a weight of a part that this model does not have
+        target = targets.setdefault(name, _Target())
+        if pattern is not None and target.converter is None:
+            target.converter = deepcopy(by_pattern[pattern])
+        target.sources.append((key, slices[key], pattern or key))
+    return targets
+
+
+def _tensors(model: PreTrainedModel, name: str, target: _Target) -> Iterator[tuple[str, Any]]:
+    """(parameter, its tensor or a lazy slice of it) of a target."""
+    if target.converter is None:
+        yield name, target.sources[-1][1]
+        return
+    for key, lazy, pattern in target.sources:
+        target.converter.add_tensor(name, key, pattern, lambda lazy=lazy: lazy[...])
+    for full, tensor in target.converter.convert(name, model=model, config=model.config).items():
+        yield full, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def _check_shape(name: str, parameter: Tensor, found: Any, source: ModelSource) -> None:
+    shape = tuple(found.shape if isinstance(found, Tensor) else found.get_shape())
+    if shape != tuple(parameter.shape):
+        raise ModelError(
+            f"{source.path}: {name} is {shape}, and the config makes it {tuple(parameter.shape)}",
+            hint="is config.json that of these weights?",
+        )
+
+
+def _copy(parameter: nn.Parameter, whole: Any) -> None:
+    """Write the rows that this process holds; ``whole`` is a tensor or a lazy slice of a file."""
+    data = parameter.detach()
+    if not isinstance(data, DTensor):
+        data.copy_(whole[...])
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
+    local = data.to_local()
+    if local.numel():
+        local.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))])

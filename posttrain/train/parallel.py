@@ -1,0 +1,97 @@
+"""Parallelism and memory savers, put on a model from outside, in one order: activation checkpointing, compilation, FSDP2.
+
+Nothing here changes the names of parameters or what a step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from posttrain.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from posttrain.train.model import PackedLM
+
+
+def parallelize(
+    lm: PackedLM,
+    mesh: DeviceMesh | None,
+    *,
+    dtype: torch.dtype,
+    activation_checkpointing: str,
+    compiled: bool,
+    cpu_offload: bool = False,
+) -> PackedLM:
+    """Apply to every decoder layer, then to the rest as one.
+
+    Args:
+        mesh: what FSDP2 shards over, in its last dimension, and replicates over, in its first of two. None: the model is
+            whole on one device and computes in the type of its parameters.
+        dtype: compute type. Parameters keep theirs; gradients are reduced in float32.
+        activation_checkpointing: none, selective or full (`train.activation_checkpointing`).
+        compiled: whether layers run through ``torch.compile``.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+    """
+    layers = decoder_layers(lm.model)
+    for layer in layers:
+        forward: Callable[..., Any] = layer.forward
+        if activation_checkpointing != "none":
+            forward = _checkpointed(forward, activation_checkpointing)
+        if compiled:
+            forward = torch.compile(forward)
+        layer.forward = forward
+    if mesh is None:
+        return lm
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload: OffloadPolicy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(lm, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    return lm
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of transformer blocks: the largest ``ModuleList`` of the base model."""
+    lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"no list of layers found in {type(model).__name__}")
+    return max(lists, key=len)
+
+
+def _checkpointed(forward: Callable[..., Any], how: str) -> Callable[..., Any]:
+    """``forward``, whose activations are computed again in the backward pass: all of them, or those that are cheap."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_what_is_expensive)
+    return partial(checkpoint, forward, **options)
+
+
+def _keep_what_is_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Matrix products and attention. Norms, activations and rotary embeddings take memory and hardly any time."""
+    name = str(operator)
+    return CheckpointPolicy.MUST_SAVE if name in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_EXPENSIVE = frozenset(
+    {
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten._grouped_mm.default",
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "torch_attn._varlen_attn.default",
+        "posttrain.flash4.default",
+    }
+)
