@@ -67,8 +67,10 @@ class WeightSync:
             sampler = await self._cluster.sampler(self._source, self._stop_token_ids, index)
             held = self._on_gpu
             await self.hold_gpu(True)
-            await self._publish([sampler])
-            await self.hold_gpu(held)
+            try:
+                await self._publish([sampler])
+            finally:
+                await self.hold_gpu(held)
             return sampler
 
     async def _publish(self, samplers: Sequence[Any], replace: Replace | None = None) -> dict[str, float]:

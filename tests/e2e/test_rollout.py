@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,8 +115,24 @@ async def test_cancelling_aborts_the_request(samplers):
     assert len((await asyncio.wait_for(sampler.generate(prompt(8), SamplingParams(3)), 20)).ids) >= 1
 
 
-async def test_a_request_cancelled_before_it_was_sent(samplers):
+class Recorded:
+    """An actor's handle that notes the requests on their way to it."""
+
+    def __init__(self, actor):
+        self.actor, self.requests = actor, []
+        self.submit = SimpleNamespace(remote=self.pass_on)
+
+    def pass_on(self, requests):
+        self.requests += requests
+        return self.actor.submit.remote(requests)
+
+    def __getattr__(self, name):
+        return getattr(self.actor, name)
+
+
+async def test_a_request_cancelled_before_it_was_sent(samplers, monkeypatch):
     sampler = samplers[0]
+    monkeypatch.setattr(sampler, "actor", Recorded(sampler.actor))
     task = asyncio.create_task(sampler.generate(prompt(8), SamplingParams(3000)))
     await asyncio.sleep(0)
     task.cancel()
@@ -123,6 +140,7 @@ async def test_a_request_cancelled_before_it_was_sent(samplers):
         await task
     assert not sampler.waiting
     assert len((await sampler.generate(prompt(8), SamplingParams(3))).ids) >= 1
+    assert len(sampler.actor.requests) == 1
     assert await running(sampler) == 0
 
 

@@ -10,6 +10,7 @@ lest a model learns to write what no server understands. docs/tool-formats.md li
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -77,14 +78,14 @@ class BlockFormat(ToolParser):
     """Whether a call ends thoughts that no ``</think>`` ends. Qwen, GLM, Kimi and Mistral models sometimes go over to a
     call without it, and the engines' parsers for them count that call; those for DeepSeek do not."""
 
+    @abstractmethod
     def block(self, text: str, start: int, tools: Sequence[ToolSchema] | None) -> tuple[list[ParsedCall], int]:
         """The calls of the block that begins at ``start``, and where the text goes on after it (beyond ``start``).
         No calls: it is words after all."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, calls: Sequence[ParsedCall]) -> str:
         """The blocks of at least one call."""
-        raise NotImplementedError
 
     def join(self, content: str, calls: str) -> str:
         """Words, if any, and the blocks that follow them."""
