@@ -143,9 +143,24 @@ class TrainConfig(Section):
     sequence_parallel: PositiveInt = 1
     """Workers that share one sequence (Ulysses)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type; master weights and gradient reduction stay float32. auto: bfloat16 on GPU, float32 on CPU."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass."""
+    """Compute type. auto: bfloat16 on GPU, float32 on CPU."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that the optimizer steps, and of its state. bfloat16 halves their memory, and loses steps
+    that are small beside the weight unless `train.optim.stochastic_rounding` is on. Gradients are reduced in float32."""
+    attention: Literal["auto", "flash4", "flash3", "flash2", "torch", "sdpa"] = "auto"
+    """What computes attention over packed rows. auto: the fastest that is installed and runs on the device: flash-attn
+    4, 3 or 2, core torch's varlen attention, or padded scaled dot-product attention. All are exact."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile each decoder layer with `torch.compile`. auto: on GPU."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What of a layer is computed again in the backward pass: nothing; all but matrix products and attention; all."""
+    shard_size: PositiveInt | None = None
+    """Workers that share one copy of the weights; copies are replicated (hybrid sharding). None: all share one."""
+    reduce_gradients: Literal["microbatch", "step"] = "microbatch"
+    """When gradients of several workers are summed. After every micro-batch each worker holds its share only; once a
+    step takes less communication, and memory for all gradients in float32 on every worker."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory at all times, and step there (FSDP2's offloading)."""
     offload: bool = False
     """Keep parameters and optimizer state in host memory while the samplers run."""
     val_every: PositiveInt | None = None

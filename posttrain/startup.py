@@ -32,19 +32,18 @@ def check_supported(cfg: Config) -> None:
     refused = {
         f"rollout.engine = {cfg.rollout.engine!r}": cfg.rollout.engine != "hf",
         f"rollout.tensor_parallel = {cfg.rollout.tensor_parallel}": cfg.rollout.tensor_parallel > 1,
-        f"train.sequence_parallel = {cfg.train.sequence_parallel}": cfg.train.sequence_parallel > 1,
         f"rollout.top_p = {cfg.rollout.top_p:g}": cfg.rollout.top_p < 1,
         f"rollout.top_k = {cfg.rollout.top_k}": cfg.rollout.top_k > 0,
         f"val.top_p = {cfg.val.top_p:g}": cfg.val.top_p < 1,
     }
     samples = cfg.command != "sft" and not cfg.rollout.replay
     trains = cfg.command in ("sft", "rl") and not cfg.rollout.only
-    relevant = ("train.",) * trains + ("rollout.",) * samples + ("val.",) * (samples and trains)
+    relevant = ("rollout.",) * samples + ("val.",) * (samples and trains)
     found = [text for text, used in refused.items() if used and text.startswith(relevant)]
     if found:
         raise ConfigError(
             f"not supported by this version: {'; '.join(found)}",
-            hint="override them with --set, for example --set rollout.engine=hf --set train.sequence_parallel=1",
+            hint="override them with --set, for example --set rollout.engine=hf",
         )
 
 

@@ -158,9 +158,9 @@ class Cluster:
             device=self.device,
             dtype=self.dtype,
             seed=cfg.run.seed,
-            gradient_checkpointing=cfg.train.gradient_checkpointing and trainable,
             temperature=temperature,
-            optim=cfg.train.optim if trainable else None,
+            train=cfg.train,
+            trainable=trainable,
             total_steps=total_steps,
             threads=_threads(world_size),
         )
@@ -174,6 +174,7 @@ class Cluster:
             cfg.cluster.step_deadline_s,
             cfg.train.tokens_per_microbatch,
             cfg.train.sequences_per_microbatch,
+            cfg.train.sequence_parallel,
         )
         await group.start(cfg.cluster.start_deadline_s)
         return group

@@ -21,7 +21,7 @@ from posttrain.types import Ids
 BUCKET_BYTES = 256 << 20
 
 # Metrics that are not sums over workers.
-_SAME = {"grad_norm", "lr"}
+_SAME = {"grad_norm", "lr", "skipped"}
 _LARGEST = {"seconds", "memory_gib"}
 
 
@@ -54,8 +54,10 @@ class TrainerGroup:
     deadline_s: float
     tokens_per_microbatch: int
     sequences_per_microbatch: int | None = None
+    sequence_parallel: int = 1
+    """Neighbouring workers that get the same batches and share their sequences."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What rank 0 told about the model: parameters, attention."""
+    """What rank 0 told: ``parameters``, ``attention``, ``peak_flops`` of its device (None: not known)."""
 
     @property
     def names(self) -> list[str]:
@@ -75,18 +77,17 @@ class TrainerGroup:
     async def logprobs(self, batch: PackedBatch) -> Tensor:
         """[T] log-probabilities under the current weights; 0 where the batch carries no loss."""
         placement = self._place(batch)
-        columns = await self.call("logprobs", [(shard,) for shard in placement.shards(batch)])
-        return placement.gather(columns, batch)
+        columns = await self._on_shards("logprobs", placement.shards(batch))
+        return placement.gather(columns[:: self.sequence_parallel], batch)
 
     async def evaluate(self, batch: PackedBatch) -> float:
         """The weighted negative log-likelihood of the batch, without a gradient."""
         shards = self._place(batch).shards(batch)
-        return float(sum(m["loss"] for m in await self.call("evaluate", [(s,) for s in shards])))
+        return float(sum(m["loss"] for m in await self._on_shards("evaluate", shards)))
 
     async def update(self, batch: PackedBatch, loss: LossSpec) -> dict[str, float]:
-        """One optimizer step on the batch; metrics over all workers."""
-        shards = self._place(batch).shards(batch)
-        per_worker = await self.call("update", [(shard, loss) for shard in shards])
+        """One optimizer step on the batch; metrics over all workers (``TrainWorker.update``)."""
+        per_worker = await self._on_shards("update", self._place(batch).shards(batch), loss)
         merged = dict(per_worker[0])
         for metrics in per_worker[1:]:
             for key, value in metrics.items():
@@ -95,6 +96,10 @@ class TrainerGroup:
                 elif key not in _SAME:
                     merged[key] = merged.get(key, 0.0) + value
         return merged
+
+    async def nonfinite_gradients(self) -> list[str]:
+        """Parameters whose gradient was not finite in the last update that was skipped."""
+        return sorted({name for names in await self.call("nonfinite_gradients") for name in names})
 
     async def put_weights(self) -> list[Any]:
         """References to the full weights in shared memory (see ``sync.publish``)."""
@@ -116,10 +121,14 @@ class TrainerGroup:
     async def free_cache(self) -> None:
         await self.call("free_cache")
 
+    async def _on_shards(self, method: str, shards: Sequence[Sequence[PackedBatch]], *more: Any) -> list[Any]:
+        """Call a method with each worker's micro-batches."""
+        return await self.call(method, [(shard, *more) for shard in shards for _ in range(self.sequence_parallel)])
+
     def _place(self, batch: PackedBatch) -> Placement:
         return place(
             batch.lengths,
-            ranks=len(self.actors),
+            ranks=len(self.actors) // self.sequence_parallel,
             token_budget=self.tokens_per_microbatch,
             sequence_limit=self.sequences_per_microbatch,
         )

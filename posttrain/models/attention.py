@@ -128,9 +128,7 @@ def _flash(module: str) -> Varlen:
     flash_attn_varlen_func = import_module(module).flash_attn_varlen_func
 
     @torch.compiler.disable
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None
-    ) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
         out = flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True
         )
@@ -140,9 +138,7 @@ def _flash(module: str) -> Varlen:
 
 
 def _torch_varlen() -> Varlen:
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None
-    ) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
         return _varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale)
 
     return attend

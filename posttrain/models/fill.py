@@ -29,14 +29,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give parameters on the meta device memory on ``device``, unfilled, and move buffers there. Ties are kept."""
+def materialize(model: nn.Module, device: torch.device, *, parameters_on: torch.device | None = None) -> None:
+    """Give parameters on the meta device memory, unfilled, and move buffers to ``device``. Ties are kept.
+
+    ``parameters_on`` is where parameters go, if that is not ``device``.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
-                    real = torch.empty_like(parameter, device=device)
+                    real = torch.empty_like(parameter, device=parameters_on or device)
                     made[id(parameter)] = nn.Parameter(real, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():

@@ -22,9 +22,7 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, sc
 
 
 @torch.library.custom_op("posttrain::flash4", mutates_args=())
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
     out, log_sum = flash_attn_varlen_func(
         q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
         softmax_scale=scale, causal=True, return_lse=True,

@@ -58,6 +58,26 @@ def tokenwise_loss(
     return result
 
 
+def pick_rows(hidden: Tensor, rows: Tensor) -> Tensor:
+    """``hidden[rows]`` for distinct rows [N], with a backward pass that only copies: indexing would sort or use atomics."""
+    picked: Tensor = _PickRows.apply(hidden, rows)
+    return picked
+
+
+class _PickRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = len(hidden)
+        return hidden.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        grad = upstream[0]
+        return grad.new_zeros((ctx.count, *grad.shape[1:])).index_copy_(0, rows, grad), None
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,17 @@ class SequenceParallel:
     """Of this worker in the group."""
     size: int
 
+    @staticmethod
+    def among(size: int, rank: int, world_size: int) -> SequenceParallel | None:
+        """The group of this worker where ``size`` neighbours each share their sequences; None: nothing is shared.
+
+        A collective: every worker makes every group.
+        """
+        if size == 1:
+            return None
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+        return SequenceParallel(groups[rank // size], rank % size, size)
+
     def stretch(self, tokens: int) -> slice:
         """Which of ``tokens`` packed tokens, a multiple of ``size``, are this worker's."""
         each = tokens // self.size

@@ -58,6 +58,7 @@ class HFSampler:
         self.version = 0
         self.device = torch.device(spec.device)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.kernel = attention.choose("auto", self.device, self.dtype)
         # Any: transformers annotates `to` wrongly, and `init_continuous_batching` not at all.
         self.model = cast(Any, load_model(spec.source, dtype=self.dtype, seed=spec.seed))
         self.model.to(self.device).eval()
@@ -181,7 +182,7 @@ class HFSampler:
                 input_ids=ids[None],
                 position_ids=positions[None],
                 use_cache=False,
-                ragged=attention.Ragged.build(offsets, self.device, self.dtype),
+                ragged=attention.Ragged.build(offsets, self.device, self.kernel),
             ).last_hidden_state[0]
             logprobs, _ = token_logprobs(hidden[:-1], self.model.get_output_embeddings().weight, ids[1:], temperature)
         column = torch.cat([torch.zeros(1), logprobs.cpu()])

@@ -1,20 +1,17 @@
-"""A causal LM that maps packed tokens to log-probabilities, and the parallelism applied to it from outside.
+"""A causal LM that maps packed tokens to log-probabilities, or to a loss.
 
-Shape legend: T packed tokens, N of them carry loss.
+Shape legend: S packed tokens, N of them predict a token that is asked for.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from posttrain.errors import ModelError
 from posttrain.models.attention import Ragged
-from posttrain.models.logprobs import token_logprobs
+from posttrain.models.logprobs import TokenLoss, pick_rows, token_logprobs, tokenwise_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,48 +23,38 @@ class PackedLM(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        if getattr(model.get_output_embeddings(), "bias", None) is not None:
+            raise ModelError(f"{type(model).__name__} has a bias in its output head, which is not supported")
         self.model = model
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, predict: Tensor, ragged: Ragged, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of chosen tokens.
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        ragged: Ragged,
+        temperature: float,
+        loss: TokenLoss | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Log-probabilities of chosen tokens, or a loss made of them.
 
         Args:
-            input_ids, position_ids: [T].
-            predict: [N] positions of the tokens wanted, none of them the first of its sequence.
+            input_ids, position_ids: [S].
+            rows: [N] which hidden states predict.
+            targets: [N] the tokens whose log-probabilities are wanted.
             ragged: the sequences' boundaries.
             temperature: see ``token_logprobs``.
+            loss: of tokens; see ``tokenwise_loss``.
 
         Returns:
-            logprobs [N] float32, entropies [N] float32.
+            logprobs [N] float32, entropies [N] float32; with ``loss`` its sum before them, and only that has a gradient.
         """
         hidden = self.model.base_model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, ragged=ragged
         ).last_hidden_state[0]
-        head = self.model.get_output_embeddings()
-        if getattr(head, "bias", None) is not None:
-            raise ModelError(f"{type(self.model).__name__} has a bias in its output head, which is not supported")
-        return token_logprobs(hidden[predict - 1], head.weight, input_ids[predict], temperature)
-
-
-def parallelize(model: PackedLM, mesh: DeviceMesh, *, dtype: torch.dtype, gradient_checkpointing: bool) -> PackedLM:
-    """Activation checkpointing, then FSDP2 around every decoder layer and the root.
-
-    Parameters and gradient reduction stay float32; compute runs in ``dtype``.
-    """
-    if gradient_checkpointing:
-        model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in decoder_layers(model.model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of transformer blocks: the largest ``ModuleList`` of the base model."""
-    lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
-    if not lists:
-        raise ModelError(f"no list of layers found in {type(model).__name__}")
-    return max(lists, key=len)
+        hidden = pick_rows(hidden, rows)
+        weight = self.model.get_output_embeddings().weight
+        if loss is None:
+            return token_logprobs(hidden, weight, targets, temperature)
+        return tokenwise_loss(hidden, weight, targets, temperature, loss)

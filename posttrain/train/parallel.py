@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from posttrain.errors import ModelError
+from posttrain.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +58,19 @@ def parallelize(
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(lm, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return lm
+
+
+def sharding_mesh(device: str, world_size: int, shard_size: int | None) -> DeviceMesh:
+    """What ``parallelize`` shards over: all workers, or groups of ``shard_size`` beside each other as replicas.
+
+    Raises:
+        ConfigError: the groups do not come out even.
+    """
+    if shard_size is None or shard_size == world_size:
+        return init_device_mesh(device, (world_size,))
+    if world_size % shard_size:
+        raise ConfigError(f"train.shard_size = {shard_size} does not divide cluster.workers = {world_size}")
+    return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

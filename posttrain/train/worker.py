@@ -17,20 +17,25 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from posttrain.algos import losses
 from posttrain.algos.gap import gap_sums
-from posttrain.config import AlgoConfig, OptimConfig
+from posttrain.config import AlgoConfig, TrainConfig
 from posttrain.data.pack import PackedBatch
 from posttrain.errors import RunError
-from posttrain.models.attention import Ragged, backend
-from posttrain.models.load import ModelSource, load_model
+from posttrain.models import attention
+from posttrain.models.fill import fill, materialize
+from posttrain.models.load import ModelSource, build
+from posttrain.models.logprobs import TokenLoss
+from posttrain.models.ulysses import SequenceParallel, check_heads
 from posttrain.train import checkpoint
-from posttrain.train.model import PackedLM, parallelize
-from posttrain.train.optim import build_optimizer, learning_rate
+from posttrain.train.flops import ModelFlops, peak_flops
+from posttrain.train.microbatch import MicroBatch
+from posttrain.train.model import PackedLM
+from posttrain.train.optim import build_optimizer, clip_gradients, learning_rate, local
+from posttrain.train.parallel import parallelize, sharding_mesh
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,13 @@ class WorkerSpec:
     device: str
     """cpu or cuda"""
     dtype: str
-    """compute type: float32 or bfloat16"""
+    """compute type: float32 or bfloat16 (`train.dtype`, resolved)"""
     seed: int
-    gradient_checkpointing: bool
     temperature: float
     """Log-probabilities are of the distribution at this sampling temperature (1 in SFT)."""
-    optim: OptimConfig | None = None
-    """None: a frozen model (a reference)."""
+    train: TrainConfig
+    trainable: bool = True
+    """False: a frozen model (a reference)."""
     total_steps: int = 1
     """Optimizer steps of the run, for the schedule."""
     threads: int = 0
@@ -63,22 +68,11 @@ class LossSpec:
     """Another policy sampled the batch: ratios are taken to ``rollout_logprobs``, and the gap is the drift from it."""
 
 
-@dataclass(frozen=True)
-class Forward:
-    """One micro-batch through the model. N tokens carry loss; all tensors but ``predict`` are on the device."""
-
-    predict: Tensor
-    """[N] where they stand in the batch (on the CPU)"""
-    logprobs: Tensor
-    """[N]"""
-    entropies: Tensor
-    """[N], without gradient"""
-    weights: Tensor
-    """[N] loss weights"""
-
-
 class TrainWorker:
-    """Rank ``rank`` of a group of ``world_size`` processes."""
+    """Rank ``rank`` of a group of ``world_size`` processes.
+
+    Neighbours share sequences: of ranks r, r + 1, ... each group of `train.sequence_parallel` gets the same batches.
+    """
 
     def __init__(self, spec: WorkerSpec, rank: int, world_size: int) -> None:
         self.spec = spec
@@ -89,7 +83,7 @@ class TrainWorker:
             torch.set_num_threads(spec.threads)
 
     def setup(self, master_addr: str, master_port: int, timeout_s: float) -> dict[str, Any]:
-        """Join the process group, load the model, shard it. Returns facts about the model."""
+        """Join the process group, load the model into this rank's shard. Returns facts about the model."""
         os.environ.update(
             MASTER_ADDR=master_addr,
             MASTER_PORT=str(master_port),
@@ -99,26 +93,47 @@ class TrainWorker:
         spec = self.spec
         if spec.device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
-        self.device = torch.device(spec.device)
-        self.dtype = getattr(torch, spec.dtype)
         backend_name = "nccl" if spec.device == "cuda" else "gloo"
         dist.init_process_group(backend_name, timeout=timedelta(seconds=timeout_s))
         torch.manual_seed(spec.seed)
-        mesh = init_device_mesh(spec.device, (self.world_size,))
-        # Master weights are float32 whatever the compute type is.
-        lm = PackedLM(load_model(spec.source, dtype=torch.float32, seed=spec.seed))
-        lm.train(spec.optim is not None)
-        lm.requires_grad_(spec.optim is not None)
-        self.lm = parallelize(
-            lm.to(self.device), mesh, dtype=self.dtype, gradient_checkpointing=spec.gradient_checkpointing
-        )
-        self.optimizer = build_optimizer(self.lm, spec.optim) if spec.optim is not None else None
+        self.device = torch.device(spec.device)
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.kernel = attention.choose(spec.train.attention, self.device, self.dtype)
+        self.lm = self._load()
+        self.optimizer = build_optimizer(self.lm, spec.train.optim) if spec.trainable else None
         self.parameters = dict(self.lm.model.named_parameters())
+        self.flops = ModelFlops(self.lm.model)
         return {
             "parameters": sum(p.numel() for p in self.parameters.values()),
-            "attention": backend(self.device, self.dtype),
+            "attention": self.kernel.title,
+            "peak_flops": peak_flops(self.device),
             "pid": os.getpid(),
         }
+
+    def _load(self) -> PackedLM:
+        """The model: first without memory, then shared out among the workers, then filled."""
+        spec, train = self.spec, self.spec.train
+        # A frozen model has no master weights: it is kept in the type that it computes in.
+        param_dtype = getattr(torch, train.param_dtype) if spec.trainable else self.dtype
+        lm = PackedLM(build(spec.source, dtype=param_dtype))
+        lm.train(spec.trainable)
+        lm.requires_grad_(spec.trainable)
+        if train.sequence_parallel > 1:
+            check_heads(lm.model.config, train.sequence_parallel)
+        self.parallel = SequenceParallel.among(train.sequence_parallel, self.rank, self.world_size)
+        # Alone, and with weights of the type it computes in, a worker has no use for FSDP.
+        self.sharded = self.world_size > 1 or param_dtype != self.dtype or train.cpu_offload
+        parallelize(
+            lm,
+            sharding_mesh(spec.device, self.world_size, train.shard_size) if self.sharded else None,
+            dtype=self.dtype,
+            activation_checkpointing=train.activation_checkpointing if spec.trainable else "none",
+            compiled=train.compile == "on" or (train.compile == "auto" and spec.device == "cuda"),
+            cpu_offload=train.cpu_offload,
+        )
+        materialize(lm, self.device, parameters_on=torch.device("cpu") if train.cpu_offload else None)
+        fill(lm.model, spec.source, spec.seed)
+        return lm
 
     # ------------------------------------------------------------------ compute
 
@@ -127,10 +142,14 @@ class TrainWorker:
         columns = []
         with torch.no_grad():
             for batch in shard:
-                out = self._forward(batch)
-                column = torch.zeros(batch.num_tokens)
-                column[out.predict] = out.logprobs.cpu()
-                columns.append(column * batch.loss_mask)
+                micro = self._micro_batch(batch)
+                values, _ = self._forward(micro)
+                column = torch.zeros(batch.num_tokens, device=self.device)
+                if micro.has_loss:
+                    column[micro.predict.to(self.device)] = values
+                if self.parallel is not None:  # each worker has some of the tokens, and 0 elsewhere
+                    dist.all_reduce(column, group=self.parallel.group)
+                columns.append(column.cpu())
         return columns
 
     def evaluate(self, shard: Sequence[PackedBatch]) -> dict[str, float]:
@@ -138,99 +157,123 @@ class TrainWorker:
         total = 0.0
         with torch.no_grad():
             for batch in shard:
-                out = self._forward(batch)
-                total += float(losses.nll(out.logprobs, out.weights)[0])
+                micro = self._micro_batch(batch)
+                values, _ = self._forward(micro)
+                total += float(losses.nll(values, micro.weights)[0])
         return {"loss": total}
 
     def update(self, shard: Sequence[PackedBatch], loss: LossSpec) -> dict[str, float]:
         """One optimizer step over the shard's micro-batches.
 
-        Returns sums to add up over ranks (``loss``, ``pg_loss``, ..., ``entropy``), ``grad_norm`` (the same on every
-        rank) and this rank's ``seconds`` and ``memory_gib``.
-
-        Raises:
-            RunError: the gradient is not finite. The weights are then unchanged.
+        Returns sums to add up over ranks (``loss``, ``pg_loss``, ..., ``entropy``, ``flops``, ``tokens_run``),
+        ``grad_norm`` and ``skipped`` (the same on every rank) and this rank's ``seconds`` and ``memory_gib``. With
+        ``skipped`` 1 the gradient was not finite, and the weights are unchanged; see ``nonfinite_gradients``.
         """
-        if self.optimizer is None or self.spec.optim is None:
+        if self.optimizer is None:
             raise RunError("a frozen model cannot be updated")
         start = time.perf_counter()
-        sums: dict[str, float] = {}
         self.optimizer.zero_grad(set_to_none=True)
-        for i, batch in enumerate(shard):
-            # Gradients stay on their rank until the last micro-batch: one reduction a step.
-            cast(FSDPModule, self.lm).set_requires_gradient_sync(i == len(shard) - 1)
-            out = self._forward(batch)
-            total, parts = self._loss(batch, out, loss)
-            # FSDP averages gradients over ranks, but the weights are already those of the global batch.
-            torch.autograd.backward(total * self.world_size)
-            parts["entropy"] = (out.weights * out.entropies).sum()
-            for key, value in parts.items():
-                sums[key] = sums.get(key, 0.0) + float(value)
-        grad_norm = _local(torch.nn.utils.clip_grad_norm_(self.lm.parameters(), self.spec.optim.grad_clip))
-        if not torch.isfinite(grad_norm):
+        # All micro-batches go to the device first: nothing then waits for the host between them.
+        micros = [self._micro_batch(batch) for batch in shard]
+        sums: losses.Sums = {}
+        for i, micro in enumerate(micros):
+            if self.sharded and self.spec.train.reduce_gradients == "step":
+                cast(FSDPModule, self.lm).set_requires_gradient_sync(i == len(micros) - 1)
+            for key, value in self._backward(micro, loss).items():
+                sums[key] = sums[key] + value if key in sums else value
+        grad_norm = clip_gradients(self.parameters.values(), self.spec.train.optim.grad_clip)
+        rate = learning_rate(self.spec.train.optim, self.step, self.spec.total_steps)
+        skipped = not torch.isfinite(grad_norm)
+        if skipped:
+            self.nonfinite = self._name_nonfinite()
             self.optimizer.zero_grad(set_to_none=True)
-            raise RunError(f"the gradient is not finite at optimizer step {self.step} (norm {grad_norm.item()})")
-        rate = learning_rate(self.spec.optim, self.step, self.spec.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
         self.step += 1
-        return sums | {
+        share = self.spec.train.sequence_parallel  # of ranks that count the same tokens
+        return {key: float(value) for key, value in sums.items()} | {
             "grad_norm": float(grad_norm),
+            "skipped": float(skipped),
             "lr": rate,
+            "flops": sum(self.flops.training(batch.lengths) for batch in shard) / share,
+            "tokens_run": float(sum(len(micro.input_ids) for micro in micros)),
             "seconds": time.perf_counter() - start,
             "memory_gib": self._memory_gib(),
         }
 
-    def _forward(self, batch: PackedBatch) -> Forward:
-        predict = batch.loss_mask.nonzero().flatten()
-        if len(predict) == 0:
-            # Collectives need every rank in every micro-batch: predict something, and let it weigh nothing.
-            predict = torch.tensor([batch.num_tokens - 1])
-            weights = torch.zeros(1)
-        elif batch.loss_weights is None:
-            weights = torch.zeros(len(predict))
-        else:
-            weights = batch.loss_weights[predict]
-        values, entropies = self.lm(
-            batch.input_ids.to(self.device),
-            batch.position_ids.to(self.device),
-            predict.to(self.device),
-            Ragged.build(batch.cu_seqlens, self.device, self.dtype),
-            self.spec.temperature,
-        )
-        return Forward(predict, values, entropies, weights.to(self.device))
+    def nonfinite_gradients(self) -> list[str]:
+        """Parameters that had a gradient that was not finite in the last update that was skipped, in this rank's
+        shard."""
+        return self.nonfinite
 
-    def _loss(self, batch: PackedBatch, out: Forward, spec: LossSpec) -> tuple[Tensor, losses.Sums]:
-        algo = spec.algo
+    def _name_nonfinite(self) -> list[str]:
+        gradients = ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
+        return [name for name, grad in gradients if not torch.isfinite(local(grad)).all()]
+
+    def _micro_batch(self, batch: PackedBatch) -> MicroBatch:
+        return MicroBatch.build(batch, self.device, self.kernel, self.parallel)
+
+    def _forward(self, micro: MicroBatch, loss: TokenLoss | None = None) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = self.lm(
+            micro.input_ids,
+            micro.position_ids,
+            micro.rows,
+            micro.targets,
+            micro.ragged,
+            self.spec.temperature,
+            loss,
+        )
+        return result
+
+    def _backward(self, micro: MicroBatch, spec: LossSpec) -> losses.Sums:
+        """Add the gradient of the micro-batch's loss; sums for the metrics, on the device."""
+        sums: losses.Sums = {}
+
+        def of_tokens(logprobs: Tensor, entropies: Tensor, part: slice) -> Tensor:
+            total, parts = self._loss(micro, logprobs, part, spec)
+            parts["entropy"] = (micro.weights[part] * entropies.detach()).sum()
+            for key, value in parts.items():
+                sums[key] = sums[key] + value if key in sums else value
+            return total
+
+        total = self._forward(micro, of_tokens)[0]
+        # FSDP averages gradients over ranks, but the weights are already those of the global batch.
+        torch.autograd.backward(total * self.world_size)
+        return sums
+
+    def _loss(self, micro: MicroBatch, logprobs: Tensor, part: slice, spec: LossSpec) -> tuple[Tensor, losses.Sums]:
+        """The loss of some of the micro-batch's tokens."""
+        algo, weights = spec.algo, micro.weights[part]
         if algo is None:
-            return losses.nll(out.logprobs, out.weights)
+            return losses.nll(logprobs, weights)
 
         def column(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[out.predict].to(self.device)
+            return None if x is None else x[part]
 
-        old, advantages = column(batch.old_logprobs), column(batch.advantages)
-        rollout, ref = column(batch.rollout_logprobs), column(batch.ref_logprobs)
+        advantages, ref = column(micro.advantages), column(micro.ref_logprobs)
+        rollout, old = column(micro.rollout_logprobs), column(micro.old_logprobs)
         if advantages is None:
             raise RunError("a policy update needs advantages")
         if spec.off_policy:
             old = rollout
         # Without a column the policy has not moved since sampling: the ratio is exactly 1, with the right gradient.
         total, sums = losses.clipped_policy(
-            out.logprobs,
-            out.logprobs.detach() if old is None else old,
+            logprobs,
+            logprobs.detach() if old is None else old,
             advantages,
-            out.weights,
+            weights,
             clip_low=algo.clip_low,
             clip_high=algo.clip_high,
             dual_clip=algo.dual_clip,
         )
         if ref is not None:
-            kl, kl_sums = losses.kl(out.logprobs, ref, out.weights, estimator=algo.kl_estimator)
+            kl, kl_sums = losses.kl(logprobs, ref, weights, estimator=algo.kl_estimator)
             total = total + algo.kl_coef * kl
             sums |= kl_sums
-        if rollout is not None and batch.loss_mask.any():
-            sums |= gap_sums(out.logprobs if old is None or spec.off_policy else old, rollout)
+        if rollout is not None and micro.has_loss:
+            sums |= gap_sums(logprobs if old is None or spec.off_policy else old, rollout)
         return total, sums
 
     # ------------------------------------------------------------------ weights
@@ -268,14 +311,23 @@ class TrainWorker:
             torch.cuda.empty_cache()
 
     def _move(self, device: str) -> None:
-        if self.spec.device == "cpu":
+        if self.spec.device == "cpu" or self.spec.train.cpu_offload:
             return
-        self.lm.to(device)
+
+        def move(tensor: Tensor) -> Tensor:
+            if device == "cuda":
+                return tensor.to("cuda", non_blocking=True)
+            # Pinned memory: several times as fast, both ways. torch keeps it for the next time.
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            return host.copy_(tensor, non_blocking=True)
+
+        self.lm._apply(move)
         if self.optimizer is not None:
             for state in self.optimizer.state.values():
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.ndim:
-                        state[key] = value.to(device)
+                        state[key] = move(value)
+        torch.cuda.synchronize()
         self.free_cache()
 
     # ------------------------------------------------------------------ checkpoints
@@ -287,14 +339,11 @@ class TrainWorker:
     def load(self, folder: str) -> None:
         """Read model and optimizer from ``folder``, written at any world size. A collective."""
         # After a forward pass without a backward the root still holds whole parameters, and would go on using them.
-        cast(FSDPModule, self.lm).reshard()
+        if self.sharded:
+            cast(FSDPModule, self.lm).reshard()
         self.step = checkpoint.load_shards(Path(folder), self.lm.model, self.optimizer)
 
     def _memory_gib(self) -> float:
         if self.spec.device == "cuda":
             return torch.cuda.max_memory_allocated() / 2**30
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -22,7 +22,7 @@ from posttrain.config import AlgoConfig, Config
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import Conversation, sft_row, write_rows
 from posttrain.errors import DeadlineError, PosttrainError, RunError, WeightSyncError, WorkerError
-from posttrain.models.attention import Ragged
+from posttrain.models.attention import Ragged, choose
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model, load_shards
 from posttrain.presets import resolve
@@ -34,6 +34,7 @@ from posttrain.types import SamplingParams
 
 SOURCE = ModelSource("builtin:tiny")
 EOS = builtin_tokenizer("tiny").eos_token_id
+SDPA = choose("sdpa", torch.device("cpu"), torch.float32)
 LARGE, SMALL = 1_000_000, 150  # tokens of a micro-batch
 
 
@@ -78,8 +79,8 @@ def alone(clusters):
 def pair(clusters, tmp_path_factory):
     """A trainer of two workers which also recompute activations and take the vocabulary in small chunks."""
     plugin = tmp_path_factory.mktemp("plugin") / "small_chunks.py"
-    plugin.write_text("from posttrain.models import logprobs\n\nlogprobs.CHUNK_ELEMENTS = 40 * 1024\n")
-    cfg = config(train={"gradient_checkpointing": True}, cluster={"workers": 2})
+    plugin.write_text("from posttrain.models import logprobs\n\nlogprobs.BUFFER_BYTES = 40 * 1024 * 20\n")
+    cfg = config(train={"activation_checkpointing": "full"}, cluster={"workers": 2})
     cluster = clusters(cfg.model_copy(update={"plugins": [str(plugin)]}))
     return asyncio.run(cluster.trainer("actor", SOURCE))
 
@@ -276,9 +277,9 @@ def test_saved_by_two_loaded_by_one(alone, pair, start, tmp_path):
     lm = PackedLM(load_model(ModelSource("builtin:tiny"), dtype=torch.float32))
     load_shards(lm.model, str(tmp_path / "model"))
     predict = batch.loss_mask.nonzero().flatten()
-    ragged = Ragged.build(batch.cu_seqlens, torch.device("cpu"), torch.float32)
+    ragged = Ragged.build(batch.cu_seqlens, torch.device("cpu"), SDPA)
     with torch.no_grad():
-        values, _ = lm(batch.input_ids, batch.position_ids, predict, ragged, 1.0)
+        values, _ = lm(batch.input_ids, batch.position_ids, predict - 1, batch.input_ids[predict], ragged, 1.0)
     torch.testing.assert_close(values, saved[predict], rtol=1e-5, atol=1e-5)
 
 

@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from posttrain.data.pack import PackedBatch
 from posttrain.errors import RunError, WeightSyncError
-from posttrain.models.attention import Ragged, ragged_attention
+from posttrain.models.attention import Ragged, choose, ragged_attention
 from posttrain.models.load import ModelSource, load_model
 from posttrain.rollout.hf import EngineSpec, HFSampler
 from posttrain.train.model import PackedLM
 from posttrain.types import SamplingParams
 
+SDPA = choose("sdpa", torch.device("cpu"), torch.float32)
 VOCABULARY = 96
 STOP = 95
 COMMON = {
@@ -69,7 +70,7 @@ def sequences(lengths, seed=0):
 
 def packed_logits(model, ids):
     batch = PackedBatch.from_sequences(ids, [[True] * len(s) for s in ids])
-    ragged = Ragged.build(batch.cu_seqlens, torch.device("cpu"), torch.float32)
+    ragged = Ragged.build(batch.cu_seqlens, torch.device("cpu"), SDPA)
     return (
         model(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, ragged=ragged)
         .logits[0]
@@ -121,7 +122,7 @@ def test_no_sequence_sees_another(qwen2):
 def test_padding_is_under_half_of_any_group():
     lengths = torch.tensor([1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 33, 64, 65, 100])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    groups = Ragged.build(offsets, torch.device("cpu"), torch.float32).groups
+    groups = Ragged.build(offsets, torch.device("cpu"), SDPA).groups
     assert sorted(torch.cat([g.tokens for g in groups]).tolist()) == list(range(int(offsets[-1])))
     for group in groups:
         assert len(group.slots) * 2 > group.rows * group.length
@@ -130,7 +131,7 @@ def test_padding_is_under_half_of_any_group():
 
 def test_what_it_cannot_do_is_an_error():
     module, x = SimpleNamespace(sliding_window=None), torch.zeros(1, 2, 3, 4)
-    ragged = Ragged.build(torch.tensor([0, 3]), torch.device("cpu"), torch.float32)
+    ragged = Ragged.build(torch.tensor([0, 3]), torch.device("cpu"), SDPA)
     with pytest.raises(ValueError, match="ragged"):
         ragged_attention(module, x, x, x, None)
     with pytest.raises(ValueError, match="neither a mask"):
@@ -181,7 +182,7 @@ def trainer_logprobs(folder, ids, temperature):
     lm = PackedLM(load_model(ModelSource(str(folder)), dtype=torch.float32))
     batch = PackedBatch.from_sequences(ids, [[True] * len(s) for s in ids])
     predict = batch.loss_mask.nonzero().flatten()
-    ragged = Ragged.build(batch.cu_seqlens, torch.device("cpu"), torch.float32)
+    ragged = Ragged.build(batch.cu_seqlens, torch.device("cpu"), SDPA)
     column = torch.zeros(batch.num_tokens)
     with torch.no_grad():
         column[predict] = lm(batch.input_ids, batch.position_ids, predict, ragged, temperature)[0]

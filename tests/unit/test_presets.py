@@ -46,7 +46,7 @@ def test_known_recipes() -> None:
         assert (rl.rollout.n, rl.rollout.max_turns, rl.rollout.tensor_parallel) == (8, 5, 2)
         assert (rl.rollout.over_sample_rate, rl.rollout.memory_fraction) == (0.1, 0.5)
         assert (rl.train.optim.lr, rl.algo.kl_coef, rl.algo.kl_estimator) == (1e-6, 0.001, "low_var_kl")
-        assert rl.train.gradient_checkpointing
+        assert rl.train.activation_checkpointing == "full"
     assert resolve("rl", "qwen3-4b-gsm8k-multiturn").config.model.path == "Qwen/Qwen3-4B"
     coder = resolve("sft", "qwen2.5-coder-7b-sft").config
     assert (coder.data.batch_size, coder.train.sequences_per_microbatch, coder.data.max_length) == (128, 2, 4096)

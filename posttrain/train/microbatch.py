@@ -1,0 +1,98 @@
+"""A micro-batch on the device of a worker, cut to the stretch of tokens that is the worker's.
+
+Shape legend: T packed tokens of the micro-batch, S of them on this worker (all, without sequence parallelism), N tokens
+that this worker predicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.data.pack import PackedBatch
+from posttrain.models.attention import Kernel, Ragged
+from posttrain.models.ulysses import SequenceParallel
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass needs. Tensors are on the device, but ``predict``."""
+
+    input_ids: Tensor
+    """[S]"""
+    position_ids: Tensor
+    """[S]"""
+    ragged: Ragged
+    rows: Tensor
+    """[N] which of the S hidden states predict"""
+    targets: Tensor
+    """[N] the tokens that follow them"""
+    predict: Tensor
+    """[N] where the targets stand among the T tokens (on the CPU)"""
+    weights: Tensor
+    """[N] loss weights; 0 where nothing on this worker carries loss and one token stands in"""
+    has_loss: bool
+    """Whether any token of this worker carries loss"""
+    advantages: Tensor | None
+    """[N], as the columns below"""
+    rollout_logprobs: Tensor | None
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+
+    @staticmethod
+    def build(
+        batch: PackedBatch, device: torch.device, kernel: Kernel, parallel: SequenceParallel | None = None
+    ) -> MicroBatch:
+        """Move ``batch`` to the device, or with ``parallel`` the worker's stretch of it."""
+        ids, positions, offsets = batch.input_ids, batch.position_ids, batch.cu_seqlens
+        stretch = slice(0, len(ids))
+        if parallel is not None:
+            ids, positions, offsets = _padded(batch, parallel.size)
+            stretch = parallel.stretch(len(ids))
+        predict = batch.loss_mask.nonzero().flatten()
+        # Token t is predicted by the hidden state before it.
+        predict = predict[(predict > stretch.start) & (predict <= stretch.stop)]
+        has_loss = len(predict) > 0
+        if not has_loss:
+            # Collectives need every worker in every micro-batch: predict something, and let it weigh nothing.
+            predict = torch.tensor([max(1, stretch.start)])
+        weights = torch.zeros(len(predict))
+        if has_loss and batch.loss_weights is not None:
+            weights = batch.loss_weights[predict]
+
+        def on_device(x: Tensor) -> Tensor:
+            return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+        def column(x: Tensor | None) -> Tensor | None:
+            return None if x is None else on_device(x[predict.clamp(max=len(x) - 1)])
+
+        return MicroBatch(
+            input_ids=on_device(ids[stretch]),
+            position_ids=on_device(positions[stretch]),
+            ragged=Ragged.build(offsets, device, kernel, parallel),
+            rows=on_device((predict - 1 - stretch.start).clamp(min=0)),
+            targets=on_device(ids[predict.clamp(max=len(ids) - 1)]),
+            predict=predict,
+            weights=on_device(weights),
+            has_loss=has_loss,
+            advantages=column(batch.advantages),
+            rollout_logprobs=column(batch.rollout_logprobs),
+            old_logprobs=column(batch.old_logprobs),
+            ref_logprobs=column(batch.ref_logprobs),
+        )
+
+
+def _padded(batch: PackedBatch, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, positions and offsets with one more sequence, so that the tokens divide by ``multiple``."""
+    missing = -batch.num_tokens % multiple
+    if not missing:
+        return batch.input_ids, batch.position_ids, batch.cu_seqlens
+    blank = torch.zeros(missing, dtype=torch.int64)
+    end = torch.tensor([batch.num_tokens + missing], dtype=batch.cu_seqlens.dtype)
+    return (
+        torch.cat([batch.input_ids, blank]),
+        torch.cat([batch.position_ids, torch.arange(missing)]),
+        torch.cat([batch.cu_seqlens, end]),
+    )
