@@ -78,15 +78,19 @@ class Ragged:
         return Ragged(cu_seqlens.to(device, torch.int32), int(lengths.max()), kernel, groups, parallel)
 
 
+def available(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The kernels that run here, the fastest first; padded scaled dot-product attention runs everywhere."""
+    return [*(name for name in _VARLEN if _why_not(name, device, dtype) is None), "sdpa"]
+
+
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The kernel that ``name`` (`train.attention`) stands for; ``auto`` is the fastest one that is installed.
+    """The kernel that ``name`` (`train.attention`) stands for; ``auto`` is the fastest one that is there.
 
     Raises:
         ConfigError: it is not installed, or does not run on this device in this type.
     """
     if name == "auto":
-        ragged = (one for one in _VARLEN if _why_not(one, device, dtype) is None)
-        name = next(ragged, "sdpa")
+        name = available(device, dtype)[0]
     if name == "sdpa":
         return Kernel("sdpa", "padded SDPA in length groups")
     why_not = _why_not(name, device, dtype)

@@ -185,7 +185,9 @@ def trainer_logprobs(folder, ids, temperature):
     ragged = Ragged.build(batch.cu_seqlens, torch.device("cpu"), SDPA)
     column = torch.zeros(batch.num_tokens)
     with torch.no_grad():
-        column[predict] = lm(batch.input_ids, batch.position_ids, predict, ragged, temperature)[0]
+        column[predict] = lm(
+            batch.input_ids, batch.position_ids, predict - 1, batch.input_ids[predict], ragged, temperature
+        )[0]
     return [part.tolist() for part in column.split(batch.lengths)]
 
 

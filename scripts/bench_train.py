@@ -1,0 +1,359 @@
+"""How close training is to the limit of the GPU, beside TRL with Liger in the same run.
+
+    python scripts/bench_train.py head                         loss of 32k tokens x 152k vocabulary, beside Liger's
+    python scripts/bench_train.py rows --shape 7b --rows 8     rows of 8,192 tokens on one GPU, beside TRL
+    python scripts/bench_train.py chats --shape 0.5b --data FILE --tokenizer DIR
+                                                               real conversations, packed, beside padding-free TRL
+    python scripts/bench_train.py shards --shape 7b --gpus 2   FSDP2, float32 master weights
+    python scripts/bench_train.py long --shape 7b --gpus 2     sequences of 32k tokens shared by 1, 2, ... GPUs
+
+Models are random Qwen2.5 shapes, written to `--models` once. Every measurement runs in processes of its own. Rates are
+of the median step, memory is torch's peak of allocated memory. MFU is of the dense bf16 datasheet peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5b": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 151_936,
+    },
+    "7b": {
+        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152_064,
+    },
+}  # fmt: skip
+WARM_UP = 2
+"""Steps before those that count: they compile."""
+LEARNING_RATE = 1e-5
+
+
+# ---------------------------------------------------------------------- data and models
+
+
+def model_folder(models: Path, shape: str) -> Path:
+    """A random model of this shape in bfloat16, written where there is none yet."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = models / shape
+    if (folder / "config.json").is_file():
+        return folder
+    torch.manual_seed(0)
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=32_768, rope_theta=1e6)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Qwen2ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def steps_of(args: argparse.Namespace) -> list[list[tuple[list[int], list[bool]]]]:
+    """Rows of token ids and loss masks, for each step: equal ones, or conversations."""
+    import torch
+
+    total = WARM_UP + args.steps
+    if args.data is None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (total, args.rows, args.length)
+        ids = torch.randint(10_000, shape, generator=generator).tolist()
+        return [[(row, [True] * args.length) for row in step] for step in ids]
+    from transformers import AutoTokenizer
+
+    from posttrain.data.samples import RenderConversations, conversation_shards
+    from posttrain.data.stream import render_all
+
+    render = RenderConversations(AutoTokenizer.from_pretrained(args.tokenizer), args.length, "drop", {})
+    rows = [row for row in render_all(conversation_shards(args.data), render) if not row.left_out]
+    rows = rows * (total * args.rows // len(rows) + 1)
+    return [
+        [([int(i) for i in row.ids], [bool(m) for m in row.mask]) for row in rows[step * args.rows :][: args.rows]]
+        for step in range(total)
+    ]
+
+
+# ---------------------------------------------------------------------- measurements, each in a process of its own
+
+
+def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
+    """Steps of a ``TrainWorker``, as `posttrain sft` runs them."""
+    import torch
+
+    from posttrain.algos.reduce import token_weights
+    from posttrain.config import TrainConfig
+    from posttrain.data.pack import PackedBatch, place
+    from posttrain.models.load import ModelSource
+    from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
+
+    train = {
+        "param_dtype": args.param_dtype, "attention": args.attention, "compile": args.compile,
+        "activation_checkpointing": args.checkpointing, "sequence_parallel": args.sequence_parallel,
+        "reduce_gradients": args.reduce, "optim": {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0},
+    }  # fmt: skip
+    spec = WorkerSpec(
+        ModelSource(str(args.model)), "cuda", "bfloat16", 0, 1.0, TrainConfig.model_validate(train), total_steps=1000
+    )
+    worker = TrainWorker(spec, rank, args.gpus)
+    start = time.perf_counter()
+    facts = worker.setup("127.0.0.1", args.port, 300.0)
+    loaded = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()
+    seconds, losses, tokens, flops = [], [], [], []
+    ranks = args.gpus // args.sequence_parallel
+    for step in steps_of(args):
+        batch = PackedBatch.from_sequences([ids for ids, _ in step], [mask for _, mask in step])
+        batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
+        shards = place(batch.lengths, ranks=ranks, token_budget=args.tokens_per_microbatch).shards(batch)
+        if args.profile and len(seconds) == WARM_UP:
+            profile(
+                lambda shards=shards: worker.update(shards[rank // args.sequence_parallel], LossSpec()), args.profile
+            )
+            continue
+        torch.cuda.synchronize()
+        result = worker.update(shards[rank // args.sequence_parallel], LossSpec())
+        seconds.append(result["seconds"])
+        losses.append(result["loss"])
+        flops.append(result["flops"])
+        tokens.append(batch.num_tokens)
+    rates = [n / s for n, s in zip(tokens, seconds, strict=True)][WARM_UP:]
+    work = [f / s for f, s in zip(flops, seconds, strict=True)][WARM_UP:]
+    return {
+        "what": f"posttrain, {facts['attention']}",
+        "tokens_per_s_gpu": statistics.median(rates) / args.gpus,
+        "mfu": statistics.median(work) / facts["peak_flops"],
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "losses": losses,
+        "seconds": seconds,
+        "load_s": loaded,
+    }
+
+
+def profile(step: Any, file: str) -> None:
+    """One step under the profiler: a table of kernels on stderr, the trace in ``file``."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        step()
+    print(
+        recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90),
+        file=sys.stderr,
+    )
+    recorded.export_chrome_trace(file)
+
+
+def train_trl(args: argparse.Namespace) -> dict[str, Any]:
+    """The same rows through TRL's SFTTrainer with Liger's kernels."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    from posttrain.models.load import ModelSource, load_config
+    from posttrain.train.flops import ModelFlops, peak_flops
+
+    steps = steps_of(args)
+    rows = [
+        {"input_ids": ids, "labels": [i if m else -100 for i, m in zip(ids, mask, strict=True)]}
+        for step in steps
+        for ids, mask in step
+    ]
+    load_config(ModelSource(str(args.model)))
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=torch.bfloat16, attn_implementation=args.attention, device_map="cuda"
+    )
+    times: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - self.start)
+
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    blank = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")),
+        pad_token="<pad>", eos_token="<eos>",
+    )  # fmt: skip
+    flat = args.attention.startswith("flash")
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            output_dir="/tmp/posttrain-bench/trl", max_steps=len(steps), logging_steps=1, save_strategy="no",
+            report_to="none", per_device_train_batch_size=args.peer_rows,
+            gradient_accumulation_steps=args.rows // args.peer_rows, learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant", optim="adamw_torch_fused", bf16=True, gradient_checkpointing=False,
+            max_length=None, use_liger_kernel=True, padding_free=flat, max_grad_norm=1.0, weight_decay=0.0,
+            dataset_kwargs={"skip_prepare_dataset": True}, shuffle_dataset=False,
+            train_sampling_strategy="sequential", dataloader_num_workers=2,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=blank,
+        callbacks=[Clock()],
+    )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    flops = ModelFlops(model)
+    lengths = [[len(ids) for ids, _ in step] for step in steps]
+    measured = list(zip(lengths, times, strict=True))[WARM_UP:]
+    peak = peak_flops(torch.device("cuda"))
+    assert peak is not None
+    return {
+        "what": f"TRL + Liger, {args.attention}, {'padding-free' if flat else 'padded'}, {args.peer_rows} rows at once",
+        "tokens_per_s_gpu": statistics.median(sum(n) / s for n, s in measured),
+        "mfu": statistics.median(flops.training(n) / s for n, s in measured) / peak,
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "seconds": times,
+    }
+
+
+def head(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Loss and backward pass of the output head alone: time, and memory beyond inputs, weight and their gradients."""
+    import torch
+    from liger_kernel.ops import fused_linear_cross_entropy as liger
+
+    from posttrain.models.logprobs import token_logprobs, tokenwise_loss
+
+    out = []
+    for size, vocabulary in ((896, 151_936), (3584, 152_064)):
+        count = 32_768
+        hidden = torch.randn(count, size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        weight = (torch.randn(vocabulary, size, device="cuda") * 0.02).bfloat16().requires_grad_()
+        targets = torch.randint(vocabulary, (count,), device="cuda")
+
+        def ours(hidden: Any = hidden, weight: Any = weight, targets: Any = targets) -> Any:
+            return tokenwise_loss(hidden, weight, targets, 1.0, lambda x, _, part: -x.sum() / len(targets))[0]
+
+        def recomputed(hidden: Any = hidden, weight: Any = weight, targets: Any = targets) -> Any:
+            return -token_logprobs(hidden, weight, targets)[0].mean()
+
+        def ligers(hidden: Any = hidden, weight: Any = weight, targets: Any = targets) -> Any:
+            return liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)[0]
+
+        for name, loss in (("Liger", ligers), ("posttrain, any loss", recomputed), ("posttrain, loss of tokens", ours)):
+            times = []
+            for _ in range(8):
+                hidden.grad = weight.grad = None
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                start = time.perf_counter()
+                value = loss()
+                value.backward()
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - start)
+            gradients = 2 * (hidden.numel() + weight.numel())
+            extra = torch.cuda.max_memory_allocated() - before - gradients
+            out.append({
+                "what": f"{name}, hidden {size}", "ms": 1e3 * statistics.median(times[3:]), "extra_gib": extra / 2**30,
+                "loss": float(value),
+            })  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------------- the driver
+
+
+def measure(args: argparse.Namespace, what: str, **changes: Any) -> dict[str, Any]:
+    """Run one measurement in ``gpus`` processes; what its rank 0 says."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    values = vars(args) | {"measure": what, "port": port} | changes
+    options = [f"--{k.replace('_', '-')}={v}" for k, v in values.items() if v is not None and k != "command"]
+    ranks = values["gpus"] if what == "ours" else 1
+    processes = []
+    for rank in range(ranks):
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": str(rank), "NCCL_NVLS_ENABLE": "0"}
+        command = [sys.executable, __file__, args.command, *options, f"--rank={rank}"]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    outputs = [p.communicate(timeout=900)[0] for p in processes]
+    if any(p.returncode for p in processes):
+        return {"what": f"{what}: failed"}
+    result: dict[str, Any] = json.loads(outputs[0].strip().splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["head", "rows", "chats", "shards", "long"])
+    parser.add_argument("--shape", choices=list(SHAPES), default="0.5b")
+    parser.add_argument("--models", type=Path, default=Path("/tmp/posttrain-bench"))
+    parser.add_argument("--model", type=Path, help="a model's folder, instead of a random one of --shape")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=8, help="in a step, over all GPUs")
+    parser.add_argument("--length", type=int, default=8192, help="of a row; of the longest conversation")
+    parser.add_argument("--steps", type=int, default=6, help="that count")
+    parser.add_argument("--tokens-per-microbatch", type=int, default=8192)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--compile", default="auto")
+    parser.add_argument("--checkpointing", default="none")
+    parser.add_argument("--param-dtype", default="bfloat16")
+    parser.add_argument("--reduce", default="microbatch")
+    parser.add_argument("--sequence-parallel", type=int, default=1)
+    parser.add_argument("--data", help="chats: a parquet file of SFT rows")
+    parser.add_argument("--tokenizer", help="chats: a tokenizer's folder")
+    parser.add_argument("--peer-rows", type=int, default=1, help="rows that TRL runs at once")
+    parser.add_argument("--peer-attention", default="sdpa", help="TRL's attn_implementation; none: no peer")
+    parser.add_argument(
+        "--profile", help="write a trace of one step to this file, and a table of its kernels to stderr"
+    )
+    for hidden in ("--measure", "--rank", "--port"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
+    if args.measure:
+        run = {"ours": lambda: train_ours(args, int(args.rank)), "trl": lambda: train_trl(args)}[args.measure]
+        args.port = int(args.port)
+        print(json.dumps(run()))
+        return
+    if args.command == "head":
+        results = head(args)
+    else:
+        if args.model is None:
+            make = "import sys; sys.path.insert(0, 'scripts'); import bench_train as b; from pathlib import Path; "
+            make += f"print(b.model_folder(Path({str(args.models)!r}), {args.shape!r}))"
+            subprocess.run([sys.executable, "-c", make], check=True, stdout=subprocess.DEVNULL)
+            args.model = args.models / args.shape
+        results = []
+        if args.command in ("rows", "chats"):
+            results.append(measure(args, "ours"))
+            if args.peer_attention != "none":
+                results.append(measure(args, "trl", attention=args.peer_attention))
+        elif args.command == "shards":
+            results.append(measure(args, "ours", param_dtype="float32"))
+        else:
+            for size in (2**i for i in range(args.gpus.bit_length())):
+                one = measure(args, "ours", param_dtype="float32", sequence_parallel=size)
+                results.append(one | {"what": f"{one['what']}, {size} GPUs a sequence"})
+    report(results)
+
+
+def report(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        losses = result.pop("losses", [])
+        seconds = result.pop("seconds", [])
+        shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in result.items()}
+        print(json.dumps(shown | {"losses": [round(x, 4) for x in losses], "seconds": [round(x, 3) for x in seconds]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""What only a GPU has: attention kernels over ragged rows, the passes over logits, compiled and checkpointed layers."""
+
+import gc
+import json
+
+import pytest
+import torch
+
+from posttrain.config import TrainConfig
+from posttrain.data.pack import PackedBatch
+from posttrain.models import attention, logprobs
+from posttrain.models.attention import Ragged
+from posttrain.models.load import ModelSource
+from posttrain.models.logprobs import token_logprobs, tokenwise_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA = torch.device("cuda")
+KERNELS = attention.available(CUDA, torch.bfloat16) if torch.cuda.is_available() else ["sdpa"]
+
+
+def error(value, exact):
+    """Relative to the size of what is compared."""
+    exact = exact.double()
+    return float((value.double() - exact).norm() / exact.norm())
+
+
+# ---------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("heads", [(8, 8, 64), (14, 2, 64), (28, 4, 128)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_ragged_attention_is_each_sequence_alone(name, heads):
+    """Against a float64 softmax of every sequence by itself, forward and backward; as exact as eager bfloat16."""
+    query_heads, key_heads, size = heads
+    lengths = torch.tensor([1, 130, 7, 64, 300, 2, 129, 511])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    torch.manual_seed(0)
+    shapes = [(int(offsets[-1]), h, size) for h in (query_heads, key_heads, key_heads, query_heads)]
+    q, k, v, upstream = (torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    kernel = attention.choose(name, CUDA, torch.bfloat16)
+    ragged = Ragged.build(offsets.int(), CUDA, kernel)
+    out = attention._ragged(*inputs, ragged, None)
+    grads = torch.autograd.grad(out, inputs, upstream)
+
+    exact, exact_grads = plain(q, k, v, upstream, lengths.tolist(), torch.float64)
+    eager, eager_grads = plain(q, k, v, upstream, lengths.tolist(), torch.bfloat16)
+    assert error(out, exact) <= 1.5 * error(eager, exact)
+    for got, by_eager, wanted in zip(grads, eager_grads, exact_grads, strict=True):
+        assert error(got, wanted) <= 1.5 * error(by_eager, wanted)
+
+
+def plain(q, k, v, upstream, lengths, dtype):
+    inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    outs = []
+    for one_q, one_k, one_v in zip(*(x.split(lengths) for x in inputs), strict=True):
+        repeat = q.shape[1] // k.shape[1]
+        keys, values = one_k.repeat_interleave(repeat, 1), one_v.repeat_interleave(repeat, 1)
+        scores = torch.einsum("qhd,khd->hqk", one_q, keys) * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+    out = torch.cat(outs)
+    return out, torch.autograd.grad(out, inputs, upstream.to(dtype))
+
+
+# ---------------------------------------------------------------------- log-probabilities
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1000, 64, 151_936), (777, 96, 4099), (5, 32, 33)])
+def test_logprobs_entropies_and_gradients(monkeypatch, shape, dtype):
+    """Both ways, against a full softmax in float64 of the same (rounded) inputs."""
+    count, size, vocabulary = shape
+    monkeypatch.setattr(logprobs, "BUFFER_BYTES", 200 * vocabulary * (4 + 4 * 2))
+    torch.manual_seed(0)
+    plain_hidden = torch.randn(count, size, device=CUDA).to(dtype)
+    plain_head = (torch.randn(vocabulary, size, device=CUDA) * 0.3).to(dtype)
+    targets = torch.randint(vocabulary, (count,), device=CUDA)
+    weights = torch.rand(count, device=CUDA)
+
+    def objective(values, entropies, part=slice(None)):
+        return (weights[part] * (values.exp() - values + 0.1 * entropies.square())).sum()
+
+    def leaves():
+        return [x.detach().clone().requires_grad_() for x in (plain_hidden, plain_head)]
+
+    exact_hidden, exact_head = (x.double().requires_grad_() for x in (plain_hidden, plain_head))
+    rows = ((exact_hidden @ exact_head.t()) / 0.7).log_softmax(-1)
+    chosen, exact_entropies = rows.gather(-1, targets[:, None]).squeeze(-1), -(rows.exp() * rows).sum(-1)
+    total = objective(chosen, exact_entropies)
+    exact_grads = torch.autograd.grad(total, (exact_hidden, exact_head))
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+
+    hidden, head = leaves()
+    values, entropies = token_logprobs(hidden, head, targets, 0.7)
+    grads = torch.autograd.grad(objective(values, entropies), (hidden, head))
+    for got, wanted in zip((values, entropies, *grads), (chosen, exact_entropies, *exact_grads), strict=True):
+        assert error(got, wanted) < tolerance
+    hidden, head = leaves()
+    loss, values, entropies = tokenwise_loss(hidden, head, targets, 0.7, objective)
+    grads = torch.autograd.grad(loss, (hidden, head))
+    for got, wanted in zip((loss, values, *grads), (total, chosen, *exact_grads), strict=True):
+        assert error(got, wanted) < tolerance
+
+
+def test_memory_of_the_loss():
+    """32k tokens x 152k vocabulary: at most 1 GiB beyond inputs, weight and their gradients."""
+    count, size, vocabulary = 32_768, 3584, 152_064
+    hidden = torch.randn(count, size, device=CUDA, dtype=torch.bfloat16).requires_grad_()
+    head = torch.randn(vocabulary, size, device=CUDA, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+    targets = torch.randint(vocabulary, (count,), device=CUDA)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    tokenwise_loss(hidden, head, targets, 1.0, lambda x, _, part: -x.sum())[0].backward()
+    gradients = 2 * (hidden.numel() + head.numel())
+    assert torch.cuda.max_memory_allocated() - before - gradients <= 1 << 30
+
+
+# ---------------------------------------------------------------------- the model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=2048,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    assert json.loads((path / "config.json").read_text())["hidden_size"] == 512
+    return path
+
+
+def batches(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for _ in range(count):
+        lengths = torch.randint(2, 400, (17,), generator=generator).tolist()
+        ids = [torch.randint(4096, (n,), generator=generator).tolist() for n in lengths]
+        batch = PackedBatch.from_sequences(ids, [[True] * len(s) for s in ids])
+        batch.loss_weights = batch.loss_mask / batch.loss_mask.sum() / count
+        out.append(batch)
+    return out
+
+
+def curve(folder, steps=4, **train):
+    """Losses and gradient norms of a few steps in a process group of one."""
+    import torch.distributed as dist
+
+    from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
+
+    spec = WorkerSpec(
+        ModelSource(str(folder)),
+        "cuda",
+        "bfloat16",
+        0,
+        1.0,
+        TrainConfig.model_validate(train | {"optim": {"lr": 1e-4}}),
+    )
+    worker = TrainWorker(spec, 0, 1)
+    facts = worker.setup("127.0.0.1", 29_555, 60.0)
+    try:
+        results = [worker.update(batches(3, seed), LossSpec()) for seed in range(steps)]
+    finally:
+        dist.destroy_process_group()
+        del worker
+        gc.collect()
+        torch.cuda.empty_cache()
+    return facts, [(r["loss"], r["grad_norm"]) for r in results]
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation_checkpointing", ["none", "selective", "full"])
+def test_compiled_layers_compute_what_eager_ones_do(folder, param_dtype, activation_checkpointing):
+    options = {"param_dtype": param_dtype, "activation_checkpointing": activation_checkpointing}
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, compiled = curve(folder, compile="on", **options)
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    # One graph for all layers, and another one when lengths turn out to vary.
+    assert counters["stats"]["unique_graphs"] <= 3, dict(counters["stats"])
+    _, eager = curve(folder, compile="off", param_dtype=param_dtype)
+    for (loss, norm), (eager_loss, eager_norm) in zip(compiled, eager, strict=True):
+        assert loss == pytest.approx(eager_loss, rel=2e-3)
+        assert norm == pytest.approx(eager_norm, rel=3e-2)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_train_alike(folder, name):
+    facts, losses = curve(folder, compile="off", attention=name)
+    _, reference = curve(folder, compile="off", attention="sdpa")
+    assert facts["attention"] == attention.choose(name, CUDA, torch.bfloat16).title
+    for (loss, norm), (other_loss, other_norm) in zip(losses, reference, strict=True):
+        assert loss == pytest.approx(other_loss, rel=2e-3)
+        assert norm == pytest.approx(other_norm, rel=3e-2)
+
+
+def test_offload_frees_the_gpu_and_brings_everything_back(folder):
+    import torch.distributed as dist
+
+    from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
+
+    spec = WorkerSpec(ModelSource(str(folder)), "cuda", "bfloat16", 0, 1.0, TrainConfig(compile="off"))
+    worker = TrainWorker(spec, 0, 1)
+    worker.setup("127.0.0.1", 29_556, 60.0)
+    try:
+        batch = batches(1)
+        worker.update(batch, LossSpec())
+        before = worker.logprobs(batch)[0]
+        held = torch.cuda.memory_allocated()
+        worker.offload()
+        assert torch.cuda.memory_allocated() < 0.1 * held
+        worker.onload()
+        assert torch.equal(worker.logprobs(batch)[0], before)
+        assert worker.update(batch, LossSpec())["skipped"] == 0.0
+    finally:
+        dist.destroy_process_group()
