@@ -127,6 +127,7 @@ class _TokenwiseLoss(torch.autograd.Function):
             if grads is not None:
                 by = torch.autograd.grad(value, (logprobs, entropies), allow_unused=True)
                 grads.add(part, logits, targets[part], rows.normaliser[part], rows.entropies[part], *by)
+            del logits  # else two chunks' would exist at once
         ctx.save_for_backward(*(grads.finish() if grads is not None else (None, None)))
         ctx.mark_non_differentiable(rows.logprobs, rows.entropies)
         return total, rows.logprobs, rows.entropies
