@@ -146,7 +146,7 @@ class TrainConfig(Section):
     """Compute type. auto: bfloat16 on GPU, float32 on CPU."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that the optimizer steps, and of its state. bfloat16 halves their memory, and loses steps
-    that are small beside the weight unless `train.optim.stochastic_rounding` is on. Gradients are reduced in float32."""
+    that are small beside the weight, unless `train.optim.stochastic_rounding` is on. Reductions stay float32."""
     attention: Literal["auto", "flash4", "flash3", "flash2", "torch", "sdpa"] = "auto"
     """What computes attention over packed rows. auto: the fastest that is installed and runs on the device: flash-attn
     4, 3 or 2, core torch's varlen attention, or padded scaled dot-product attention. All are exact."""

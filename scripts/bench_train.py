@@ -112,11 +112,11 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     seconds, losses, tokens, flops = [], [], [], []
     ranks = args.gpus // args.sequence_parallel
-    for step in steps_of(args):
+    for index, step in enumerate(steps_of(args)):
         batch = PackedBatch.from_sequences([ids for ids, _ in step], [mask for _, mask in step])
         batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
         shards = place(batch.lengths, ranks=ranks, token_budget=args.tokens_per_microbatch).shards(batch)
-        if args.profile and len(seconds) == WARM_UP:
+        if args.profile and index == WARM_UP:
             profile(
                 lambda shards=shards: worker.update(shards[rank // args.sequence_parallel], LossSpec()), args.profile
             )

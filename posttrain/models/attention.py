@@ -296,14 +296,12 @@ def _varlen(
 
 
 def register() -> None:
-    """Make ``attn_implementation="posttrain"`` known to transformers in this process."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Make ``attn_implementation="posttrain"`` known to transformers in this process.
+
+    No mask function is registered with it: transformers then makes no mask, and does not look for packed sequences in
+    the position ids, for which the GPU would have to be waited for in every forward pass.
+    """
+    from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, ragged_attention)
     AttentionInterface.register(f"paged|{NAME}", ragged_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
-    AttentionMaskInterface.register(f"paged|{NAME}", _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Sequence boundaries travel as ``ragged=``, not as a mask."""

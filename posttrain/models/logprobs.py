@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of given tokens, straight from hidden states, and losses made of them.
 
 The [tokens, vocabulary] matrix of logits never exists: a few hundred tokens at a time go through the output head,
-forward and backward, in buffers of ``BUFFER_BYTES`` in all. ``token_logprobs`` serves any loss and computes the logits
+forward and backward, in a buffer of ``BUFFER_BYTES``. ``token_logprobs`` serves any loss and computes the logits
 again in the backward pass. ``tokenwise_loss`` serves losses that are sums over tokens, which all of SFT and most of RL
 is: the gradient is taken while the logits are there, so they are computed once (as Liger Kernel, arXiv:2410.10989, does
 for cross-entropy), which saves a quarter of the head's work.
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BUFFER_BYTES = 900 << 20
-"""Room for logits and their gradients at once."""
+BUFFER_BYTES = 960 << 20
+"""Room for logits, which their gradients then overwrite (on a GPU)."""
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(logprobs [n], entropies [n], which of the N tokens they belong to) -> a scalar, to be summed over all tokens."""
@@ -59,7 +59,7 @@ def tokenwise_loss(
 
 
 def pick_rows(hidden: Tensor, rows: Tensor) -> Tensor:
-    """``hidden[rows]`` for distinct rows [N], with a backward pass that only copies: indexing would sort or use atomics."""
+    """``hidden[rows]`` for distinct rows [N]. Its backward pass only copies; that of indexing sorts or adds."""
     picked: Tensor = _PickRows.apply(hidden, rows)
     return picked
 
@@ -159,19 +159,12 @@ class _Rows:
 
 
 class _Gradients:
-    """Gradients of hidden states and head, from the logits' of one chunk after another.
-
-    Several chunks' gradients are collected before they are multiplied: reading and writing the head's gradient takes
-    longer than multiplying a few hundred tokens.
-    """
+    """Gradients of hidden states and head, from the logits' of one chunk after another."""
 
     def __init__(self, hidden: Tensor, head: Tensor, temperature: float, needed: tuple[bool, ...]) -> None:
         self._hidden, self._head, self._scale = hidden, head, 1.0 / temperature
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
         self._of_head = torch.zeros_like(head) if needed[1] else None
-        room = min(len(hidden), _GROUP * _chunk_size(hidden, head))
-        self._logits = hidden.new_empty((room, head.shape[0]))
-        self._start = self._stop = 0
 
     def add(
         self,
@@ -183,54 +176,50 @@ class _Gradients:
         by_logprob: Tensor | None,
         by_entropy: Tensor | None,
     ) -> None:
-        """Chain the derivatives [n] by log-probability and entropy to the logits [n, V], which are overwritten.
+        """Chain the derivatives [n] by log-probability and entropy to the logits [n, V], which are overwritten, and
+        those to the hidden states and the head.
 
         With p the softmax of z, d logprob / d z_j = [j = target] - p_j, and d H / d z_j = -p_j (log p_j + H).
         """
-        if part.stop - self._start > len(self._logits):
-            self._multiply()
-        out = self._logits[part.start - self._start : part.stop - self._start]
-        self._stop = part.stop
+        upstream = (by_logprob, by_entropy)
         if logits.is_cuda:
             from posttrain.models import logprobs_triton as kernels
 
-            kernels.gradient(logits, targets, normaliser, entropies, by_logprob, by_entropy, self._scale, out)
-            return
-        logprobs = logits.sub_(normaliser[:, None])
-        probabilities = logprobs.exp()
-        grad = torch.zeros_like(logprobs)
-        if by_entropy is not None:
-            grad -= by_entropy[:, None] * probabilities * (logprobs + entropies[:, None])
-        if by_logprob is not None:
-            grad -= by_logprob[:, None] * probabilities
-            grad.scatter_add_(-1, targets[:, None], by_logprob[:, None].to(grad.dtype))
-        out.copy_(grad.mul_(self._scale))
-
-    def _multiply(self) -> None:
-        logits = self._logits[: self._stop - self._start]
+            grad = kernels.gradient(logits, targets, normaliser, entropies, *upstream, self._scale, self._hidden.dtype)
+        else:
+            grad = _gradient(logits, targets, normaliser, entropies, *upstream).mul_(self._scale)
+            grad = grad.to(self._hidden.dtype)
         if self._of_hidden is not None:
-            torch.mm(logits, self._head, out=self._of_hidden[self._start : self._stop])
+            torch.mm(grad, self._head, out=self._of_hidden[part])
         if self._of_head is not None:
-            self._of_head.addmm_(logits.t(), self._hidden[self._start : self._stop])
-        self._start = self._stop
+            self._of_head.addmm_(grad.t(), self._hidden[part])
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
-        self._multiply()
         return self._of_hidden, self._of_head
 
 
-_GROUP = 4
-"""Chunks whose gradients are multiplied at once."""
-
-
-def _chunk_size(hidden: Tensor, head: Tensor) -> int:
-    """Tokens whose logits exist at once: float32 logits, and gradients of ``_GROUP`` as many in the hidden's type."""
-    fits = BUFFER_BYTES // (head.shape[0] * (4 + _GROUP * hidden.element_size()))
-    return max(1, fits // 128 * 128 or fits)
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    normaliser: Tensor,
+    entropies: Tensor,
+    by_logprob: Tensor | None,
+    by_entropy: Tensor | None,
+) -> Tensor:
+    logprobs = logits.sub_(normaliser[:, None])
+    probabilities = logprobs.exp()
+    grad = torch.zeros_like(logprobs)
+    if by_entropy is not None:
+        grad -= by_entropy[:, None] * probabilities * (logprobs + entropies[:, None])
+    if by_logprob is not None:
+        grad -= by_logprob[:, None] * probabilities
+        grad.scatter_add_(-1, targets[:, None], by_logprob[:, None].to(grad.dtype))
+    return grad
 
 
 def _chunks(hidden: Tensor, head: Tensor) -> Iterator[slice]:
-    size = _chunk_size(hidden, head)
+    fits = BUFFER_BYTES // (head.shape[0] * 4)
+    size = max(1, fits // 128 * 128 or fits)
     return (slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size))
 
 

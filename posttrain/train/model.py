@@ -48,7 +48,7 @@ class PackedLM(nn.Module):
             loss: of tokens; see ``tokenwise_loss``.
 
         Returns:
-            logprobs [N] float32, entropies [N] float32; with ``loss`` its sum before them, and only that has a gradient.
+            logprobs [N] float32, entropies [N] float32; with ``loss`` its sum before them, and only it has a gradient.
         """
         hidden = self.model.base_model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, ragged=ragged

@@ -1,4 +1,4 @@
-"""Parallelism and memory savers, put on a model from outside, in one order: activation checkpointing, compilation, FSDP2.
+"""Parallelism and memory savers, put on a model from outside, in one order: checkpointing, compilation, FSDP2.
 
 Nothing here changes the names of parameters or what a step computes.
 """
@@ -35,8 +35,8 @@ def parallelize(
     """Apply to every decoder layer, then to the rest as one.
 
     Args:
-        mesh: what FSDP2 shards over, in its last dimension, and replicates over, in its first of two. None: the model is
-            whole on one device and computes in the type of its parameters.
+        mesh: what FSDP2 shards over, in its last dimension, and replicates over, in its first of two. None: the model
+            is whole on one device and computes in the type of its parameters.
         dtype: compute type. Parameters keep theirs; gradients are reduced in float32.
         activation_checkpointing: none, selective or full (`train.activation_checkpointing`).
         compiled: whether layers run through ``torch.compile``.

@@ -79,7 +79,7 @@ def alone(clusters):
 def pair(clusters, tmp_path_factory):
     """A trainer of two workers which also recompute activations and take the vocabulary in small chunks."""
     plugin = tmp_path_factory.mktemp("plugin") / "small_chunks.py"
-    plugin.write_text("from posttrain.models import logprobs\n\nlogprobs.BUFFER_BYTES = 40 * 1024 * 20\n")
+    plugin.write_text("from posttrain.models import logprobs\n\nlogprobs.BUFFER_BYTES = 40 * 1024 * 4\n")
     cfg = config(train={"activation_checkpointing": "full"}, cluster={"workers": 2})
     cluster = clusters(cfg.model_copy(update={"plugins": [str(plugin)]}))
     return asyncio.run(cluster.trainer("actor", SOURCE))
