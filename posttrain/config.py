@@ -167,6 +167,9 @@ class TrainConfig(Section):
     """Steps between validations; none: only after the last step."""
     save_every: PositiveInt | None = None
     """Steps between checkpoints; none: only after the last step."""
+    max_skipped_steps: PositiveInt = 3
+    """An update whose gradient is not finite is skipped; so many in a row end the run, and their last batch stays in
+    its folder (`nonfinite_step_N.pt`)."""
     optim: OptimConfig = OptimConfig()
 
 

@@ -15,7 +15,7 @@ from posttrain.data.pack import PackedBatch
 from posttrain.errors import RunError
 from posttrain.rollout.source import TrajectorySource
 from posttrain.train.worker import LossSpec
-from posttrain.training import TrainingRun
+from posttrain.training import TrainingRun, update_speed
 
 if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
@@ -65,8 +65,13 @@ async def update_policy(
             batch.ref_logprobs = await ref.logprobs(batch)
     loss = LossSpec(algo, off_policy=version is None)
     with tracker.phase("update_actor"):
-        results = [await actor.update(part, loss) for part in minibatches(batch, kept, algo)]
-    return update_metrics(results, batch)
+        results = [await run.update(actor, part, loss) for part in minibatches(batch, kept, algo)]
+    return {
+        **update_metrics(results),
+        **update_speed(results, batch.num_tokens, actor),
+        "perf/total_num_tokens": float(batch.num_tokens),
+        "actor/skipped_steps": float(run.skipped_steps),
+    }
 
 
 def make_batch(
@@ -170,7 +175,7 @@ def _share(episodes: Sequence[Trajectory], test: Callable[[Trajectory], bool]) -
     return sum(map(test, episodes)) / max(1, len(episodes))
 
 
-def update_metrics(results: Sequence[dict[str, float]], batch: PackedBatch) -> dict[str, float]:
+def update_metrics(results: Sequence[dict[str, float]]) -> dict[str, float]:
     """Names of the field for what the updates of a step returned, as the mean over them."""
     total = {key: sum(r.get(key, 0.0) for r in results) for key in results[0]}
     gap_tokens = max(1.0, total.get("gap/tokens", 0.0))
@@ -180,7 +185,4 @@ def update_metrics(results: Sequence[dict[str, float]], batch: PackedBatch) -> d
         "rollout_gap/mean_abs": total.get("gap/abs", 0.0) / gap_tokens,
         "rollout_gap/k3": total.get("gap/k3", 0.0) / gap_tokens,
         "rollout_gap/outside": total.get("gap/outside", 0.0) / gap_tokens,
-        "perf/total_num_tokens": float(batch.num_tokens),
-        "perf/throughput": batch.num_tokens / total["seconds"],
-        "perf/memory_gib": max(r["memory_gib"] for r in results),
     }

@@ -23,7 +23,7 @@ from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_machine, check_supported, open_model
 from posttrain.track.tracker import Tracker
 from posttrain.train.worker import LossSpec
-from posttrain.training import TrainingRun, recorded
+from posttrain.training import TrainingRun, recorded, update_speed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ async def _train(run: TrainingRun, data: SampleStream, val: Sequence[Rendered]) 
             with tracker.phase("data"):
                 batch = pack(data.next().samples)
             with tracker.phase("update"):
-                result = await actor.update(batch, LossSpec())
+                result = await run.update(actor, batch, LossSpec())
             metrics = {
                 "train/loss": result["loss"],
                 "train/grad_norm": result["grad_norm"],
@@ -91,14 +91,15 @@ async def _train(run: TrainingRun, data: SampleStream, val: Sequence[Rendered]) 
                 "train/loss_tokens": float(batch.loss_mask.sum()),
                 "train/epoch": data.position / data.shards.rows,
                 **{f"data/{name}": float(count) for name, count in asdict(data.counts).items()},
-                "perf/throughput": batch.num_tokens / result["seconds"],
-                "perf/memory_gib": result["memory_gib"],
+                "train/skipped_steps": float(run.skipped_steps),
+                **update_speed([result], batch.num_tokens, actor),
             }
             if val and run.due(cfg.train.val_every, step):
                 with tracker.phase("validate"):
                     metrics["val/loss"] = await evaluate(actor, val)
             if run.due(cfg.train.save_every, step):
                 await run.save(step, actor, data.state())
+            metrics["perf/data_wait"] = tracker.share("data")
             tracker.log(step, metrics)
         await run.save(run.step, actor, data.state())
     run.raise_if_interrupted()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config import Config
+from posttrain.errors import RunError
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource
 from posttrain.runs import Interrupted, RunDir, StopSignal
@@ -16,7 +19,9 @@ from posttrain.train import checkpoint
 
 if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
+    from posttrain.data.pack import PackedBatch
     from posttrain.track.tracker import Tracker
+    from posttrain.train.worker import LossSpec
 
 
 @dataclass
@@ -31,6 +36,9 @@ class TrainingRun:
     total_steps: int
     step: int = 0
     saved_step: int = 0
+    skipped_steps: int = 0
+    """Updates left out so far because their gradient was not finite."""
+    skipped_in_a_row: int = 0
 
     async def resume(self, actor: TrainerGroup) -> dict[str, Any] | None:
         """Load the newest sound checkpoint of a reopened run; its loader state, or None when there is none."""
@@ -45,6 +53,7 @@ class TrainingRun:
             self.tracker.note("resuming from the start: no checkpoint yet")
             return None
         await actor.load(str(found.path / "actor"))
+        self.skipped_steps = int(found.read("meta.json").get("skipped_steps", 0))
         self.tracker.note(f"resuming after step {found.step} from {found.path}")
         return found.read("loader.json")
 
@@ -53,6 +62,35 @@ class TrainingRun:
         while self.step < self.total_steps and not self.stop.requested:
             yield self.step + 1
             self.step += 1
+
+    async def update(self, actor: TrainerGroup, batch: PackedBatch, loss: LossSpec) -> dict[str, float]:
+        """One optimizer step of the present step of the run; its metrics (``TrainWorker.update``).
+
+        An update whose gradient is not finite is skipped and counted, and the run goes on.
+
+        Raises:
+            RunError: that happened `train.max_skipped_steps` times in a row. The last batch is in the run's folder.
+        """
+        result = await actor.update(batch, loss)
+        if not result["skipped"]:
+            self.skipped_in_a_row = 0
+            return result
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        step, norm = self.step + 1, result["grad_norm"]
+        names = await actor.nonfinite_gradients()
+        where = f"not finite in {_some(names)}" if names else "it overflows, and every part of it is finite"
+        self.tracker.note(f"warning: step {step}: update skipped, gradient norm {norm:g}: {where}")
+        if self.skipped_in_a_row >= self.cfg.train.max_skipped_steps:
+            file = self.folder.path / f"nonfinite_step_{step}.pt"
+            write_batch(file, batch)
+            raise RunError(
+                f"{self.skipped_in_a_row} updates in a row were skipped, the last at step {step}: gradient norm "
+                f"{norm:g}, {where}; its batch is in {file}",
+                hint="look at the batch, lower train.optim.lr, or allow more with train.max_skipped_steps; the run can "
+                "go on from its last checkpoint",
+            )
+        return result
 
     def due(self, every: int | None, step: int) -> bool:
         """Whether something that happens every so many steps, and after the last one, happens after this step."""
@@ -70,6 +108,7 @@ class TrainingRun:
                 shards = ModelSource(str(folder / "actor" / "huggingface"), shards=str(folder / "actor" / "model"))
                 save_whole(shards, folder / "actor" / "huggingface")
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "world_size": len(actor.actors)}
+            meta["skipped_steps"] = self.skipped_steps
             states = {"loader.json": loader, "meta.json": meta}
             checkpoint.commit(folder, step, states, self.cfg.checkpoint.keep)
         self.saved_step = step
@@ -77,6 +116,42 @@ class TrainingRun:
     def raise_if_interrupted(self) -> None:
         if self.step < self.total_steps:
             raise Interrupted(f"stopped after step {self.step} of {self.total_steps}")
+
+
+def write_batch(file: Path, batch: PackedBatch) -> None:
+    """Write the columns that a batch has, by name, for ``torch.load(file, weights_only=True)``."""
+    import torch
+
+    columns = {f.name: column for f in fields(batch) if (column := getattr(batch, f.name)) is not None}
+    temporary = file.with_name(f".{file.name}.tmp")
+    torch.save(columns, temporary)
+    os.replace(temporary, file)
+
+
+def _some(names: Sequence[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: TrainerGroup) -> dict[str, float]:
+    """How fast the optimizer steps of one step of a run were, and what they took: the `perf/` metrics of sft and rl.
+
+    Args:
+        results: of ``TrainerGroup.update``, one an optimizer step.
+        tokens: of all their batches.
+        actor: who made them.
+    """
+    seconds = sum(r["seconds"] for r in results)
+    workers = len(actor.actors)
+    metrics = {
+        "perf/throughput": tokens / seconds,
+        "perf/tokens_per_second_per_gpu": tokens / seconds / workers,
+        "perf/padding": 1.0 - tokens / sum(r["tokens_run"] for r in results),
+        "perf/memory_gib": max(r["memory_gib"] for r in results),
+    }
+    if (peak := actor.facts.get("peak_flops")) is not None:
+        metrics["perf/mfu"] = sum(r["flops"] for r in results) / (seconds * workers * peak)
+    return metrics
 
 
 @contextmanager

@@ -53,6 +53,10 @@ class Tracker:
             self._timings[key] = self._timings.get(key, 0.0) + time.monotonic() - start
             self._show_phase()
 
+    def share(self, name: str) -> float:
+        """Share of the present step, up to now, that went into a phase."""
+        return self._timings.get(f"timing_s/{name}", 0.0) / max(time.monotonic() - self._step_start, 1e-9)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """End a step: its metrics with the phases' timings go to the file and the console."""
         now = time.monotonic()

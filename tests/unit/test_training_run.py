@@ -1,0 +1,25 @@
+"""What `sft` and `rl` share, where it needs no workers."""
+
+import pytest
+
+from posttrain.cluster.trainers import TrainerGroup
+from posttrain.training import update_speed
+
+
+def test_speed_counts_all_updates_and_workers() -> None:
+    """Two updates of 2 s and 6 s on two workers: 600 tokens of 800 that ran, 12 of 2 x 8 s x 4 FLOP/s."""
+    results = [
+        {"seconds": 2.0, "tokens_run": 300.0, "memory_gib": 3.0, "flops": 4.0},
+        {"seconds": 6.0, "tokens_run": 500.0, "memory_gib": 2.0, "flops": 8.0},
+    ]
+    group = TrainerGroup("actor", [None, None], 1.0, 1, facts={"peak_flops": 4.0})
+    speed = update_speed(results, 600, group)
+    assert speed == {
+        "perf/throughput": 75.0,
+        "perf/tokens_per_second_per_gpu": 37.5,
+        "perf/padding": pytest.approx(0.25),
+        "perf/memory_gib": 3.0,
+        "perf/mfu": 12.0 / (2 * 8.0 * 4.0),
+    }
+    group.facts["peak_flops"] = None
+    assert "perf/mfu" not in update_speed(results, 600, group)
