@@ -111,6 +111,12 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit keeps both moments in 8 bits, in blocks (arXiv:2110.02861; extra `torchao`)."""
+    stochastic_rounding: bool = False
+    """Round stepped weights up or down at random, so that steps too small for bfloat16 count on average. Needs
+    `train.param_dtype = "bfloat16"` and the extra `torchao`. A function of `run.seed` and the step: a run resumed with
+    as many workers is the same."""
     lr: Annotated[float, Field(ge=0.0)] = 1e-5
     """Learning rate after warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -123,10 +129,23 @@ class OptimConfig(Section):
     """How the rate falls after warm-up."""
     warmup_ratio: Fraction = 0.0
     """Share of all steps spent raising the rate from 0."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Optimizer steps spent raising it, instead; none: `warmup_ratio` decides."""
     min_lr_ratio: Fraction = 0.0
     """Where cosine and linear end, as a share of `lr`."""
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest global gradient norm."""
+
+    @property
+    def needs_torchao(self) -> bool:
+        """Whether torchao's optimizers are used instead of torch's."""
+        return self.name != "adamw" or self.stochastic_rounding
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> OptimConfig:
+        if self.warmup_steps is not None and self.warmup_ratio > 0:
+            raise ValueError("train.optim.warmup_steps and train.optim.warmup_ratio exclude each other")
+        return self
 
 
 class TrainConfig(Section):
@@ -146,7 +165,8 @@ class TrainConfig(Section):
     """Compute type. auto: bfloat16 on GPU, float32 on CPU."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that the optimizer steps, and of its state. bfloat16 halves their memory, and loses steps
-    that are small beside the weight unless `train.optim.stochastic_rounding` is on. Gradients are reduced in float32."""
+    that are small beside the weight unless `train.optim.stochastic_rounding` is on. Gradients are reduced in float32.
+    """
     attention: Literal["auto", "flash4", "flash3", "flash2", "torch", "sdpa"] = "auto"
     """What computes attention over packed rows. auto: the fastest that is installed and runs on the device: flash-attn
     4, 3 or 2, core torch's varlen attention, or padded scaled dot-product attention. All are exact."""
@@ -171,6 +191,14 @@ class TrainConfig(Section):
     """An update whose gradient is not finite is skipped; so many in a row end the run, and their last batch stays in
     its folder (`nonfinite_step_N.pt`)."""
     optim: OptimConfig = OptimConfig()
+
+    @model_validator(mode="after")
+    def _rounding_has_effect(self) -> TrainConfig:
+        if self.optim.stochastic_rounding and self.param_dtype != "bfloat16":
+            raise ValueError(
+                "train.optim.stochastic_rounding rounds weights to bfloat16: it needs train.param_dtype = 'bfloat16'"
+            )
+        return self
 
 
 class AlgoConfig(Section):

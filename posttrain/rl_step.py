@@ -32,9 +32,7 @@ async def open_trainers(cluster: Cluster, run: TrainingRun) -> tuple[TrainerGrou
     ref = None
     if cfg.algo.kl_coef > 0:
         ref = await cluster.trainer("reference", run.source, temperature=temperature, trainable=False)
-    run.tracker.note(
-        f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
-    )
+    run.describe(actor, cluster.device)
     return actor, ref
 
 

@@ -57,6 +57,16 @@ class TrainingRun:
         self.tracker.note(f"resuming after step {found.step} from {found.path}")
         return found.read("loader.json")
 
+    def describe(self, actor: TrainerGroup, device: str) -> None:
+        """Tell what is trained, and how."""
+        facts, train = actor.facts, self.cfg.train
+        self.tracker.note(f"{facts['parameters']:,} parameters on {device}, attention: {facts['attention']}")
+        if train.param_dtype == "bfloat16" and not train.optim.stochastic_rounding:
+            self.tracker.note(
+                "weights are kept in bfloat16: steps smaller than 1/512 of a weight are lost "
+                "(train.optim.stochastic_rounding keeps them on average)"
+            )
+
     def steps(self) -> Iterator[int]:
         """Numbers of the steps still to do, from 1. Ends early, after a finished step, when the user asks to stop."""
         while self.step < self.total_steps and not self.stop.requested:

@@ -34,7 +34,15 @@ from posttrain.train import checkpoint
 from posttrain.train.flops import ModelFlops, peak_flops
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM
-from posttrain.train.optim import build_optimizer, clip_gradients, learning_rate, local
+from posttrain.train.optim import (
+    build_optimizer,
+    clip_gradients,
+    is_quantized,
+    learning_rate,
+    local,
+    seed_rounding,
+    take_step,
+)
 from posttrain.train.parallel import parallelize, sharding_mesh
 
 
@@ -188,9 +196,9 @@ class TrainWorker:
             self.nonfinite = self._name_nonfinite()
             self.optimizer.zero_grad(set_to_none=True)
         else:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
+            if self.spec.train.optim.stochastic_rounding:
+                seed_rounding(self.spec.seed, self.step, self.rank % (self.spec.train.shard_size or self.world_size))
+            take_step(self.optimizer, rate)
         self.step += 1
         share = self.spec.train.sequence_parallel  # of ranks that count the same tokens
         return {key: float(value) for key, value in sums.items()} | {
@@ -315,8 +323,8 @@ class TrainWorker:
             return
 
         def move(tensor: Tensor) -> Tensor:
-            if device == "cuda":
-                return tensor.to("cuda", non_blocking=True)
+            if device == "cuda" or is_quantized(tensor):
+                return tensor.to(device, non_blocking=True)
             # Pinned memory: several times as fast, both ways. torch keeps it for the next time.
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             return host.copy_(tensor, non_blocking=True)

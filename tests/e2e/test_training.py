@@ -340,6 +340,39 @@ def test_saved_by_two_loaded_by_one(alone, pair, start, tmp_path):
     torch.testing.assert_close(values, saved[predict], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optim", [{"name": "adamw_8bit"}, {"stochastic_rounding": True}], ids=["8bit", "stochastic rounding"]
+)
+def test_torchao_state_at_another_world_size(optim, clusters, tmp_path):
+    """Three workers, whose shards do not end where blocks of 8 bits do, save; they and one worker go on from there."""
+    pytest.importorskip("torchao")
+    dtype = "bfloat16" if "stochastic_rounding" in optim else "float32"
+    train = {"optim": {"lr": 1e-3, "eps": 1e-6, **optim}, "param_dtype": dtype}
+    batch = rl_batch()
+    spec = LossSpec(RL)
+    sections = {"train": train, "data": {"batch_size": 33}}
+    opened = [clusters(config(cluster={"workers": n}, **sections)) for n in (3, 1)]
+
+    async def work():
+        three, one = [await cluster.trainer("actor", SOURCE) for cluster in opened]
+        for _ in range(2):
+            await three.update(batch, spec)
+        await three.save(str(tmp_path))
+        results = []
+        for group in (three, three, one):
+            await group.load(str(tmp_path))
+            steps = [await group.update(batch, spec) for _ in range(2)]
+            results.append([(s["pg_loss"], s["grad_norm"], s["kl_loss"]) for s in steps])
+        return results
+
+    once, again, alone = asyncio.run(work())
+    assert again == once
+    for step, expected in zip(alone, once, strict=True):
+        assert step == pytest.approx(expected, rel=2e-2)
+    assert once[0] != pytest.approx(once[1], rel=1e-2)
+
+
 # ---------------------------------------------------------------------- weight sync
 
 
