@@ -6,6 +6,7 @@ each value came from. Imports pydantic only, so that ``posttrain --help`` stays 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -41,6 +42,25 @@ class RunConfig(Section):
     """rl: write every trajectory to `traces/` in the run's folder, about 6 bytes a token (docs/traces.md)."""
     trace_every: PositiveInt = 1
     """Steps between two that are written there."""
+    profile: str = ""
+    """`FIRST:LAST`: trace the updates of these steps with torch.profiler, into `profile/` of the run's folder: a Chrome
+    trace and a table of the costliest kernels for each rank. Empty: none."""
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile`."""
+        if not self.profile:
+            return range(0)
+        first, last = map(int, self.profile.split(":"))
+        return range(first, last + 1)
+
+    @field_validator("profile")
+    @classmethod
+    def _steps(cls, value: str) -> str:
+        found = re.fullmatch(r"(\d+):(\d+)", value)
+        if value and (found is None or not 1 <= int(found[1]) <= int(found[2])):
+            raise ValueError(f"{value!r} is not FIRST:LAST with 1 <= FIRST <= LAST, for example 10:12")
+        return value
 
 
 class ModelConfig(Section):
@@ -148,6 +168,21 @@ class OptimConfig(Section):
         return self
 
 
+class EarlyStopConfig(Section):
+    """SFT: end the run when `val/loss` gets no better."""
+
+    patience: PositiveInt | None = None
+    """Validations in a row without a better loss that end the run; none: it goes to its last step."""
+    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
+    """A loss is better when it is lower than the best by more than this."""
+
+    @model_validator(mode="after")
+    def _no_setting_without_effect(self) -> EarlyStopConfig:
+        if self.min_delta and self.patience is None:
+            raise ValueError("train.early_stop.min_delta has no effect without train.early_stop.patience")
+        return self
+
+
 class TrainConfig(Section):
     """The trainer."""
 
@@ -191,6 +226,7 @@ class TrainConfig(Section):
     """An update whose gradient is not finite is skipped; so many in a row end the run, and their last batch stays in
     its folder (`nonfinite_step_N.pt`)."""
     optim: OptimConfig = OptimConfig()
+    early_stop: EarlyStopConfig = EarlyStopConfig()
 
     @model_validator(mode="after")
     def _rounding_has_effect(self) -> TrainConfig:
@@ -537,6 +573,8 @@ class Config(Section):
             )
         if self.command == "rl":
             self._check_rl()
+        if self.train.early_stop.patience is not None:
+            self._check_early_stop()
         if self.command == "sft" or (self.command == "rl" and not self.rollout.replay and not self.rollout.only):
             ranks = self.cluster.workers // self.train.sequence_parallel
             rows = self.data.batch_size * (self.rollout.n if self.command == "rl" else 1)
@@ -547,6 +585,14 @@ class Config(Section):
                     "(cluster.workers / train.sequence_parallel)"
                 )
         return self
+
+    def _check_early_stop(self) -> None:
+        if self.command == "rl":
+            raise ValueError("train.early_stop is of sft only: rl has no val/loss")
+        if self.command == "sft" and not self.data.val:
+            raise ValueError("train.early_stop.patience needs data.val")
+        if self.command == "sft" and self.train.val_every is None:
+            raise ValueError("train.early_stop.patience needs train.val_every: else the last step alone is validated")
 
     def _check_rl(self) -> None:
         if self.rollout.only:
@@ -570,6 +616,8 @@ class Config(Section):
     def _check_rollout_only(self) -> None:
         if self.rollout.replay:
             raise ValueError("rollout.only and rollout.replay exclude each other: one samples, the other does not")
+        if self.run.profile:
+            raise ValueError("run.profile has no effect with rollout.only: there are no updates to trace")
         if not self.run.traces or self.run.trace_every > 1:
             raise ValueError(
                 "rollout.only without the traces of every step (run.traces, run.trace_every) would leave nothing behind"

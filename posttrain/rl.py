@@ -39,7 +39,7 @@ from posttrain.tools.sets import close_tools
 from posttrain.track.examine import examine
 from posttrain.track.metrics import truncate_metrics
 from posttrain.track.tracker import Tracker
-from posttrain.training import TrainingRun, recorded
+from posttrain.training import TrainingRun, check_profile, recorded
 
 if TYPE_CHECKING:
     from posttrain.rewards.base import EpisodeScorer
@@ -72,6 +72,7 @@ def run(resolved: Resolved) -> Path:
     check_prompts(val, env, val_file)
     check_reward([*prompts, *val], cfg, env)
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
+    check_profile(cfg, steps)
 
     folder = RunDir.open(resolved)
     title = f"rl {cfg.run.name}"

@@ -22,7 +22,7 @@ from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_machine, check_supported, open_model
 from posttrain.track.examine import examine
 from posttrain.track.tracker import Tracker
-from posttrain.training import TrainingRun, recorded
+from posttrain.training import TrainingRun, check_profile, recorded
 
 
 def run(resolved: Resolved) -> Path:
@@ -41,6 +41,7 @@ def run(resolved: Resolved) -> Path:
     traces = Traces(cfg.rollout.replay, vocabulary=vocabulary, tokenizer=fingerprint(tokenizer))
     check_apart(traces, cfg)
     steps = replayed_steps(traces, cfg)
+    check_profile(cfg, steps)
     traces.read(traces.steps[0])
 
     folder = RunDir.open(resolved)

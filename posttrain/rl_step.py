@@ -62,8 +62,9 @@ async def update_policy(
         with tracker.phase("ref"):
             batch.ref_logprobs = await ref.logprobs(batch)
     loss = LossSpec(algo, off_policy=version is None)
-    with tracker.phase("update_actor"):
-        results = [await run.update(actor, part, loss) for part in minibatches(batch, kept, algo)]
+    async with run.profiled(actor):
+        with tracker.phase("update_actor"):
+            results = [await run.update(actor, part, loss) for part in minibatches(batch, kept, algo)]
     return {
         **update_metrics(results),
         **update_speed(results, batch.num_tokens, actor),

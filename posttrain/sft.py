@@ -23,7 +23,7 @@ from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_machine, check_supported, open_model
 from posttrain.track.tracker import Tracker
 from posttrain.train.worker import LossSpec
-from posttrain.training import TrainingRun, recorded, update_speed
+from posttrain.training import TrainingRun, check_profile, recorded, update_speed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +50,7 @@ def run(resolved: Resolved) -> Path:
     data = open_stream(cfg, tokenizer)
     val = load_validation(cfg, tokenizer) if cfg.data.val else []
     steps = total_steps(data.usable_rows, cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
+    check_profile(cfg, steps)
 
     folder = RunDir.open(resolved)
     title = f"sft {cfg.run.name}"
@@ -79,8 +80,9 @@ async def _train(run: TrainingRun, data: SampleStream, val: Sequence[Rendered]) 
         for step in run.steps():
             with tracker.phase("data"):
                 batch = pack(data.next().samples)
-            with tracker.phase("update"):
-                result = await run.update(actor, batch, LossSpec())
+            async with run.profiled(actor):
+                with tracker.phase("update"):
+                    result = await run.update(actor, batch, LossSpec())
             metrics = {
                 "train/loss": result["loss"],
                 "train/grad_norm": result["grad_norm"],
@@ -95,6 +97,7 @@ async def _train(run: TrainingRun, data: SampleStream, val: Sequence[Rendered]) 
             if val and run.due(cfg.train.val_every, step):
                 with tracker.phase("validate"):
                     metrics["val/loss"] = await evaluate(actor, val)
+                run.early_stop.validated(step, metrics["val/loss"])
             if run.due(cfg.train.save_every, step):
                 await run.save(step, actor, data.state())
             metrics["perf/data_wait"] = tracker.share("data")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config import Config
-from posttrain.errors import RunError
+from posttrain.errors import ConfigError, RunError
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource
 from posttrain.runs import Interrupted, RunDir, StopSignal
@@ -22,6 +23,40 @@ if TYPE_CHECKING:
     from posttrain.data.pack import PackedBatch
     from posttrain.track.tracker import Tracker
     from posttrain.train.worker import LossSpec
+
+
+@dataclass
+class EarlyStop:
+    """When a run ends because its validation loss gets no better."""
+
+    patience: int | None
+    """Validations in a row without a better loss; None: never."""
+    min_delta: float
+    """By how much a better loss is lower."""
+    best: float = math.inf
+    best_step: int = 0
+    without_better: int = 0
+    """Validations since then."""
+
+    @property
+    def reached(self) -> bool:
+        return self.patience is not None and self.without_better >= self.patience
+
+    def validated(self, step: int, loss: float) -> None:
+        """Take note of a validation. A loss that is not finite is no better."""
+        if loss < self.best - self.min_delta:
+            self.best, self.best_step, self.without_better = loss, step, 0
+        else:
+            self.without_better += 1
+
+    def state(self) -> dict[str, float | None]:
+        """What a checkpoint keeps."""
+        best = self.best if math.isfinite(self.best) else None  # JSON has no infinity
+        return {"best": best, "best_step": self.best_step, "without_better": self.without_better}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.best = math.inf if state["best"] is None else float(state["best"])
+        self.best_step, self.without_better = int(state["best_step"]), int(state["without_better"])
 
 
 @dataclass
@@ -40,6 +75,10 @@ class TrainingRun:
     """Updates left out so far because their gradient was not finite."""
     skipped_in_a_row: int = 0
 
+    def __post_init__(self) -> None:
+        early_stop = self.cfg.train.early_stop
+        self.early_stop = EarlyStop(early_stop.patience, early_stop.min_delta)
+
     async def resume(self, actor: TrainerGroup) -> dict[str, Any] | None:
         """Load the newest sound checkpoint of a reopened run; its loader state, or None when there is none."""
         if not self.folder.resumed:
@@ -53,7 +92,9 @@ class TrainingRun:
             self.tracker.note("resuming from the start: no checkpoint yet")
             return None
         await actor.load(str(found.path / "actor"))
-        self.skipped_steps = int(found.read("meta.json").get("skipped_steps", 0))
+        meta = found.read("meta.json")
+        self.skipped_steps = int(meta["skipped_steps"])
+        self.early_stop.restore(meta["early_stop"])
         self.tracker.note(f"resuming after step {found.step} from {found.path}")
         return found.read("loader.json")
 
@@ -68,10 +109,17 @@ class TrainingRun:
             )
 
     def steps(self) -> Iterator[int]:
-        """Numbers of the steps still to do, from 1. Ends early, after a finished step, when the user asks to stop."""
-        while self.step < self.total_steps and not self.stop.requested:
+        """Numbers of the steps still to do, from 1. Ends early, after a finished step, when the user asks to stop or
+        `train.early_stop` says so."""
+        while self.step < self.total_steps and not self.stop.requested and not self.early_stop.reached:
             yield self.step + 1
             self.step += 1
+        if self.early_stop.reached:
+            stop = self.early_stop
+            self.tracker.note(
+                f"stopped early after step {self.step} of {self.total_steps}: val/loss has not fallen below "
+                f"{stop.best:.4f} (step {stop.best_step}) in {stop.without_better} validations"
+            )
 
     async def update(self, actor: TrainerGroup, batch: PackedBatch, loss: LossSpec) -> dict[str, float]:
         """One optimizer step of the present step of the run; its metrics (``TrainWorker.update``).
@@ -102,6 +150,20 @@ class TrainingRun:
             )
         return result
 
+    @asynccontextmanager
+    async def profiled(self, actor: TrainerGroup) -> AsyncIterator[None]:
+        """Trace the updates of the present step where `run.profile` asks for it, into ``profile/`` of the run."""
+        step = self.step + 1
+        if step not in self.cfg.run.profiled_steps:
+            yield
+            return
+        await actor.start_profile()
+        yield
+        folder = self.folder.path / "profile"
+        with self.tracker.phase("profile"):
+            await actor.stop_profile(str(folder), step)
+        self.tracker.note(f"wrote the trace of step {step} to {folder}")
+
     def due(self, every: int | None, step: int) -> bool:
         """Whether something that happens every so many steps, and after the last one, happens after this step."""
         return step == self.total_steps or (every is not None and step % every == 0)
@@ -118,14 +180,23 @@ class TrainingRun:
                 shards = ModelSource(str(folder / "actor" / "huggingface"), shards=str(folder / "actor" / "model"))
                 save_whole(shards, folder / "actor" / "huggingface")
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "world_size": len(actor.actors)}
-            meta["skipped_steps"] = self.skipped_steps
+            meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
             states = {"loader.json": loader, "meta.json": meta}
             checkpoint.commit(folder, step, states, self.cfg.checkpoint.keep)
         self.saved_step = step
 
     def raise_if_interrupted(self) -> None:
-        if self.step < self.total_steps:
+        if self.step < self.total_steps and not self.early_stop.reached:
             raise Interrupted(f"stopped after step {self.step} of {self.total_steps}")
+
+
+def check_profile(cfg: Config, total_steps: int) -> None:
+    """Raise ``ConfigError`` where `run.profile` begins after the last step."""
+    steps = cfg.run.profiled_steps
+    if steps and steps.start > total_steps:
+        raise ConfigError(
+            f"run.profile = {cfg.run.profile!r}, and the run has {total_steps} steps", hint="name earlier steps"
+        )
 
 
 def write_batch(file: Path, batch: PackedBatch) -> None:

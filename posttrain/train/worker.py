@@ -44,6 +44,7 @@ from posttrain.train.optim import (
     take_step,
 )
 from posttrain.train.parallel import parallelize, sharding_mesh
+from posttrain.train.profile import Profiler
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class TrainWorker:
         self.optimizer = build_optimizer(self.lm, spec.train.optim) if spec.trainable else None
         self.parameters = dict(self.lm.model.named_parameters())
         self.flops = ModelFlops(self.lm.model)
+        self.profiler = Profiler(self.device)
         return {
             "parameters": sum(p.numel() for p in self.parameters.values()),
             "attention": self.kernel.title,
@@ -210,6 +212,14 @@ class TrainWorker:
             "seconds": time.perf_counter() - start,
             "memory_gib": self._memory_gib(),
         }
+
+    def start_profile(self) -> None:
+        """Trace what this worker does from now on."""
+        self.profiler.start()
+
+    def stop_profile(self, folder: str, step: int) -> None:
+        """Write the trace as ``folder/step_N_rank_R``; see ``Profiler.stop``."""
+        self.profiler.stop(Path(folder), f"step_{step}_rank_{self.rank}")
 
     def nonfinite_gradients(self) -> list[str]:
         """Parameters that had a gradient that was not finite in the last update that was skipped, in this rank's
