@@ -36,8 +36,8 @@ class RunConfig(Section):
     """auto: an unfinished run of this name and config goes on from its last checkpoint. never: it is an error."""
     overwrite: bool = False
     """Delete an existing run of this name first."""
-    logger: list[Literal["console", "jsonl"]] = ["console", "jsonl"]
-    """Where metrics go."""
+    logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl"]
+    """Where metrics go; see metrics.md. The last two need extras of the same name."""
     traces: bool = True
     """rl: write every trajectory to `traces/` in the run's folder, about 6 bytes a token (docs/traces.md)."""
     trace_every: PositiveInt = 1

@@ -21,9 +21,8 @@ from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_machine, check_supported, open_model
-from posttrain.track.tracker import Tracker
 from posttrain.train.worker import LossSpec
-from posttrain.training import TrainingRun, check_profile, recorded, update_speed
+from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, update_speed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,8 +52,7 @@ def run(resolved: Resolved) -> Path:
     check_profile(cfg, steps)
 
     folder = RunDir.open(resolved)
-    title = f"sft {cfg.run.name}"
-    with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker, data:
+    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker, data:
         tracker.note(f"{describe(data)}, {steps} steps")
         for name, rows in ((data.shards.name, data.rendered or []), (str(cfg.data.val), val)):
             for note in notes(name, Counts.of(rows), cfg):

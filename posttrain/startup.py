@@ -81,7 +81,10 @@ def check_packages(cfg: Config) -> None:
     """Optional packages that the config asks for are installed. Raises ``ConfigError`` with how to install them."""
     optim = cfg.train.optim
     trains = cfg.command in ("sft", "rl") and not cfg.rollout.only
+    loggers = cfg.run.logger if cfg.command in ("sft", "rl") else []
     wanted = {
+        "run.logger = tensorboard": ("tensorboard", "tensorboard" in loggers),
+        "run.logger = wandb": ("wandb", "wandb" in loggers),
         "train.optim.name = adamw_8bit": ("torchao", trains and optim.name == "adamw_8bit"),
         "train.optim.stochastic_rounding": ("torchao", trains and optim.stochastic_rounding),
     }

@@ -15,13 +15,12 @@ from posttrain.errors import ConfigError, RunError
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource
 from posttrain.runs import Interrupted, RunDir, StopSignal
-from posttrain.track.metrics import truncate_metrics
+from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
 
 if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
     from posttrain.data.pack import PackedBatch
-    from posttrain.track.tracker import Tracker
     from posttrain.train.worker import LossSpec
 
 
@@ -87,7 +86,7 @@ class TrainingRun:
         for problem in problems:
             self.tracker.note(f"warning: {problem}")
         self.step = self.saved_step = found.step if found else 0
-        truncate_metrics(self.folder.path / "metrics.jsonl", self.step + 1)
+        self.tracker.rewind(self.step)
         if found is None:
             self.tracker.note("resuming from the start: no checkpoint yet")
             return None
@@ -188,6 +187,12 @@ class TrainingRun:
     def raise_if_interrupted(self) -> None:
         if self.step < self.total_steps and not self.early_stop.reached:
             raise Interrupted(f"stopped after step {self.step} of {self.total_steps}")
+
+
+def open_tracker(cfg: Config, folder: RunDir, total_steps: int) -> Tracker:
+    """What the run reports to. Raises ``ConfigError`` where one of `run.logger` does not start."""
+    title = f"{cfg.command} {cfg.run.name}"
+    return Tracker(folder.path, title, total_steps, cfg.run.logger, cfg.model_dump(mode="json"))
 
 
 def check_profile(cfg: Config, total_steps: int) -> None:
