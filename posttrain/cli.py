@@ -54,6 +54,9 @@ PluginOption = Annotated[
 ExamineOption = Annotated[
     int | None, typer.Option("--examine", min=0, help="Print so many graded conversations (reward.examine).")
 ]
+ProfileOption = Annotated[
+    str | None, typer.Option(metavar="FIRST:LAST", help="Trace the updates of these steps (run.profile).")
+]
 ToolsOption = Annotated[str | None, typer.Option("--tools", help="Tools, separated by commas (rollout.tools).")]
 
 
@@ -177,10 +180,11 @@ def sft(
     seed: SeedOption = None,
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
+    profile: ProfileOption = None,
 ) -> None:
     """Fine-tune on conversations."""
     flags = _run_flags(name, model, seed, overwrite, resume)
-    flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers}
+    flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers, "run.profile": profile}
     resolved = _resolve("sft", preset, set_, flags)
     from posttrain import sft
 
@@ -210,11 +214,12 @@ def rl(
     seed: SeedOption = None,
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
+    profile: ProfileOption = None,
 ) -> None:
     """Train with reinforcement learning on multi-turn episodes."""
     flags = _run_flags(name, model, seed, overwrite, resume)
     flags |= {"algo.name": algo, "rollout.tools": _tools(tools), "reward.examine": examine}
-    flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers}
+    flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers, "run.profile": profile}
     flags |= {"rollout.replay": replay, "rollout.only": rollout_only or None}
     resolved = _resolve("rl", preset, set_, flags)
     from posttrain import rl

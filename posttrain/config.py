@@ -6,6 +6,7 @@ each value came from. Imports pydantic only, so that ``posttrain --help`` stays 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -35,12 +36,31 @@ class RunConfig(Section):
     """auto: an unfinished run of this name and config goes on from its last checkpoint. never: it is an error."""
     overwrite: bool = False
     """Delete an existing run of this name first."""
-    logger: list[Literal["console", "jsonl"]] = ["console", "jsonl"]
-    """Where metrics go."""
+    logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl"]
+    """Where metrics go; see metrics.md. The last two need extras of the same name."""
     traces: bool = True
     """rl: write every trajectory to `traces/` in the run's folder, about 6 bytes a token (docs/traces.md)."""
     trace_every: PositiveInt = 1
     """Steps between two that are written there."""
+    profile: str = ""
+    """`FIRST:LAST`: trace the updates of these steps with torch.profiler, into `profile/` of the run's folder: a Chrome
+    trace and a table of the costliest kernels for each rank. Empty: none."""
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile`."""
+        if not self.profile:
+            return range(0)
+        first, last = map(int, self.profile.split(":"))
+        return range(first, last + 1)
+
+    @field_validator("profile")
+    @classmethod
+    def _steps(cls, value: str) -> str:
+        found = re.fullmatch(r"(\d+):(\d+)", value)
+        if value and (found is None or not 1 <= int(found[1]) <= int(found[2])):
+            raise ValueError(f"{value!r} is not FIRST:LAST with 1 <= FIRST <= LAST, for example 10:12")
+        return value
 
 
 class ModelConfig(Section):
@@ -111,6 +131,12 @@ class DataConfig(Section):
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw_8bit keeps both moments in 8 bits, in blocks (arXiv:2110.02861; extra `torchao`)."""
+    stochastic_rounding: bool = False
+    """Round stepped weights up or down at random, so that steps too small for bfloat16 count on average. Needs
+    `train.param_dtype = "bfloat16"` and the extra `torchao`. A function of `run.seed` and the step: a run resumed with
+    as many workers is the same."""
     lr: Annotated[float, Field(ge=0.0)] = 1e-5
     """Learning rate after warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -123,10 +149,38 @@ class OptimConfig(Section):
     """How the rate falls after warm-up."""
     warmup_ratio: Fraction = 0.0
     """Share of all steps spent raising the rate from 0."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Optimizer steps spent raising it, instead; none: `warmup_ratio` decides."""
     min_lr_ratio: Fraction = 0.0
     """Where cosine and linear end, as a share of `lr`."""
     grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
     """Largest global gradient norm."""
+
+    @property
+    def needs_torchao(self) -> bool:
+        """Whether torchao's optimizers are used instead of torch's."""
+        return self.name != "adamw" or self.stochastic_rounding
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> OptimConfig:
+        if self.warmup_steps is not None and self.warmup_ratio > 0:
+            raise ValueError("train.optim.warmup_steps and train.optim.warmup_ratio exclude each other")
+        return self
+
+
+class EarlyStopConfig(Section):
+    """SFT: end the run when `val/loss` gets no better."""
+
+    patience: PositiveInt | None = None
+    """Validations in a row without a better loss that end the run; none: it goes to its last step."""
+    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
+    """A loss is better when it is lower than the best by more than this."""
+
+    @model_validator(mode="after")
+    def _no_setting_without_effect(self) -> EarlyStopConfig:
+        if self.min_delta and self.patience is None:
+            raise ValueError("train.early_stop.min_delta has no effect without train.early_stop.patience")
+        return self
 
 
 class TrainConfig(Section):
@@ -167,7 +221,19 @@ class TrainConfig(Section):
     """Steps between validations; none: only after the last step."""
     save_every: PositiveInt | None = None
     """Steps between checkpoints; none: only after the last step."""
+    max_skipped_steps: PositiveInt = 3
+    """An update whose gradient is not finite is skipped; so many in a row end the run, and their last batch stays in
+    its folder (`nonfinite_step_N.pt`)."""
     optim: OptimConfig = OptimConfig()
+    early_stop: EarlyStopConfig = EarlyStopConfig()
+
+    @model_validator(mode="after")
+    def _rounding_has_effect(self) -> TrainConfig:
+        if self.optim.stochastic_rounding and self.param_dtype != "bfloat16":
+            raise ValueError(
+                "train.optim.stochastic_rounding rounds weights to bfloat16: it needs train.param_dtype = 'bfloat16'"
+            )
+        return self
 
 
 class AlgoConfig(Section):
@@ -506,6 +572,8 @@ class Config(Section):
             )
         if self.command == "rl":
             self._check_rl()
+        if self.train.early_stop.patience is not None:
+            self._check_early_stop()
         if self.command == "sft" or (self.command == "rl" and not self.rollout.replay and not self.rollout.only):
             ranks = self.cluster.workers // self.train.sequence_parallel
             rows = self.data.batch_size * (self.rollout.n if self.command == "rl" else 1)
@@ -516,6 +584,14 @@ class Config(Section):
                     "(cluster.workers / train.sequence_parallel)"
                 )
         return self
+
+    def _check_early_stop(self) -> None:
+        if self.command == "rl":
+            raise ValueError("train.early_stop is of sft only: rl has no val/loss")
+        if self.command == "sft" and not self.data.val:
+            raise ValueError("train.early_stop.patience needs data.val")
+        if self.command == "sft" and self.train.val_every is None:
+            raise ValueError("train.early_stop.patience needs train.val_every: else the last step alone is validated")
 
     def _check_rl(self) -> None:
         if self.rollout.only:
@@ -539,6 +615,8 @@ class Config(Section):
     def _check_rollout_only(self) -> None:
         if self.rollout.replay:
             raise ValueError("rollout.only and rollout.replay exclude each other: one samples, the other does not")
+        if self.run.profile:
+            raise ValueError("run.profile has no effect with rollout.only: there are no updates to trace")
         if not self.run.traces or self.run.trace_every > 1:
             raise ValueError(
                 "rollout.only without the traces of every step (run.traces, run.trace_every) would leave nothing behind"

@@ -37,9 +37,7 @@ from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import build_environment, check_machine, check_prompts, check_reward, check_supported, open_model
 from posttrain.tools.sets import close_tools
 from posttrain.track.examine import examine
-from posttrain.track.metrics import truncate_metrics
-from posttrain.track.tracker import Tracker
-from posttrain.training import TrainingRun, recorded
+from posttrain.training import TrainingRun, check_profile, open_tracker, recorded
 
 if TYPE_CHECKING:
     from posttrain.rewards.base import EpisodeScorer
@@ -72,10 +70,10 @@ def run(resolved: Resolved) -> Path:
     check_prompts(val, env, val_file)
     check_reward([*prompts, *val], cfg, env)
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
+    check_profile(cfg, steps)
 
     folder = RunDir.open(resolved)
-    title = f"rl {cfg.run.name}"
-    with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker:
+    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
         tracker.note(
             f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
         )
@@ -155,7 +153,7 @@ async def _sample_only(run: TrainingRun, prompts: Sequence[Prompt], env: Environ
             traces = await closing.enter_async_context(open_traces(run, env))
         run.step = traces.last_step()
         order.position = run.step * cfg.data.batch_size
-        truncate_metrics(run.folder.path / "metrics.jsonl", run.step + 1)
+        tracker.rewind(run.step)
         for step in run.steps():
             with tracker.phase("gen"):
                 groups = await source.sample([prompts[i] for i in order.next()], cfg.rollout.n, temperature=temperature)

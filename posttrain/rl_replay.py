@@ -21,8 +21,7 @@ from posttrain.rl_step import episode_metrics, make_batch, open_trainers, update
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_machine, check_supported, open_model
 from posttrain.track.examine import examine
-from posttrain.track.tracker import Tracker
-from posttrain.training import TrainingRun, recorded
+from posttrain.training import TrainingRun, check_profile, open_tracker, recorded
 
 
 def run(resolved: Resolved) -> Path:
@@ -41,11 +40,11 @@ def run(resolved: Resolved) -> Path:
     traces = Traces(cfg.rollout.replay, vocabulary=vocabulary, tokenizer=fingerprint(tokenizer))
     check_apart(traces, cfg)
     steps = replayed_steps(traces, cfg)
+    check_profile(cfg, steps)
     traces.read(traces.steps[0])
 
     folder = RunDir.open(resolved)
-    title = f"rl {cfg.run.name}"
-    with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker:
+    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
         tracker.note(f"replay of {traces.name}: {len(traces.steps)} recorded steps, {steps} steps")
         if cfg.data.val:
             tracker.note("data.val is not used: a replay has no sampler to validate with")

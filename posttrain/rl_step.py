@@ -15,7 +15,7 @@ from posttrain.data.pack import PackedBatch
 from posttrain.errors import RunError
 from posttrain.rollout.source import TrajectorySource
 from posttrain.train.worker import LossSpec
-from posttrain.training import TrainingRun
+from posttrain.training import TrainingRun, update_speed
 
 if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
@@ -32,9 +32,7 @@ async def open_trainers(cluster: Cluster, run: TrainingRun) -> tuple[TrainerGrou
     ref = None
     if cfg.algo.kl_coef > 0:
         ref = await cluster.trainer("reference", run.source, temperature=temperature, trainable=False)
-    run.tracker.note(
-        f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
-    )
+    run.describe(actor, cluster.device)
     return actor, ref
 
 
@@ -64,9 +62,15 @@ async def update_policy(
         with tracker.phase("ref"):
             batch.ref_logprobs = await ref.logprobs(batch)
     loss = LossSpec(algo, off_policy=version is None)
-    with tracker.phase("update_actor"):
-        results = [await actor.update(part, loss) for part in minibatches(batch, kept, algo)]
-    return update_metrics(results, batch)
+    async with run.profiled(actor):
+        with tracker.phase("update_actor"):
+            results = [await run.update(actor, part, loss) for part in minibatches(batch, kept, algo)]
+    return {
+        **update_metrics(results),
+        **update_speed(results, batch.num_tokens, actor),
+        "perf/total_num_tokens": float(batch.num_tokens),
+        "actor/skipped_steps": float(run.skipped_steps),
+    }
 
 
 def make_batch(
@@ -170,7 +174,7 @@ def _share(episodes: Sequence[Trajectory], test: Callable[[Trajectory], bool]) -
     return sum(map(test, episodes)) / max(1, len(episodes))
 
 
-def update_metrics(results: Sequence[dict[str, float]], batch: PackedBatch) -> dict[str, float]:
+def update_metrics(results: Sequence[dict[str, float]]) -> dict[str, float]:
     """Names of the field for what the updates of a step returned, as the mean over them."""
     total = {key: sum(r.get(key, 0.0) for r in results) for key in results[0]}
     gap_tokens = max(1.0, total.get("gap/tokens", 0.0))
@@ -180,7 +184,4 @@ def update_metrics(results: Sequence[dict[str, float]], batch: PackedBatch) -> d
         "rollout_gap/mean_abs": total.get("gap/abs", 0.0) / gap_tokens,
         "rollout_gap/k3": total.get("gap/k3", 0.0) / gap_tokens,
         "rollout_gap/outside": total.get("gap/outside", 0.0) / gap_tokens,
-        "perf/total_num_tokens": float(batch.num_tokens),
-        "perf/throughput": batch.num_tokens / total["seconds"],
-        "perf/memory_gib": max(r["memory_gib"] for r in results),
     }

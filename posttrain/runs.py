@@ -39,8 +39,8 @@ Status = Literal["finished", "failed", "interrupted"]
 MAY_CHANGE = frozenset(
     {
         *("description", "run.dir", "run.resume", "run.overwrite", "run.logger"),
-        *("run.traces", "run.trace_every"),
-        *("train.steps", "train.save_every", "train.val_every", "reward.examine"),
+        *("run.traces", "run.trace_every", "run.profile", "reward.examine"),
+        *("train.steps", "train.save_every", "train.val_every", "train.max_skipped_steps"),
         *("data.workers", "data.prefetch", "data.deadline_s"),
         *("cluster.address", "cluster.workers", "cluster.start_deadline_s", "cluster.step_deadline_s"),
     }

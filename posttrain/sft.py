@@ -21,9 +21,8 @@ from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_machine, check_supported, open_model
-from posttrain.track.tracker import Tracker
 from posttrain.train.worker import LossSpec
-from posttrain.training import TrainingRun, recorded
+from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, update_speed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,10 +49,10 @@ def run(resolved: Resolved) -> Path:
     data = open_stream(cfg, tokenizer)
     val = load_validation(cfg, tokenizer) if cfg.data.val else []
     steps = total_steps(data.usable_rows, cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
+    check_profile(cfg, steps)
 
     folder = RunDir.open(resolved)
-    title = f"sft {cfg.run.name}"
-    with recorded(folder), StopSignal() as stop, Tracker(folder.path, title, steps, cfg.run.logger) as tracker, data:
+    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker, data:
         tracker.note(f"{describe(data)}, {steps} steps")
         for name, rows in ((data.shards.name, data.rendered or []), (str(cfg.data.val), val)):
             for note in notes(name, Counts.of(rows), cfg):
@@ -73,16 +72,15 @@ async def _train(run: TrainingRun, data: SampleStream, val: Sequence[Rendered]) 
     async with Cluster(cfg) as cluster:
         with tracker.phase("start"):
             actor = await cluster.trainer("actor", run.source, total_steps=run.total_steps)
-        tracker.note(
-            f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
-        )
+        run.describe(actor, cluster.device)
         if (state := await run.resume(actor)) is not None:
             data.restore(state)
         for step in run.steps():
             with tracker.phase("data"):
                 batch = pack(data.next().samples)
-            with tracker.phase("update"):
-                result = await actor.update(batch, LossSpec())
+            async with run.profiled(actor):
+                with tracker.phase("update"):
+                    result = await run.update(actor, batch, LossSpec())
             metrics = {
                 "train/loss": result["loss"],
                 "train/grad_norm": result["grad_norm"],
@@ -91,14 +89,16 @@ async def _train(run: TrainingRun, data: SampleStream, val: Sequence[Rendered]) 
                 "train/loss_tokens": float(batch.loss_mask.sum()),
                 "train/epoch": data.position / data.shards.rows,
                 **{f"data/{name}": float(count) for name, count in asdict(data.counts).items()},
-                "perf/throughput": batch.num_tokens / result["seconds"],
-                "perf/memory_gib": result["memory_gib"],
+                "train/skipped_steps": float(run.skipped_steps),
+                **update_speed([result], batch.num_tokens, actor),
             }
             if val and run.due(cfg.train.val_every, step):
                 with tracker.phase("validate"):
                     metrics["val/loss"] = await evaluate(actor, val)
+                run.early_stop.validated(step, metrics["val/loss"])
             if run.due(cfg.train.save_every, step):
                 await run.save(step, actor, data.state())
+            metrics["perf/data_wait"] = tracker.share("data")
             tracker.log(step, metrics)
         await run.save(run.step, actor, data.state())
     run.raise_if_interrupted()

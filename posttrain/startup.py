@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from posttrain.cluster.address import check_address
@@ -48,12 +49,13 @@ def check_supported(cfg: Config) -> None:
 
 
 def check_machine(cfg: Config) -> None:
-    """What the run needs of this machine is there: the GPU or the Ray cluster that it names, room for an episode.
+    """What the run needs of this machine is there: packages, the GPU or Ray cluster that it names, room for an episode.
 
     Raises:
         ConfigError: one of these is not so.
     """
     cluster, rollout = cfg.cluster, cfg.rollout
+    check_packages(cfg)
     if cluster.address is not None:
         check_address(cluster.address, cluster.start_deadline_s)
     elif cluster.device == "cuda" and not has_gpu():
@@ -73,6 +75,25 @@ def check_machine(cfg: Config) -> None:
             f"rollout.kv_tokens = {rollout.kv_tokens}, of which the engine keeps a block of {BLOCK} free",
             hint="raise rollout.kv_tokens",
         )
+
+
+def check_packages(cfg: Config) -> None:
+    """Optional packages that the config asks for are installed. Raises ``ConfigError`` with how to install them."""
+    optim = cfg.train.optim
+    trains = cfg.command in ("sft", "rl") and not cfg.rollout.only
+    loggers = cfg.run.logger if cfg.command in ("sft", "rl") else []
+    wanted = {
+        "run.logger = tensorboard": ("tensorboard", "tensorboard" in loggers),
+        "run.logger = wandb": ("wandb", "wandb" in loggers),
+        "train.optim.name = adamw_8bit": ("torchao", trains and optim.name == "adamw_8bit"),
+        "train.optim.stochastic_rounding": ("torchao", trains and optim.stochastic_rounding),
+    }
+    for key, (package, used) in wanted.items():
+        if used and find_spec(package) is None:
+            raise ConfigError(
+                f"{key} needs the package {package}, which is not installed",
+                hint=f"pip install 'posttrain[{package}]'",
+            )
 
 
 def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:

@@ -101,6 +101,14 @@ class TrainerGroup:
         """Parameters whose gradient was not finite in the last update that was skipped."""
         return sorted({name for names in await self.call("nonfinite_gradients") for name in names})
 
+    async def start_profile(self) -> None:
+        """Trace every worker from now on."""
+        await self.call("start_profile")
+
+    async def stop_profile(self, folder: str, step: int) -> None:
+        """Write the traces, one a rank; see ``TrainWorker.stop_profile``."""
+        await self.call("stop_profile", [(folder, step)] * len(self.actors))
+
     async def put_weights(self) -> list[Any]:
         """References to the full weights in shared memory (see ``sync.publish``)."""
         per_worker: list[list[Any]] = await self.call("put_weights")

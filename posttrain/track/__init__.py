@@ -1,6 +1,5 @@
-"""What a run tells while it runs: metrics.jsonl, and a live panel or plain lines on stderr."""
+"""What a run tells while it runs: metrics to files and boards, and a live panel or plain lines on stderr."""
 
-from posttrain.track.metrics import truncate_metrics
 from posttrain.track.tracker import Tracker
 
-__all__ = ["Tracker", "truncate_metrics"]
+__all__ = ["Tracker"]

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a step, appended and flushed."""
+"""Where metrics go: the interface, and `metrics.jsonl`, one JSON object a step, appended and flushed."""
 
 from __future__ import annotations
 
@@ -7,38 +7,48 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
 FILE_NAME = "metrics.jsonl"
 
 
-class MetricsFile:
-    """Appends steps to a file. The reader of a running run sees whole lines only."""
+class MetricsSink(Protocol):
+    """What takes the metrics of a run, step by step."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8")
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take those of a finished step. A reader of the running run sees them."""
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after ``step``: later steps that were written come again, and must not be there twice."""
+
+    def close(self) -> None:
+        """Finish. Safe to call twice."""
+
+
+class MetricsFile:
+    """``metrics.jsonl`` in the run's folder. The reader of a running run sees whole lines only."""
+
+    def __init__(self, run_path: Path) -> None:
+        self._path = run_path / FILE_NAME
+        self._file: TextIO = self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, "time": round(time.time(), 3)} | {key: _plain(value) for key, value in metrics.items()}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
+    def rewind(self, step: int) -> None:
+        """Keep the lines up to ``step``, and drop a last line that a killed process left unfinished.
+
+        The file is shortened in place, since it is open already: what is appended must end up here.
+        """
+        kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+        with self._path.open("r+", encoding="utf-8") as file:
+            file.write("".join(line + "\n" for line in kept))  # the lines that stay come first: nothing moves
+            file.truncate()
+
     def close(self) -> None:
         self._file.close()
-
-
-def truncate_metrics(path: Path, from_step: int) -> None:
-    """Keep the lines of steps before ``from_step`` (a resumed run writes the later ones again), and drop a last line
-    that a killed process left unfinished. A missing file stays missing.
-
-    The file is shortened in place, since the run's tracker has it open already: what it appends must end up here.
-    """
-    if not path.is_file():
-        return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) < from_step]
-    with path.open("r+", encoding="utf-8") as file:
-        file.write("".join(line + "\n" for line in kept))  # the lines that stay come first: nothing moves
-        file.truncate()
 
 
 def _step(line: str) -> float:

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from posttrain.track.boards import TensorBoard, WeightsAndBiases
 from posttrain.track.console import View, make_view
-from posttrain.track.metrics import FILE_NAME, MetricsFile
+from posttrain.track.metrics import MetricsFile, MetricsSink
 
 
 class Tracker:
-    """Times phases, writes ``metrics.jsonl`` and shows progress. A context manager.
+    """Times phases, writes metrics and shows progress. A context manager.
 
     Args:
-        run_path: folder that gets ``metrics.jsonl``; None: no file.
+        run_path: folder of the run, whose metrics are written; None: they are only shown.
         title: name shown on the panel.
         total_steps: for the counter and the ETA; None: unknown.
-        loggers: any of ``console`` and ``jsonl``.
+        loggers: as `run.logger`.
+        config: of the run, for loggers that show it beside the metrics.
+
+    Raises:
+        ConfigError: a logger does not start.
     """
 
-    def __init__(self, run_path: Path | None, title: str, total_steps: int | None, loggers: Sequence[str]) -> None:
-        self._file = MetricsFile(run_path / FILE_NAME) if run_path is not None and "jsonl" in loggers else None
+    def __init__(
+        self,
+        run_path: Path | None,
+        title: str,
+        total_steps: int | None,
+        loggers: Sequence[str],
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._sinks = [] if run_path is None else open_sinks(run_path, loggers, config or {})
         self._view: View | None = make_view(title, total_steps) if "console" in loggers else None
         self._timings: dict[str, float] = {}
         self._phases: list[str] = []
@@ -53,16 +65,25 @@ class Tracker:
             self._timings[key] = self._timings.get(key, 0.0) + time.monotonic() - start
             self._show_phase()
 
+    def share(self, name: str) -> float:
+        """Share of the present step, up to now, that went into a phase."""
+        return self._timings.get(f"timing_s/{name}", 0.0) / max(time.monotonic() - self._step_start, 1e-9)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """End a step: its metrics with the phases' timings go to the file and the console."""
         now = time.monotonic()
         row = {**metrics, **self._timings, "timing_s/step": now - self._step_start}
         self._timings.clear()
         self._step_start = now
-        if self._file is not None:
-            self._file.write(step, row)
+        for sink in self._sinks:
+            sink.write(step, row)
         if self._view is not None:
             self._view.step(step, row)
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after ``step``: what was written of later steps is written again."""
+        for sink in self._sinks:
+            sink.rewind(step)
 
     def note(self, text: str) -> None:
         """One line for the reader."""
@@ -70,14 +91,23 @@ class Tracker:
             self._view.note(text)
 
     def close(self) -> None:
-        """Take the panel down and close the file. Safe to call twice."""
+        """Take the panel down and close what is written to. Safe to call twice."""
         if self._view is not None:
             self._view.close()
             self._view = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for sink in self._sinks:
+            sink.close()
 
     def _show_phase(self) -> None:
         if self._view is not None:
             self._view.phase(self._phases[-1] if self._phases else "")
+
+
+def open_sinks(run_path: Path, loggers: Sequence[str], config: Mapping[str, Any]) -> list[MetricsSink]:
+    """What `run.logger` names, but for the console."""
+    makers: dict[str, Callable[[], MetricsSink]] = {
+        "jsonl": lambda: MetricsFile(run_path),
+        "tensorboard": lambda: TensorBoard(run_path),
+        "wandb": lambda: WeightsAndBiases(run_path, config),
+    }
+    return [make() for name, make in makers.items() if name in loggers]

@@ -38,38 +38,45 @@ def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     # named_parameters lists a tied weight once, and has no buffers (they follow from the config).
     save(dict(model.named_parameters()), checkpoint_id=folder / "model")
     if optimizer is not None:
-        save({"state": _moments(model, optimizer), "step": step}, checkpoint_id=folder / "optim")
+        state = _plain(_optimizer_state(model, optimizer))
+        save({"state": state, "step": step}, checkpoint_id=folder / "optim")
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Read what ``save_shards`` wrote, at any world size. Returns the optimizer step. A collective."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    from posttrain.train.optim import is_quantized, quantize
+
     load(dict(model.named_parameters()), checkpoint_id=folder / "model")
     if optimizer is None:
         return 0
-    state: dict[str, Any] = {"state": _moments(model, optimizer), "step": 0}
-    load(state, checkpoint_id=folder / "optim")
-    return int(state["step"])
+    state = _optimizer_state(model, optimizer)
+    read: dict[str, Any] = {"state": _plain(state), "step": 0}
+    load(read, checkpoint_id=folder / "optim")  # writes into the optimizer's own tensors, where they are plain
+    for name, tensors in state.items():
+        for key, tensor in tensors.items():
+            if is_quantized(tensor):
+                quantize(tensor, read["state"][name][key])
+    return int(read["step"])
 
 
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """AdamW's own tensors by parameter name, sharded as the parameters are; zeros where no step was taken yet.
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer's own tensors by parameter name, sharded as the parameters are."""
+    from posttrain.train.optim import init_state
 
-    Loading writes into them, so what is returned is what the optimizer uses.
-    """
-    import torch
+    init_state(optimizer)
+    return {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p.requires_grad}
 
-    moments: dict[str, dict[str, torch.Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            state = optimizer.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            moments[name] = {key: state[key] for key in ("step", "exp_avg", "exp_avg_sq")}
-    return moments
+
+def _plain(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The same with copies of quantized tensors in float32."""
+    from posttrain.train.optim import dequantized, is_quantized
+
+    return {
+        name: {key: dequantized(t) if is_quantized(t) else t for key, t in tensors.items()}
+        for name, tensors in state.items()
+    }
 
 
 # ---------------------------------------------------------------------- on the driver

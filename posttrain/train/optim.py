@@ -1,20 +1,25 @@
-"""AdamW and learning-rate schedules."""
+"""AdamW in its variants, learning-rate schedules, gradient clipping."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 
 from posttrain.config import OptimConfig
 
 
-def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only: not on norms, biases or embeddings."""
+def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices only: not on norms, biases or embeddings.
+
+    Eight-bit moments (arXiv:2110.02861) and stochastic rounding are torchao's.
+    """
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -22,7 +27,102 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
         if parameter.requires_grad:
             (decay if parameter.ndim >= 2 and parameter not in embeddings else plain).append(parameter)
     groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    groups = [group for group in groups if group["params"]]
+    if not cfg.needs_torchao:
+        return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    from torchao import optim as torchao
+
+    variant = torchao.AdamW8bit if cfg.name == "adamw_8bit" else torchao._AdamW
+    optimizer: torch.optim.Optimizer = variant(
+        groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, bf16_stochastic_round=cfg.stochastic_rounding
+    )
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Of all groups. torchao keeps the rate in a tensor, which its compiled step reads."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def take_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """One step at a learning rate."""
+    set_learning_rate(optimizer, rate)
+    # torchao compiles its step, and the cache of such compilations, which processes share, does not tell apart shards
+    # of one parameter that differ in size.
+    with functorch_config.patch(enable_autograd_cache=False):
+        optimizer.step()
+
+
+def seed_rounding(seed: int, step: int, shard: int) -> None:
+    """Make the stochastic rounding of the next step depend on these alone, so that a resumed run rounds as one that was
+    never stopped. ``shard`` tells parts of the weights from each other; replicas of a part must have the same."""
+    digest = hashlib.blake2b(f"{seed} {step} {shard}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest))
+
+
+# ---------------------------------------------------------------------- state
+
+
+def init_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every trained parameter the state that it has before the first step. Gradients are dropped.
+
+    An optimizer makes its state while it steps: here it takes a step that changes nothing, with gradients and a rate of
+    zero.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    new = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]]
+    if not new:
+        return
+    for parameter in new:
+        parameter.grad = torch.zeros_like(parameter)
+    rate = float(optimizer.param_groups[0]["lr"])
+    take_step(optimizer, 0.0)
+    set_learning_rate(optimizer, rate)
+    for parameter in new:
+        optimizer.state[parameter]["step"].zero_()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def is_quantized(state: Tensor) -> bool:
+    """Whether a tensor of an optimizer's state is in torchao's blocks of 8 bits with a scale each."""
+    return hasattr(local(state), "codes")
+
+
+@torch.no_grad()
+def dequantized(state: Tensor) -> Tensor:
+    """A quantized tensor in float32, in host memory. ``quantize`` makes the same codes and scales of it again.
+
+    Plain numbers can be saved by one world size and loaded by any other: blocks need not end where shards do.
+    """
+    part = local(state)
+    levels = part.qmap.clone()  # type: ignore[attr-defined]
+    if part.signed:  # type: ignore[attr-defined]
+        levels[0] = -1.0  # what becomes code 0 may be the largest of its block, which sets the scale
+    codes, scale = part.codes, part.scale  # type: ignore[attr-defined]
+    values: Tensor = (levels[codes.int()].view(len(scale), -1) * scale[:, None]).view(codes.shape)
+    if isinstance(state, DTensor):
+        values = DTensor.from_local(
+            values,
+            state.device_mesh,
+            state.placements,
+            run_check=False,
+            shape=state.shape,
+            stride=state.stride(),
+        )
+    return values.to("cpu")
+
+
+@torch.no_grad()
+def quantize(state: Tensor, values: Tensor) -> None:
+    """Write values, sharded as the state is, into a quantized tensor."""
+    local(state).copy_(local(values).to(state.device))
+
+
+# ---------------------------------------------------------------------- gradients and rates
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
@@ -53,7 +153,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def learning_rate(cfg: OptimConfig, step: int, total_steps: int) -> float:
     """The rate at optimizer step ``step`` (from 0) of ``total_steps``."""
-    warmup = round(cfg.warmup_ratio * total_steps)
+    warmup = round(cfg.warmup_ratio * total_steps) if cfg.warmup_steps is None else cfg.warmup_steps
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
     if cfg.schedule == "constant":

@@ -34,8 +34,17 @@ from posttrain.train import checkpoint
 from posttrain.train.flops import ModelFlops, peak_flops
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM
-from posttrain.train.optim import build_optimizer, clip_gradients, learning_rate, local
+from posttrain.train.optim import (
+    build_optimizer,
+    clip_gradients,
+    is_quantized,
+    learning_rate,
+    local,
+    seed_rounding,
+    take_step,
+)
 from posttrain.train.parallel import parallelize, sharding_mesh
+from posttrain.train.profile import Profiler
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class TrainWorker:
         self.optimizer = build_optimizer(self.lm, spec.train.optim) if spec.trainable else None
         self.parameters = dict(self.lm.model.named_parameters())
         self.flops = ModelFlops(self.lm.model)
+        self.profiler = Profiler(self.device)
         return {
             "parameters": sum(p.numel() for p in self.parameters.values()),
             "attention": self.kernel.title,
@@ -188,9 +198,9 @@ class TrainWorker:
             self.nonfinite = self._name_nonfinite()
             self.optimizer.zero_grad(set_to_none=True)
         else:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
+            if self.spec.train.optim.stochastic_rounding:
+                seed_rounding(self.spec.seed, self.step, self.rank % (self.spec.train.shard_size or self.world_size))
+            take_step(self.optimizer, rate)
         self.step += 1
         share = self.spec.train.sequence_parallel  # of ranks that count the same tokens
         return {key: float(value) for key, value in sums.items()} | {
@@ -202,6 +212,14 @@ class TrainWorker:
             "seconds": time.perf_counter() - start,
             "memory_gib": self._memory_gib(),
         }
+
+    def start_profile(self) -> None:
+        """Trace what this worker does from now on."""
+        self.profiler.start()
+
+    def stop_profile(self, folder: str, step: int) -> None:
+        """Write the trace as ``folder/step_N_rank_R``; see ``Profiler.stop``."""
+        self.profiler.stop(Path(folder), f"step_{step}_rank_{self.rank}")
 
     def nonfinite_gradients(self) -> list[str]:
         """Parameters that had a gradient that was not finite in the last update that was skipped, in this rank's
@@ -315,8 +333,8 @@ class TrainWorker:
             return
 
         def move(tensor: Tensor) -> Tensor:
-            if device == "cuda":
-                return tensor.to("cuda", non_blocking=True)
+            if device == "cuda" or is_quantized(tensor):
+                return tensor.to(device, non_blocking=True)
             # Pinned memory: several times as fast, both ways. torch keeps it for the next time.
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             return host.copy_(tensor, non_blocking=True)

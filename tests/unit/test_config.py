@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from posttrain.config import ALGO_BUNDLES, AlgoConfig, Config, algo_bundle
+from posttrain.config import ALGO_BUNDLES, AlgoConfig, Config, RunConfig, algo_bundle
 from posttrain.errors import ConfigError
 
 
@@ -25,11 +25,22 @@ def test_tree_is_frozen_and_closed() -> None:
         ("rl", {"rollout": {"top_p": 0.9}}, "top_p < 1"),
         ("rl", {"algo": {"updates_per_step": 5}, "data": {"batch_size": 8}}, "does not divide"),
         ("rl", {"cluster": {"workers": 5}, "rollout": {"n": 8}, "data": {"batch_size": 8}}, "rollout.n = 64"),
+        *(("sft", {"run": {"profile": p}}, "is not FIRST:LAST") for p in ("3", "0:2", "4:3", "a:b", "1:2:3", " 1:2")),
+        ("rl", {"run": {"profile": "1:2"}, "rollout": {"only": True}}, "run.profile has no effect"),
+        ("sft", {"train": {"early_stop": {"min_delta": 0.1}}}, "min_delta has no effect without"),
+        ("sft", {"train": {"early_stop": {"patience": 2}, "val_every": 5}}, "needs data.val"),
+        ("sft", {"train": {"early_stop": {"patience": 2}}, "data": {"val": "v.parquet"}}, "needs train.val_every"),
+        ("rl", {"train": {"early_stop": {"patience": 2}, "val_every": 5}, "data": {"val": "v"}}, "of sft only"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(command: str, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Config.model_validate({"command": command, **changes})
+
+
+def test_profiled_steps() -> None:
+    assert list(RunConfig(profile="10:12").profiled_steps) == [10, 11, 12]
+    assert list(RunConfig().profiled_steps) == []
 
 
 def test_rl_batch_counts_episodes_not_prompts() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from posttrain.track import Tracker, truncate_metrics
+from posttrain.track import Tracker
 from posttrain.track.console import LivePanel, Progress, clock, sparkline
 
 
@@ -61,14 +61,12 @@ def test_resume_cuts_back_to_the_checkpoint(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     with file.open("a") as torn:
         torn.write('{"step": 1, "ti')
-    truncate_metrics(file, 3)
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     with Tracker(tmp_path, "t", 5, ["jsonl"]) as tracker:
+        tracker.rewind(2)
+        assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+        assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
         tracker.log(3, {})
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
-    truncate_metrics(tmp_path / "missing.jsonl", 1)
-    assert not (tmp_path / "missing.jsonl").exists()
 
 
 def test_plain_lines_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,107 @@
+"""Whole runs of `sft` in real processes on the CPU: faults, traces, metrics."""
+
+import gzip
+import json
+
+import pytest
+
+from posttrain import sft
+from posttrain.cluster.cluster import local_ray
+from posttrain.data.parquet import Conversation, sft_row, write_rows
+from posttrain.errors import ConfigError, RunError
+from posttrain.presets import resolve
+from posttrain.train import checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_here():
+    with local_ray():
+        yield
+
+
+@pytest.fixture
+def sft_run(tmp_path):
+    """``sft_run(*sets)``: one `sft` run, and its folder."""
+    words = ["red", "green", "blue"]
+    for name, count in (("train", 24), ("val", 4)):
+        chats = [[{"role": "user", "content": f"Say {words[i % 3]}"}, answer(words[i % 3])] for i in range(count)]
+        write_rows(tmp_path / f"{name}.parquet", [sft_row(Conversation(chat)) for chat in chats])
+    preset = tmp_path / "plain.toml"
+    preset.write_text('command = "sft"\n')
+
+    def run(*sets):
+        fixed = [
+            f"run.dir='{tmp_path / 'runs'}'",
+            "run.name='r'",
+            f"data.train='{tmp_path / 'train.parquet'}'",
+            "data.batch_size=4",
+            "run.logger=['jsonl', 'console']",
+            "cluster.device='cpu'",
+            "train.optim.lr=1e-3",
+        ]
+        sft.run(resolve("sft", str(preset), [*fixed, *sets]))
+        return tmp_path / "runs" / "r"
+
+    return run
+
+
+def answer(word):
+    return {"role": "assistant", "content": f"{word} {word}"}
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_early_stop_ends_the_run_as_finished(sft_run, tmp_path, capsys):
+    """At a rate of 0 nothing gets better."""
+    sets = ["train.optim.lr=0.0", f"data.val='{tmp_path / 'val.parquet'}'", "train.val_every=2", "train.save_every=1"]
+    sets.append("train.early_stop.patience=2")
+    folder = sft_run(*sets, "train.steps=20")
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
+    found = checkpoint.find(folder)
+    assert found.step == 6
+    assert found.read("meta.json")["early_stop"] == {
+        "best": pytest.approx(rows(folder)[1]["val/loss"]),
+        "best_step": 2,
+        "without_better": 2,
+    }
+    assert "stopped early after step 6 of 20: val/loss has not fallen below" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_ends_with_its_batch_and_names(sft_run, tmp_path, capsys):
+    """A rate that makes every weight huge: the first step is fine, the gradients after it are not."""
+    with pytest.raises(RunError, match=r"2 updates in a row were skipped, the last at step 3") as error:
+        sft_run("train.optim.lr=1e30", "train.max_skipped_steps=2", "train.steps=6", "train.save_every=1")
+    folder = tmp_path / "runs" / "r"
+    assert str(folder / "nonfinite_step_3.pt") in error.value.message
+    assert (folder / "nonfinite_step_3.pt").is_file()
+    assert json.loads((folder / "run.json").read_text())["status"] == "failed"
+    assert [row["train/skipped_steps"] for row in rows(folder)] == [0.0, 1.0]
+    assert checkpoint.find(folder).step == 2
+    assert "warning: step 2: update skipped" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_traces_and_speed_of_the_steps_asked_for(sft_run, tmp_path):
+    with pytest.raises(ConfigError, match=r"run\.profile = '5:6', and the run has 4 steps"):
+        sft_run("train.steps=4", "run.profile='5:6'")
+    assert not (tmp_path / "runs").exists()
+    folder = sft_run("train.steps=4", "run.profile='2:3'", "cluster.workers=2")
+    names = [f"step_{step}_rank_{rank}.{kind}" for step in (2, 3) for rank in (0, 1) for kind in ("json.gz", "txt")]
+    assert sorted(p.name for p in (folder / "profile").iterdir()) == sorted(names)
+    for rank in (0, 1):
+        trace = gzip.decompress((folder / "profile" / f"step_3_rank_{rank}.json.gz").read_bytes())
+        found = {event["name"] for event in json.loads(trace)["traceEvents"]}
+        assert "aten::mm" in found
+        assert any("Optimizer.step" in name for name in found)  # the whole update, not a part of it
+        assert "aten::mm" in (folder / "profile" / f"step_3_rank_{rank}.txt").read_text()
+    for row in rows(folder):
+        assert ("timing_s/profile" in row) == (row["step"] in (2, 3))
+        assert 0.0 <= row["perf/data_wait"] < 1.0
+        assert 0.0 <= row["perf/padding"] < 1.0
+        assert row["perf/tokens_per_second_per_gpu"] == pytest.approx(row["perf/throughput"] / 2)
+        assert row["perf/memory_gib"] > 0.0
+        assert "perf/mfu" not in row  # nobody knows a CPU's peak
