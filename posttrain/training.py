@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.config import Config
 from posttrain.models.export import save_text_side, save_whole
-from posttrain.models.load import ModelSource
+from posttrain.models.load import ModelSource, locate
 from posttrain.runs import Interrupted, RunDir, StopSignal
 from posttrain.track.metrics import truncate_metrics
 from posttrain.train import checkpoint
@@ -67,8 +67,8 @@ class TrainingRun:
             await actor.save(str(folder / "actor"))
             save_text_side(self.source, folder / "actor" / "huggingface")
             if self.cfg.checkpoint.save_hf:
-                shards = ModelSource(str(folder / "actor" / "huggingface"), shards=str(folder / "actor" / "model"))
-                save_whole(shards, folder / "actor" / "huggingface")
+                written = locate(str(folder), trust_remote_code=self.source.trust_remote_code)
+                save_whole(written, folder / "actor" / "huggingface")
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "world_size": len(actor.actors)}
             states = {"loader.json": loader, "meta.json": meta}
             checkpoint.commit(folder, step, states, self.cfg.checkpoint.keep)

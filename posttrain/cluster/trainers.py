@@ -74,10 +74,11 @@ class TrainerGroup:
         refs = [getattr(a, method).remote(*args) for a, args in zip(self.actors, arguments, strict=True)]
         return await gather(refs, self.names, method, self.deadline_s)
 
-    async def logprobs(self, batch: PackedBatch) -> Tensor:
-        """[T] log-probabilities under the current weights; 0 where the batch carries no loss."""
+    async def logprobs(self, batch: PackedBatch, *, adapter: bool = True) -> Tensor:
+        """[T] log-probabilities under the current weights, or without the ``adapter`` of a LoRA run under its base's;
+        0 where the batch carries no loss."""
         placement = self._place(batch)
-        columns = await self._on_shards("logprobs", placement.shards(batch))
+        columns = await self._on_shards("logprobs", placement.shards(batch), adapter)
         return placement.gather(columns[:: self.sequence_parallel], batch)
 
     async def evaluate(self, batch: PackedBatch) -> float:
