@@ -33,9 +33,7 @@ async def open_trainers(cluster: Cluster, run: TrainingRun) -> tuple[TrainerGrou
     ref = None
     if cfg.algo.kl_coef > 0 and cfg.train.lora.rank is None:
         ref = await cluster.trainer("reference", run.source, temperature=temperature, trainable=False)
-    run.tracker.note(
-        f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
-    )
+    run.tracker.note(actor.describe())
     return actor, ref
 
 

@@ -73,9 +73,7 @@ async def _train(run: TrainingRun, data: SampleStream, val: Sequence[Rendered]) 
     async with Cluster(cfg) as cluster:
         with tracker.phase("start"):
             actor = await cluster.trainer("actor", run.source, total_steps=run.total_steps)
-        tracker.note(
-            f"{actor.facts['parameters']:,} parameters on {cluster.device}, attention: {actor.facts['attention']}"
-        )
+        tracker.note(actor.describe())
         if (state := await run.resume(actor)) is not None:
             data.restore(state)
         for step in run.steps():

@@ -105,6 +105,8 @@ class TrainWorker:
         self.flops = ModelFlops(self.lm.model)
         return {
             "parameters": sum(p.numel() for p in self.parameters.values()),
+            "trained": sum(p.numel() for p in self.parameters.values() if p.requires_grad),
+            "device": spec.device,
             "attention": self.kernel.title,
             "peak_flops": peak_flops(self.device),
             "pid": os.getpid(),
