@@ -286,12 +286,13 @@ def evaluate(
 def merge_ckpt(
     checkpoint: Annotated[str, typer.Argument(help="A run's name, its folder, or a global_step_N folder.")],
     out: Annotated[str, typer.Option(help="Hugging Face folder to write.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA run's adapter alone, for peft.")] = False,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Merge a sharded checkpoint into a Hugging Face folder."""
     from posttrain import merge_ckpt
 
-    typer.echo(merge_ckpt.run(checkpoint, out, overwrite=overwrite))
+    typer.echo(merge_ckpt.run(checkpoint, out, overwrite=overwrite, adapter=adapter))
 
 
 @app.command()

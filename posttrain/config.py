@@ -183,6 +183,39 @@ class EarlyStopConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Train low-rank adapters beside frozen weights (LoRA, arXiv:2106.09685); see lora.md."""
+
+    rank: PositiveInt | None = None
+    """Rank of the adapters; none: no adapters, all weights are trained."""
+    alpha: PositiveInt = 32
+    """An adapter's output is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
+    target_modules: str | list[str] = "all-linear"
+    """Layers that get one: `all-linear`, a list of names (`q_proj`, `layers.0.mlp.up_proj`), or a regular expression
+    that whole names match, as in peft. Linear layers alone, without embeddings and output head."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_something(cls, value: str | list[str]) -> str | list[str]:
+        if not value or (isinstance(value, list) and "" in value):
+            raise ValueError("train.lora.target_modules is empty, or a name in it is")
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"train.lora.target_modules = {value!r} is no regular expression: {error}") from error
+        return value
+
+    @model_validator(mode="after")
+    def _no_setting_without_effect(self) -> LoraConfig:
+        names = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if self.rank is None and names:
+            raise ValueError(f"train.lora.{names[0]} has no effect without train.lora.rank")
+        return self
+
+
 class TrainConfig(Section):
     """The trainer."""
 
@@ -225,6 +258,7 @@ class TrainConfig(Section):
     """An update whose gradient is not finite is skipped; so many in a row end the run, and their last batch stays in
     its folder (`nonfinite_step_N.pt`)."""
     optim: OptimConfig = OptimConfig()
+    lora: LoraConfig = LoraConfig()
     early_stop: EarlyStopConfig = EarlyStopConfig()
 
     @model_validator(mode="after")
@@ -254,7 +288,8 @@ class AlgoConfig(Section):
     loss_agg: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
     """How losses of tokens become one number; see docs/architecture.md."""
     kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight of the KL loss to the reference model; 0: no reference model is loaded."""
+    """Weight of the KL loss to the reference model; 0: no reference model is loaded, nor is it with LoRA, where the
+    reference is the model without its adapter."""
     kl_estimator: Literal["k1", "k2", "low_var_kl"] = "low_var_kl"
     """How the KL is estimated from the sampled tokens (Schulman 2020); low_var_kl is k3."""
     updates_per_step: PositiveInt = 1

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 
 async def open_trainers(cluster: Cluster, run: TrainingRun) -> tuple[TrainerGroup, TrainerGroup | None]:
-    """The actor, and the reference model where the loss has a KL term."""
+    """The actor, and the reference model where the loss has a KL term. With LoRA there is none: the actor without its
+    adapter is the reference."""
     cfg = run.cfg
     temperature = cfg.rollout.temperature
     updates = run.total_steps * cfg.algo.updates_per_step
     actor = await cluster.trainer("actor", run.source, temperature=temperature, total_steps=updates)
     ref = None
-    if cfg.algo.kl_coef > 0:
+    if cfg.algo.kl_coef > 0 and cfg.train.lora.rank is None:
         ref = await cluster.trainer("reference", run.source, temperature=temperature, trainable=False)
-    run.describe(actor, cluster.device)
+    run.describe(actor)
     return actor, ref
 
 
@@ -58,9 +59,9 @@ async def update_policy(
                 own = await actor.logprobs(batch)
             assert batch.rollout_logprobs is not None
             batch.old_logprobs = torch.where(stale, batch.rollout_logprobs, own)
-    if ref is not None:
+    if algo.kl_coef > 0:
         with tracker.phase("ref"):
-            batch.ref_logprobs = await ref.logprobs(batch)
+            batch.ref_logprobs = await (ref.logprobs(batch) if ref else actor.logprobs(batch, adapter=False))
     loss = LossSpec(algo, off_policy=version is None)
     async with run.profiled(actor):
         with tracker.phase("update_actor"):

@@ -72,7 +72,7 @@ async def _train(run: TrainingRun, data: SampleStream, val: Sequence[Rendered]) 
     async with Cluster(cfg) as cluster:
         with tracker.phase("start"):
             actor = await cluster.trainer("actor", run.source, total_steps=run.total_steps)
-        run.describe(actor, cluster.device)
+        run.describe(actor)
         if (state := await run.resume(actor)) is not None:
             data.restore(state)
         for step in run.steps():

@@ -100,7 +100,7 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
     """Find the model that `model.path` names and load its tokenizer.
 
     Raises:
-        ModelError, ConfigError: it cannot be found.
+        ModelError, ConfigError: it cannot be found, or `train.lora` does not fit it.
     """
     path = cfg.model.path
     if path.startswith("run:"):
@@ -114,7 +114,12 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
         path = str(checkpoint.find(run).path)
     source = locate(path, trust_remote_code=cfg.model.trust_remote_code)
     load_config(source)
-    return source, load_tokenizer(source)
+    tokenizer = load_tokenizer(source)
+    if cfg.command in ("sft", "rl") and not cfg.rollout.only and cfg.train.lora.rank is not None:
+        from posttrain.models import lora
+
+        lora.check(source, cfg.train.lora)
+    return source, tokenizer
 
 
 def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Environment:

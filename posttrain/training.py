@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.config import Config
 from posttrain.errors import ConfigError, RunError
 from posttrain.models.export import save_text_side, save_whole
-from posttrain.models.load import ModelSource
+from posttrain.models.load import ModelSource, locate
 from posttrain.runs import Interrupted, RunDir, StopSignal
 from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
@@ -97,10 +97,10 @@ class TrainingRun:
         self.tracker.note(f"resuming after step {found.step} from {found.path}")
         return found.read("loader.json")
 
-    def describe(self, actor: TrainerGroup, device: str) -> None:
+    def describe(self, actor: TrainerGroup) -> None:
         """Tell what is trained, and how."""
-        facts, train = actor.facts, self.cfg.train
-        self.tracker.note(f"{facts['parameters']:,} parameters on {device}, attention: {facts['attention']}")
+        train = self.cfg.train
+        self.tracker.note(actor.describe())
         if train.param_dtype == "bfloat16" and not train.optim.stochastic_rounding:
             self.tracker.note(
                 "weights are kept in bfloat16: steps smaller than 1/512 of a weight are lost "
@@ -176,8 +176,8 @@ class TrainingRun:
             await actor.save(str(folder / "actor"))
             save_text_side(self.source, folder / "actor" / "huggingface")
             if self.cfg.checkpoint.save_hf:
-                shards = ModelSource(str(folder / "actor" / "huggingface"), shards=str(folder / "actor" / "model"))
-                save_whole(shards, folder / "actor" / "huggingface")
+                written = locate(str(folder), trust_remote_code=self.source.trust_remote_code)
+                save_whole(written, folder / "actor" / "huggingface")
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "world_size": len(actor.actors)}
             meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
             states = {"loader.json": loader, "meta.json": meta}

@@ -57,11 +57,18 @@ class TrainerGroup:
     sequence_parallel: int = 1
     """Neighbouring workers that get the same batches and share their sequences."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What rank 0 told: ``parameters``, ``attention``, ``peak_flops`` of its device (None: not known)."""
+    """What rank 0 told: ``parameters``, how many of them are ``trained``, ``device``, ``attention``, ``peak_flops`` of
+    the device (None: not known)."""
 
     @property
     def names(self) -> list[str]:
         return [f"{self.role} worker {rank}" for rank in range(len(self.actors))]
+
+    def describe(self) -> str:
+        """One line about the model and what computes it."""
+        total, trained = self.facts["parameters"], self.facts["trained"]
+        share = f", {trained:,} of them trained," if trained < total else ""
+        return f"{total:,} parameters{share} on {self.facts['device']}, attention: {self.facts['attention']}"
 
     async def start(self, deadline_s: float) -> None:
         address, port = (await gather([self.actors[0].address.remote()], self.names[:1], "start", deadline_s))[0]
@@ -74,10 +81,11 @@ class TrainerGroup:
         refs = [getattr(a, method).remote(*args) for a, args in zip(self.actors, arguments, strict=True)]
         return await gather(refs, self.names, method, self.deadline_s)
 
-    async def logprobs(self, batch: PackedBatch) -> Tensor:
-        """[T] log-probabilities under the current weights; 0 where the batch carries no loss."""
+    async def logprobs(self, batch: PackedBatch, *, adapter: bool = True) -> Tensor:
+        """[T] log-probabilities under the current weights, or without the ``adapter`` of a LoRA run under its base's;
+        0 where the batch carries no loss."""
         placement = self._place(batch)
-        columns = await self._on_shards("logprobs", placement.shards(batch))
+        columns = await self._on_shards("logprobs", placement.shards(batch), adapter)
         return placement.gather(columns[:: self.sequence_parallel], batch)
 
     async def evaluate(self, batch: PackedBatch) -> float:

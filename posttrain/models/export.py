@@ -36,11 +36,31 @@ def export(source: ModelSource, out: Path, *, overwrite: bool) -> None:
         DataError: ``out`` exists and ``overwrite`` is false, or ``out`` is neither empty nor a model's folder.
     """
     check_replaceable(out, overwrite, "a model", _holds_model)
+    _replace(out, lambda folder: save_whole(source, folder))
+
+
+def export_adapter(source: ModelSource, out: Path, *, overwrite: bool) -> None:
+    """Write the last adapter of ``source`` and the tokenizer into a folder that ``PeftModel.from_pretrained`` loads.
+
+    Raises:
+        DataError: ``out`` exists and ``overwrite`` is false, or ``out`` is neither empty nor an adapter's folder.
+    """
+    check_replaceable(out, overwrite, "an adapter", lambda folder: (folder / "adapter_config.json").is_file())
+
+    def write(folder: Path) -> None:
+        shutil.copytree(source.adapters[-1], folder, dirs_exist_ok=True)
+        load_tokenizer(source).save_pretrained(folder)
+
+    _replace(out, write)
+
+
+def _replace(out: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder under a temporary name, then put it in the place of ``out``."""
     temporary = out.with_name(f".{out.name}.tmp{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_whole(source, temporary)
+        write(temporary)
         if out.exists():
             shutil.rmtree(out)
         os.replace(temporary, out)

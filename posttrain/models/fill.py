@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from posttrain.errors import ModelError
+from posttrain.models import lora
 from posttrain.models.load import ModelSource, not_loadable
 
 if TYPE_CHECKING:
@@ -50,24 +51,27 @@ def materialize(model: nn.Module, device: torch.device, *, parameters_on: torch.
 def fill(model: PreTrainedModel, source: ModelSource, seed: int) -> None:
     """Load the weights of ``source`` into the model's parameters, which may be sharded. A collective where they are.
 
+    Adapters that are trained beside them (``lora.inject``) get their first values.
+
     Args:
-        seed: of a built-in model, which has no weights of its own.
+        seed: of a built-in model, which has no weights of its own, and of new adapters.
 
     Raises:
         ModelError: a weight is missing or of another shape, or a file cannot be read.
     """
+    parameters = lora.base_names(dict(model.named_parameters()))
     if source.builtin:
         from posttrain.models.builtin import create_builtin
 
-        whole = dict(create_builtin(source.builtin, seed).named_parameters())
-        for name, parameter in model.named_parameters():
-            _copy(parameter, whole[name].detach())
+        whole = create_builtin(source.builtin, seed if source.seed is None else source.seed).state_dict()
+        for name, parameter in parameters.items():
+            _copy(parameter, whole[name])
     elif source.shards:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
         try:
-            load({name: p.data for name, p in model.named_parameters()}, checkpoint_id=source.shards)
+            load({name: p.data for name, p in parameters.items()}, checkpoint_id=source.shards)
         except (OSError, RuntimeError, CheckpointException) as error:
             raise ModelError(
                 f"cannot read the checkpoint shards in {source.shards}: {error}", hint="use an earlier checkpoint"
@@ -77,6 +81,25 @@ def fill(model: PreTrainedModel, source: ModelSource, seed: int) -> None:
             _fill_from_files(model, _safetensors(source), source)
         except (OSError, ValueError) as error:
             raise not_loadable(source, error) from error
+    merge_adapters(model, source)
+    for parameter, value in lora.initial(model, seed):
+        _copy(parameter, value)
+
+
+def merge_adapters(model: nn.Module, source: ModelSource) -> None:
+    """Add the adapters of ``source`` to the weights of their base, which may be sharded.
+
+    Raises:
+        ModelError: an adapter cannot be read, or is of another model.
+    """
+    parameters = lora.base_names(dict(model.named_parameters()))
+    for folder in source.adapters:
+        for name, update in lora.read(folder):
+            parameter = parameters.get(name)
+            if parameter is None or parameter.shape != (len(update.up), update.down.shape[1]):
+                raise ModelError(f"the adapter in {folder} is of another model: {name} does not fit")
+            part, (rows, columns) = _held(parameter)
+            part.copy_(update.added_to(part, rows, columns))
 
 
 def _safetensors(source: ModelSource) -> list[Path]:
@@ -111,7 +134,7 @@ class _Target:
 def _fill_from_files(model: PreTrainedModel, files: list[Path], source: ModelSource) -> None:
     from safetensors import SafetensorError, safe_open
 
-    parameters = dict(model.named_parameters())
+    parameters = lora.base_names(dict(model.named_parameters()))
     with ExitStack() as stack:
         slices: dict[str, Any] = {}
         for file in files:
@@ -150,7 +173,7 @@ def _targets(model: PreTrainedModel, slices: Mapping[str, Any]) -> dict[str, _Ta
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    known: dict[str, Any] = model.state_dict()
+    known = lora.base_names(model.state_dict())
     targets: dict[str, _Target] = {}
     for key in sorted(slices, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
@@ -187,13 +210,17 @@ def _check_shape(name: str, parameter: Tensor, found: Any, source: ModelSource) 
 
 def _copy(parameter: nn.Parameter, whole: Any) -> None:
     """Write the rows that this process holds; ``whole`` is a tensor or a lazy slice of a file."""
+    part, place = _held(parameter)
+    if part.numel():
+        part.copy_(whole[place])
+
+
+def _held(parameter: nn.Parameter) -> tuple[Tensor, tuple[slice, ...]]:
+    """What this process holds of a parameter, and where in the whole that is."""
     data = parameter.detach()
     if not isinstance(data, DTensor):
-        data.copy_(whole[...])
-        return
+        return data, tuple(slice(0, size) for size in data.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
-    local = data.to_local()
-    if local.numel():
-        local.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))])
+    return data.to_local(), tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))

@@ -31,6 +31,10 @@ class ModelSource:
     shards: str | None = None
     """Folder of torch.distributed.checkpoint shards that hold the weights; None: the weights are beside the config."""
     trust_remote_code: bool = False
+    adapters: tuple[str, ...] = ()
+    """Folders of LoRA adapters that are merged into the weights, one after the other."""
+    seed: int | None = None
+    """Of a built-in model's weights; None: that of the run."""
 
     @property
     def builtin(self) -> str | None:
@@ -54,6 +58,9 @@ def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
     folder = Path(path)
     if folder.is_dir():
         actor = folder / "actor" if (folder / "actor").is_dir() else folder
+        for adapter in (actor / "adapter", folder):
+            if (adapter / "base.json").is_file():
+                return _with_adapter(adapter, trust_remote_code)
         if (actor / "model").is_dir() and (actor / "huggingface" / "config.json").is_file():
             return ModelSource(
                 str(actor / "huggingface"), shards=str(actor / "model"), trust_remote_code=trust_remote_code
@@ -68,6 +75,23 @@ def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
             f"model folder not found: {path}", hint="give an existing folder, a hub id (org/name) or builtin:tiny"
         )
     return ModelSource(path, trust_remote_code=trust_remote_code)
+
+
+def _with_adapter(folder: Path, trust_remote_code: bool) -> ModelSource:
+    """An adapter that ``posttrain.models.lora`` wrote, on the weights it belongs to. Raises ``ModelError``."""
+    try:
+        base = dict(json.loads((folder / "base.json").read_text()))
+        adapters = (*base.pop("adapters"), str(folder))
+        source = ModelSource(**base, adapters=adapters, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder / 'base.json'} cannot be read: {error}", hint="use an earlier checkpoint") from error
+    for part in (source.path, source.shards, *adapters):
+        if part is not None and part.startswith("/") and not Path(part).exists():
+            raise ModelError(
+                f"the adapter in {folder} belongs to weights that are gone: {part}",
+                hint="put them back there; an adapter is of no use without its base",
+            )
+    return source
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:
@@ -148,7 +172,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
     if source.builtin:
         from posttrain.models.builtin import create_builtin
 
-        model = create_builtin(source.builtin, seed)
+        model = create_builtin(source.builtin, seed if source.seed is None else source.seed)
         cast("torch.nn.Module", model).to(dtype)  # in place; transformers annotates its own `to` wrongly
         model.set_attn_implementation(attention.NAME)
     elif source.shards:
@@ -166,6 +190,10 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
             )
         except (OSError, ValueError) as error:
             raise not_loadable(source, error) from error
+    if source.adapters:
+        from posttrain.models.fill import merge_adapters
+
+        merge_adapters(model, source)
     return model
 
 

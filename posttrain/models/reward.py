@@ -151,7 +151,7 @@ def open_reward_model(path: str, *, trust_remote_code: bool = False) -> tuple[Mo
     from transformers import AutoTokenizer
 
     source = locate(path, trust_remote_code=trust_remote_code)
-    if source.builtin or source.shards:
+    if source.builtin or source.shards or source.adapters:
         raise ModelError(
             f"{path} is no reward model but a language model",
             hint="reward.model.path is a folder or hub id of a sequence-classification model with one label",

@@ -2,6 +2,7 @@
 
     runs/<name>/checkpoints/global_step_N/
         actor/model, actor/optim     torch.distributed.checkpoint shards, readable at any world size
+        actor/adapter                LoRA only: the adapter as peft writes it; actor/model then holds nothing else
         actor/huggingface            config and tokenizer; the full safetensors too with checkpoint.save_hf
         meta.json  loader.json       run state of the driver
         COMPLETE                     size and sha256 of every other file
@@ -35,8 +36,7 @@ def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     """Write ``folder/model`` and ``folder/optim``. A collective over the default process group."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    # named_parameters lists a tied weight once, and has no buffers (they follow from the config).
-    save(dict(model.named_parameters()), checkpoint_id=folder / "model")
+    save(_trained(model), checkpoint_id=folder / "model")
     if optimizer is not None:
         state = _plain(_optimizer_state(model, optimizer))
         save({"state": state, "step": step}, checkpoint_id=folder / "optim")
@@ -48,7 +48,7 @@ def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
     from posttrain.train.optim import is_quantized, quantize
 
-    load(dict(model.named_parameters()), checkpoint_id=folder / "model")
+    load(_trained(model), checkpoint_id=folder / "model")
     if optimizer is None:
         return 0
     state = _optimizer_state(model, optimizer)
@@ -59,6 +59,12 @@ def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
             if is_quantized(tensor):
                 quantize(tensor, read["state"][name][key])
     return int(read["step"])
+
+
+def _trained(model: nn.Module) -> dict[str, Any]:
+    """All parameters, or those of the adapter in a LoRA run. A tied weight is listed once; buffers follow from the
+    config."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,14 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from posttrain.algos import losses
 from posttrain.algos.gap import gap_sums
 from posttrain.config import AlgoConfig, TrainConfig
 from posttrain.data.pack import PackedBatch
 from posttrain.errors import RunError
-from posttrain.models import attention
+from posttrain.models import attention, lora
 from posttrain.models.fill import fill, materialize
 from posttrain.models.load import ModelSource, build
 from posttrain.models.logprobs import TokenLoss
@@ -115,6 +115,8 @@ class TrainWorker:
         self.profiler = Profiler(self.device)
         return {
             "parameters": sum(p.numel() for p in self.parameters.values()),
+            "trained": sum(p.numel() for p in self.parameters.values() if p.requires_grad),
+            "device": spec.device,
             "attention": self.kernel.title,
             "peak_flops": peak_flops(self.device),
             "pid": os.getpid(),
@@ -123,11 +125,14 @@ class TrainWorker:
     def _load(self) -> PackedLM:
         """The model: first without memory, then shared out among the workers, then filled."""
         spec, train = self.spec, self.spec.train
-        # A frozen model has no master weights: it is kept in the type that it computes in.
+        self.adapted = spec.trainable and train.lora.rank is not None
+        # What is frozen has no master weights: it is kept in the type that it computes in.
         param_dtype = getattr(torch, train.param_dtype) if spec.trainable else self.dtype
-        lm = PackedLM(build(spec.source, dtype=param_dtype))
+        lm = PackedLM(build(spec.source, dtype=self.dtype if self.adapted else param_dtype))
         lm.train(spec.trainable)
         lm.requires_grad_(spec.trainable)
+        if self.adapted:
+            lora.inject(lm.model, train.lora, dtype=param_dtype)
         if train.sequence_parallel > 1:
             check_heads(lm.model.config, train.sequence_parallel)
         self.parallel = SequenceParallel.among(train.sequence_parallel, self.rank, self.world_size)
@@ -147,10 +152,13 @@ class TrainWorker:
 
     # ------------------------------------------------------------------ compute
 
-    def logprobs(self, shard: Sequence[PackedBatch]) -> list[Tensor]:
-        """Log-probabilities under the current weights, a [T] column a micro-batch; 0 where no loss is carried."""
+    def logprobs(self, shard: Sequence[PackedBatch], adapter: bool = True) -> list[Tensor]:
+        """Log-probabilities under the current weights, a [T] column a micro-batch; 0 where no loss is carried.
+
+        Without ``adapter`` they are of the weights that a LoRA run started from.
+        """
         columns = []
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if adapter else lora.switched_off(self.lm.model):
             for batch in shard:
                 micro = self._micro_batch(batch)
                 values, _ = self._forward(micro)
@@ -297,15 +305,14 @@ class TrainWorker:
     # ------------------------------------------------------------------ weights
 
     def weight_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full parameters in the compute type, in buckets of at most ``bucket_bytes`` (or one tensor).
+        """Full parameters in the compute type, in buckets of at most ``bucket_bytes`` (or one tensor). Adapters are
+        merged into them.
 
         A collective: every rank must run it to the end, but only rank 0 gets the tensors; others get empty buckets.
         """
         bucket: list[tuple[str, Tensor]] = []
         size = 0
-        for name, parameter in self.parameters.items():
-            data = parameter.detach()
-            full = data.full_tensor() if isinstance(data, DTensor) else data
+        for name, full in lora.whole_weights(self.lm.model):
             nbytes = full.numel() * self.dtype.itemsize
             if bucket and size + nbytes > bucket_bytes:
                 yield bucket
@@ -351,8 +358,14 @@ class TrainWorker:
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, folder: str) -> None:
-        """Write this rank's shards of model and optimizer into ``folder/{model,optim}``. A collective."""
+        """Write this rank's shards of model and optimizer into ``folder/{model,optim}``. A collective.
+
+        Of the model what is trained: of a LoRA run the adapter, which also goes into ``folder/adapter``, whole.
+        """
         checkpoint.save_shards(Path(folder), self.lm.model, self.optimizer, self.step)
+        if self.adapted:
+            place = Path(folder) / "adapter"
+            lora.save(self.lm.model, place, self.spec.source, self.spec.seed, write=self.rank == 0)
 
     def load(self, folder: str) -> None:
         """Read model and optimizer from ``folder``, written at any world size. A collective."""

@@ -1,0 +1,276 @@
+"""LoRA (arXiv:2106.09685): adapters beside frozen weights, put into a model through peft, and merged out of it again.
+
+A linear layer of weight W [out, in] becomes W + s B A, with A [rank, in] and B [out, rank] trained and
+s = alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv:2312.03732). B starts as zeros, so the model starts as its
+base. In the model the layer's weight is called ``q_proj.base_layer.weight``; outside of it nothing knows that name.
+
+An adapter's folder is one that peft reads, with ``base.json`` in it: the weights that it belongs to.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from posttrain.errors import ConfigError, ModelError
+from posttrain.models.load import ModelSource, build
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from posttrain.config import LoraConfig
+
+NAME = "default"
+"""peft's name for the only adapter of a model. It does not stand in the files."""
+_WEIGHTS = "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
+
+
+# ---------------------------------------------------------------------- into the model
+
+
+def check(source: ModelSource, cfg: LoraConfig) -> None:
+    """Whether ``cfg`` fits the model, without its weights. Raises ``ConfigError`` as ``inject`` does."""
+    inject(build(source, dtype=torch.float32), cfg, dtype=torch.float32)
+
+
+def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype) -> None:
+    """Freeze ``model``, which is on the meta device, and put adapters of ``dtype`` beside its target modules.
+
+    Raises:
+        ConfigError: `train.lora.target_modules` names something that is not there, or that cannot be adapted.
+    """
+    import peft
+
+    assert cfg.rank is not None
+    given = cfg.target_modules
+    linear = _linear_layers(model)
+    hint = f"what can be adapted in this model: {', '.join(sorted({_last(name) for name in linear}))}"
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    config = peft.LoraConfig(
+        r=cfg.rank,
+        lora_alpha=cfg.alpha,
+        use_rslora=cfg.rslora,
+        target_modules=_short(linear, model) if given == "all-linear" else given,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tied embeddings, which are refused below
+            peft.inject_adapter_in_model(config, model, adapter_name=NAME, low_cpu_mem_usage=True)
+    except ValueError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigError(f"train.lora.target_modules = {given!r}: {first_line}", hint=hint) from error
+    adapted = dict(_adapted(model))
+    for name, layer in adapted.items():
+        base = layer.get_base_layer()
+        if id(base) in ends:
+            raise ConfigError(
+                f"train.lora.target_modules = {given!r}: {name} is an embedding or the output head, and these cannot "
+                "be adapted",
+                hint=hint,
+            )
+        if type(layer) is not peft.tuners.lora.Linear or not isinstance(base, nn.Linear):
+            raise ConfigError(
+                f"train.lora.target_modules = {given!r}: {name} is a {type(base).__name__}; linear layers alone can "
+                "be adapted",
+                hint=hint,
+            )
+    unused = [t for t in given if not any(_names(t, name) for name in adapted)] if isinstance(given, list) else []
+    if unused:
+        raise ConfigError(f"train.lora.target_modules: the model has no layer {', '.join(unused)}", hint=hint)
+    for name, parameter in model.named_parameters():
+        if base_name(name) is None:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _linear_layers(model: PreTrainedModel) -> set[str]:
+    """Names of all linear layers but the output head. Experts of a mixture are none in transformers: peft would adapt
+    them too for ``all-linear``, as parameters."""
+    head = model.get_output_embeddings()
+    return {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+
+
+def _short(names: set[str], model: nn.Module) -> list[str]:
+    """The last parts of these names, where no other module ends so; else the whole names."""
+    last = {_last(name) for name in names}
+    others = {_last(name) for name, _ in model.named_modules() if name not in names}
+    return sorted(names if last & others else last)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _names(target: str, module: str) -> bool:
+    """Whether an entry of a list of target modules means this one: it is the name or the end of it."""
+    return module == target or module.endswith(f".{target}")
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, peft's layer) of each layer with an adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield name, module
+
+
+def base_name(name: str) -> str | None:
+    """What a parameter is called in the model without adapters; None for a parameter of an adapter."""
+    if ".lora_A." in name or ".lora_B." in name:
+        return None
+    return name.replace(".base_layer.", ".")
+
+
+def base_names(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a state dict that are the base model's, by their names in it."""
+    names = ((base_name(name), tensor) for name, tensor in tensors.items())
+    return {name: tensor for name, tensor in names if name is not None}
+
+
+def initial(model: nn.Module, seed: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """(parameter, its whole first value in float32) of every adapter, as peft initialises them: A uniform within
+    1 / sqrt(in), B zeros. Drawn on the CPU, so that each process has the same values whatever it keeps of them."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, layer in _adapted(model):
+        down, up = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        bound = 1 / math.sqrt(down.shape[1])  # of kaiming_uniform_(a=sqrt(5)), which is nn.Linear's own
+        yield down, torch.empty(down.shape).uniform_(-bound, bound, generator=generator)
+        yield up, torch.zeros(up.shape)
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Within it the model computes as its base does."""
+    layers = [layer for _, layer in _adapted(model)]
+    if not layers:
+        raise ModelError("the model has no adapter that could be switched off")
+    try:
+        # Not `enable_adapters`: that also changes which parameters have gradients, behind FSDP's back.
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+# ---------------------------------------------------------------------- merging
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to one weight: ``scale * up @ down``."""
+
+    down: Tensor
+    """A, [rank, in]"""
+    up: Tensor
+    """B, [out, rank]"""
+    scale: float
+
+    def added_to(self, weight: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """The merged weight in the type of ``weight``, summed in float32; ``weight`` is this part of it."""
+        up, down = self.up[rows].to(weight.device).float(), self.down[:, columns].to(weight.device).float()
+        return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
+
+
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name in the base model, whole weight) of all that the base model has, adapters merged into it.
+
+    A collective where the model is sharded. Nothing of it changes.
+    """
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in _adapted(model)}
+    for name, parameter in model.named_parameters():
+        if (original := base_name(name)) is None:
+            continue
+        weight = whole(parameter)
+        if (layer := adapted.get(name)) is not None:
+            down, up = whole(layer.lora_A[NAME].weight), whole(layer.lora_B[NAME].weight)
+            weight = LowRank(down, up, layer.scaling[NAME]).added_to(weight)
+        yield original, weight
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """All of a tensor that may be sharded. A collective where it is."""
+    data = parameter.detach()
+    return data.full_tensor() if isinstance(data, DTensor) else data
+
+
+# ---------------------------------------------------------------------- files
+
+
+def save(model: PreTrainedModel, folder: Path, source: ModelSource, seed: int, *, write: bool) -> None:
+    """Write the adapter as peft does, and ``base.json``. A collective where the model is sharded.
+
+    Args:
+        source: the model's weights without the adapter.
+        seed: of these, if they are a built-in model's.
+        write: whether this process is the one that writes.
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if base_name(name) is None:
+            tensors[f"base_model.model.{name.replace(f'.{NAME}.', '.')}"] = whole(parameter).cpu().contiguous()
+    if not write:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    config: Any = copy.copy(model.peft_config[NAME])
+    config.base_model_name_or_path = source.path
+    config.inference_mode = True
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(str(folder))
+    base = _absolute(replace(source, seed=seed if source.seed is None else source.seed))
+    fields = {key: value for key, value in asdict(base).items() if key != "trust_remote_code"}
+    (folder / "base.json").write_text(json.dumps(fields, indent=1) + "\n")
+
+
+def read(folder: str) -> Iterator[tuple[str, LowRank]]:
+    """(name of a weight in the base model, what is added to it) of an adapter that ``save`` wrote.
+
+    Raises:
+        ModelError: the folder cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((Path(folder) / _CONFIG).read_text())
+        tensors = load_file(Path(folder) / _WEIGHTS)
+        root = math.sqrt(config["r"]) if config["use_rslora"] else config["r"]
+        for name, down in tensors.items():
+            if found := re.fullmatch(r"base_model\.model\.(.*)\.lora_A\.weight", name):
+                up = tensors[name.replace(".lora_A.", ".lora_B.")]
+                yield f"{found[1]}.weight", LowRank(down, up, config["lora_alpha"] / root)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(f"cannot read the adapter in {folder}: {error}", hint="use an earlier checkpoint") from error
+
+
+def _absolute(source: ModelSource) -> ModelSource:
+    """The same model, seen from any folder."""
+
+    def resolved(path: str) -> str:
+        return str(Path(path).resolve()) if Path(path).exists() else path
+
+    return replace(
+        source,
+        path=resolved(source.path),
+        shards=None if source.shards is None else resolved(source.shards),
+        adapters=tuple(map(resolved, source.adapters)),
+    )
