@@ -121,24 +121,26 @@ def _installed(module: str) -> bool:
 
 
 def _flash4() -> Varlen:
-    from posttrain.models.flash4 import flash4
+    from posttrain.models import flash4
 
-    return flash4
+    attend: Varlen = flash4.attend
+    return attend
 
 
 def _flash(module: str) -> Varlen:
     from importlib import import_module
 
-    flash_attn_varlen_func = import_module(module).flash_attn_varlen_func
+    flash_attn_varlen_func: Callable[..., Any] = import_module(module).flash_attn_varlen_func
 
-    @torch.compiler.disable
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
         out = flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True
         )
-        return out[0] if isinstance(out, tuple) else out
+        result: Tensor = out[0] if isinstance(out, tuple) else out
+        return result
 
-    return attend
+    outside_of_graphs: Varlen = torch.compiler.disable(attend)
+    return outside_of_graphs
 
 
 def _torch_varlen() -> Varlen:

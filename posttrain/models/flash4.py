@@ -15,10 +15,11 @@ from flash_attn.cute.interface import _flash_attn_bwd, flash_attn_varlen_func
 from torch import Tensor
 
 
-def flash4(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
     """Causal self-attention: q [T, H, D], k and v [T, K, D], cu_seqlens [B + 1] int32 -> [T, H, D]."""
-    out, _ = _forward(q, k, v, cu_seqlens, longest, q.shape[-1] ** -0.5 if scale is None else scale)
-    return out
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    result: tuple[Tensor, Tensor] = _forward(q, k, v, cu_seqlens, longest, scale)
+    return result[0]
 
 
 @torch.library.custom_op("posttrain::flash4", mutates_args=())

@@ -38,7 +38,7 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: f
     Returns:
         logprobs [N] float32, entropies [N] float32, both with gradient to ``hidden`` and ``head``.
     """
-    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden, head, targets, temperature)
+    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden, head, targets, temperature)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -54,13 +54,13 @@ def tokenwise_loss(
     Returns:
         loss [] float32, logprobs [N] float32, entropies [N] float32.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _TokenwiseLoss.apply(hidden, head, targets, temperature, loss)
+    result: tuple[Tensor, Tensor, Tensor] = _TokenwiseLoss.apply(hidden, head, targets, temperature, loss)  # type: ignore[no-untyped-call]
     return result
 
 
 def pick_rows(hidden: Tensor, rows: Tensor) -> Tensor:
     """``hidden[rows]`` for distinct rows [N]. Its backward pass only copies; that of indexing sorts or adds."""
-    picked: Tensor = _PickRows.apply(hidden, rows)
+    picked: Tensor = _PickRows.apply(hidden, rows)  # type: ignore[no-untyped-call]
     return picked
 
 

@@ -52,13 +52,13 @@ class SequenceParallel:
         repeat = max(1, self.size // k.shape[1])
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        q, k, v = (_HeadsToTokens.apply(x, self.group, self.size) for x in (q, k, v))
+        q, k, v = (_HeadsToTokens.apply(x, self.group, self.size) for x in (q, k, v))  # type: ignore[no-untyped-call]
         return q, k, v
 
     @torch.compiler.disable
     def some_tokens_of_all_heads(self, x: Tensor) -> Tensor:
         """[T, H / size, D] -> [S, H, D]"""
-        result: Tensor = _TokensToHeads.apply(x, self.group, self.size)
+        result: Tensor = _TokensToHeads.apply(x, self.group, self.size)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -57,7 +57,7 @@ class ModelFlops:
             self._forward += flops
             self._trained += flops * parameter.requires_grad
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._attention = 2.0 * config.num_hidden_layers * config.num_attention_heads * head_dim
+        self._attention: float = 2.0 * config.num_hidden_layers * config.num_attention_heads * head_dim
 
     def training(self, lengths: Sequence[int]) -> float:
         """FLOPs of a forward and a backward pass over sequences of these lengths."""

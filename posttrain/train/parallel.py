@@ -53,7 +53,8 @@ def parallelize(
     if mesh is None:
         return lm
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload: OffloadPolicy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    on_gpu = mesh.device_type == "cuda"
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(lm, mesh=mesh, mp_policy=policy, offload_policy=offload)

@@ -28,8 +28,8 @@ class Profiler:
         self._running.start()
 
     def stop(self, folder: Path, name: str) -> None:
-        """End the trace. Writes ``folder/name.json.gz`` (a Chrome trace) and ``folder/name.txt``, a table of the kernels
-        that took most time of their own (operators, on a CPU)."""
+        """End the trace. Writes ``folder/name.json.gz`` (a Chrome trace) and ``folder/name.txt``, a table of the
+        kernels that took most time of their own (operators, on a CPU)."""
         assert self._running is not None
         if self.device.type == "cuda":
             torch.cuda.synchronize()

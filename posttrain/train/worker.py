@@ -346,7 +346,7 @@ class TrainWorker:
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             return host.copy_(tensor, non_blocking=True)
 
-        self.lm._apply(move)
+        self.lm._apply(move)  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
             for state in self.optimizer.state.values():
                 for key, value in state.items():
