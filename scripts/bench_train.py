@@ -280,9 +280,10 @@ def measure(args: argparse.Namespace, what: str, **changes: Any) -> dict[str, An
     values = vars(args) | {"measure": what, "port": port} | changes
     options = [f"--{k.replace('_', '-')}={v}" for k, v in values.items() if v is not None and k != "command"]
     ranks = values["gpus"] if what == "ours" else 1
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks)))).split(",")
     processes = []
     for rank in range(ranks):
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": str(rank), "NCCL_NVLS_ENABLE": "0"}
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": devices[rank], "NCCL_NVLS_ENABLE": "0"}
         command = [sys.executable, __file__, args.command, *options, f"--rank={rank}"]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     outputs = [p.communicate(timeout=900)[0] for p in processes]
@@ -312,7 +313,8 @@ def main() -> None:
     parser.add_argument("--data", help="chats: a parquet file of SFT rows")
     parser.add_argument("--tokenizer", help="chats: a tokenizer's folder")
     parser.add_argument("--peer-rows", type=int, default=1, help="rows that TRL runs at once")
-    parser.add_argument("--peer-attention", default="sdpa", help="TRL's attn_implementation; none: no peer")
+    parser.add_argument("--peer-attention", default="sdpa", help="TRL's attn_implementation")
+    parser.add_argument("--only", choices=["ours", "trl"], help="one side, for two GPUs side by side")
     parser.add_argument(
         "--profile", help="write a trace of one step to this file, and a table of its kernels to stderr"
     )
@@ -335,8 +337,9 @@ def main() -> None:
             args.model = args.models / args.shape
         results = []
         if args.command in ("rows", "chats"):
-            results.append(measure(args, "ours"))
-            if args.peer_attention != "none":
+            if args.only != "trl":
+                results.append(measure(args, "ours"))
+            if args.only != "ours":
                 results.append(measure(args, "trl", attention=args.peer_attention))
         elif args.command == "shards":
             results.append(measure(args, "ours", param_dtype="float32"))
