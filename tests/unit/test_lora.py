@@ -171,7 +171,7 @@ def test_it_starts_as_its_base_and_as_peft_starts(folders):
         assert not up.any()
         bound = layer.in_features**-0.5
         assert 0.9 * bound < down.abs().max() <= bound
-        assert float(down.std()) == pytest.approx(bound / 3**0.5, rel=0.2)
+        assert down.std().item() == pytest.approx(bound / 3**0.5, rel=0.2)
     plain = load_model(folders["qwen3"], dtype=torch.float32)
     assert_same_weights(dict(lora.whole_weights(model)), state(plain), rtol=0, atol=0)
     again, other = adapted(folders["qwen3"]), adapted(folders["qwen3"], seed=4)
