@@ -2,6 +2,12 @@
 
 import asyncio
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import peft
 import pyarrow.parquet as pq
@@ -23,6 +29,7 @@ from posttrain.train.worker import LossSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
+REPO = Path(__file__).resolve().parents[2]
 STEPS = 20
 SEED = 3
 OPTIM = {"lr": 5e-3, "eps": 1e-6, "betas": (0.9, 0.95), "weight_decay": 0.01, "schedule": "constant"}
@@ -158,6 +165,29 @@ def test_resume_at_another_world_size(alone):
 
 
 # ---------------------------------------------------------------------- the commands
+
+
+def test_the_commands_of_the_guide(tmp_path):
+    """docs/lora.md, with fewer steps and prompts."""
+    page = (REPO / "docs" / "lora.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```bash\n(.*?)^```", page, flags=re.S | re.M)
+    shorter = {
+        "sft": ["--steps", "3"],
+        "rl": ["--steps", "1", "--set", "data.batch_size=4", "--set", "rollout.max_response_tokens=32"],
+        "generate": ["--limit", "4", "--set", "rollout.max_response_tokens=32"],
+        "merge-ckpt": [],
+    }
+    ran = []
+    for words in [["posttrain", "prep", "arith"], *map(shlex.split, block.splitlines())]:
+        more = shorter[words[1]] if ran else ["--train-rows", "64", "--test-rows", "8"]
+        command = [sys.executable, "-m", *words, *more]
+        environment = os.environ | {"PYTHONPATH": str(REPO), "COLUMNS": "120"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        ran.append(words[1])
+    assert ran == ["prep", "sft", "rl", "generate", "merge-ckpt", "merge-ckpt"]
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
 @pytest.fixture(scope="module")
