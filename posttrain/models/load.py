@@ -6,6 +6,7 @@ clear message and not a traceback out of a worker.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import warnings
@@ -39,6 +40,13 @@ class ModelSource:
     @property
     def builtin(self) -> str | None:
         return self.path.removeprefix("builtin:") if self.path.startswith("builtin:") else None
+
+    @property
+    def manifests(self) -> list[Path]:
+        """``COMPLETE`` of each checkpoint of ours that the weights come from: it has the digests of all files."""
+        parts = [part for part in (self.shards, *self.adapters) if part is not None]
+        files = (Path(part).parent.parent / "COMPLETE" for part in parts)
+        return [file for file in files if file.is_file()]
 
 
 def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
@@ -81,6 +89,7 @@ def _with_adapter(folder: Path, trust_remote_code: bool) -> ModelSource:
     """An adapter that ``posttrain.models.lora`` wrote, on the weights it belongs to. Raises ``ModelError``."""
     try:
         base = dict(json.loads((folder / "base.json").read_text()))
+        manifests = dict(base.pop("manifests"))
         adapters = (*base.pop("adapters"), str(folder))
         source = ModelSource(**base, adapters=adapters, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -91,7 +100,19 @@ def _with_adapter(folder: Path, trust_remote_code: bool) -> ModelSource:
                 f"the adapter in {folder} belongs to weights that are gone: {part}",
                 hint="put them back there; an adapter is of no use without its base",
             )
+    for file, expected in manifests.items():
+        if not Path(file).is_file() or digest(Path(file)) != expected:
+            raise ModelError(
+                f"the adapter in {folder} belongs to other weights than those that are now in {Path(file).parent}",
+                hint="was that run started again? An adapter is of no use without its base",
+            )
     return source
+
+
+def digest(file: Path) -> str:
+    """sha256 of a file."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:

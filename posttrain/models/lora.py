@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.models.load import ModelSource, build
+from posttrain.models.load import ModelSource, build, digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -238,7 +238,8 @@ def save(model: PreTrainedModel, folder: Path, source: ModelSource, seed: int, *
     config.save_pretrained(str(folder))
     base = _absolute(replace(source, seed=seed if source.seed is None else source.seed))
     fields = {key: value for key, value in asdict(base).items() if key != "trust_remote_code"}
-    (folder / "base.json").write_text(json.dumps(fields, indent=1) + "\n")
+    manifests = {str(file): digest(file) for file in base.manifests}
+    (folder / "base.json").write_text(json.dumps(fields | {"manifests": manifests}, indent=1) + "\n")
 
 
 def read(folder: str) -> Iterator[tuple[str, LowRank]]:

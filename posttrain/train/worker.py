@@ -312,6 +312,7 @@ class TrainWorker:
         """
         bucket: list[tuple[str, Tensor]] = []
         size = 0
+        self._reshard()
         for name, full in lora.whole_weights(self.lm.model):
             nbytes = full.numel() * self.dtype.itemsize
             if bucket and size + nbytes > bucket_bytes:
@@ -362,6 +363,7 @@ class TrainWorker:
 
         Of the model what is trained: of a LoRA run the adapter, which also goes into ``folder/adapter``, whole.
         """
+        self._reshard()
         checkpoint.save_shards(Path(folder), self.lm.model, self.optimizer, self.step)
         if self.adapted:
             place = Path(folder) / "adapter"
@@ -369,10 +371,14 @@ class TrainWorker:
 
     def load(self, folder: str) -> None:
         """Read model and optimizer from ``folder``, written at any world size. A collective."""
-        # After a forward pass without a backward the root still holds whole parameters, and would go on using them.
+        self._reshard()
+        self.step = checkpoint.load_shards(Path(folder), self.lm.model, self.optimizer)
+
+    def _reshard(self) -> None:
+        """After a forward pass without a backward the root's parameters are whole ones, in the compute type, that the
+        optimizer does not know, and that the next forward pass would use again."""
         if self.sharded:
             cast(FSDPModule, self.lm).reshard()
-        self.step = checkpoint.load_shards(Path(folder), self.lm.model, self.optimizer)
 
     def _memory_gib(self) -> float:
         if self.spec.device == "cuda":

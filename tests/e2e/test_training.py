@@ -12,6 +12,8 @@ from dataclasses import replace
 import pytest
 import ray
 import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from posttrain import rl, sft
 from posttrain.algos.reduce import token_weights
@@ -383,6 +385,40 @@ class Stale(RemoteSampler):
 
     async def update_weights(self, version, buckets):
         await super().update_weights(version, self.stale)
+
+
+def test_what_is_saved_after_an_evaluation_is_what_was_trained(clusters, tmp_path):
+    """FSDP then holds embeddings and head whole, and in the compute type: not what belongs in a checkpoint."""
+    cluster = clusters(config(cluster={"workers": 2}, train={"dtype": "bfloat16"}))
+    batch = sft_batch()
+
+    async def work():
+        group = await cluster.trainer("actor", SOURCE)
+        await group.update(batch, LossSpec())
+        await group.save(str(tmp_path / "before"))
+        await group.evaluate(batch)
+        await group.save(str(tmp_path / "after"))
+
+    asyncio.run(work())
+    for part in ("model", "optim"):
+        before, after = (read_shards(tmp_path / name / part) for name in ("before", "after"))
+        assert before.keys() == after.keys()
+        assert len(before) > 20
+        for name, tensor in before.items():
+            assert tensor.dtype == torch.float32
+            assert torch.equal(after[name], tensor), name
+
+
+def read_shards(folder):
+    """Every tensor of a checkpoint, by its name there."""
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        for name, found in metadata.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
+    load(state, checkpoint_id=folder, no_dist=True)
+    return state
 
 
 def test_weight_sync_is_proven(alone, start):

@@ -171,7 +171,7 @@ def test_it_starts_as_its_base_and_as_peft_starts(folders):
         assert not up.any()
         bound = layer.in_features**-0.5
         assert 0.9 * bound < down.abs().max() <= bound
-        assert float(down.std()) == pytest.approx(bound / 3**0.5, rel=0.2)
+        assert down.std().item() == pytest.approx(bound / 3**0.5, rel=0.2)
     plain = load_model(folders["qwen3"], dtype=torch.float32)
     assert_same_weights(dict(lora.whole_weights(model)), state(plain), rtol=0, atol=0)
     again, other = adapted(folders["qwen3"]), adapted(folders["qwen3"], seed=4)
@@ -368,7 +368,7 @@ def test_an_adapter_on_an_adapter(tmp_path, folders):
     assert_same_weights(state(load_model(found, dtype=torch.float32)), both, rtol=0, atol=0)
     with lora.switched_off(second), torch.no_grad():  # the reference of a second run is what it started from
         off = float(packed_loss(second, sequences()))
-    assert off == pytest.approx(float(packed_loss(first, sequences())), rel=1e-6)
+    assert off == pytest.approx(packed_loss(first, sequences()).item(), rel=1e-6)
 
 
 def test_a_run_of_all_weights_on_an_adapter_and_back(tmp_path):
@@ -382,6 +382,26 @@ def test_a_run_of_all_weights_on_an_adapter_and_back(tmp_path):
     assert found.shards == source.shards
     expected = dict(lora.whole_weights(model))
     assert_same_weights(state(load_model(found, dtype=torch.float32)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("first", ["full", "lora"])
+def test_a_base_that_was_trained_again_is_noticed(tmp_path, first):
+    def train_base(seed):
+        root = tmp_path / "base"
+        folder = checkpoint.begin(root, 1)
+        if first == "full":
+            checkpoint.save_shards(folder / "actor", create_builtin("tiny", seed), None, 1)
+            save_text_side(TINY, folder / "actor" / "huggingface")
+        else:
+            written(adapted(seed=seed, shaken=True), folder, seed=seed)
+        return locate(str(checkpoint.commit(folder, 1, {}, keep=1).path))
+
+    source = train_base(1)
+    written(adapted(source), tmp_path / "lora", source)
+    assert locate(str(tmp_path / "lora")).path == source.path
+    train_base(2)
+    with pytest.raises(ModelError, match=r"other weights than those that are now in .*base/global_step_1"):
+        locate(str(tmp_path / "lora"))
 
 
 def test_export_and_merge_ckpt(tmp_path):
@@ -422,7 +442,7 @@ def break_base(folder):
 
 
 def break_base_fields(folder):
-    (folder / "base.json").write_text('{"path": "builtin:tiny"}')
+    (folder / "base.json").write_text('{"path": "builtin:tiny", "manifests": {}}')
 
 
 def remove_base(folder):
