@@ -242,7 +242,7 @@ class TrainConfig(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What of a layer is computed again in the backward pass: nothing; all but matrix products and attention; all."""
     shard_size: PositiveInt | None = None
-    """Workers that share one copy of the weights; copies are replicated (hybrid sharding). None: all share one."""
+    """Workers that share one copy of the weights; copies are replicated (hybrid sharding); none: all share one."""
     reduce_gradients: Literal["microbatch", "step"] = "microbatch"
     """When gradients of several workers are summed. After every micro-batch each worker holds its share only; once a
     step takes less communication, and memory for all gradients in float32 on every worker."""

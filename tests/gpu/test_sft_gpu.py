@@ -70,7 +70,7 @@ def test_the_loss_falls(model, tmp_path, workers):
     rows = metrics(tmp_path)
     print(output[-1500:])
     print({k: v for k, v in rows[-1].items() if k.startswith(("perf/", "train/"))})
-    assert rows[-1]["train/loss"] < 0.7 * rows[0]["train/loss"]
+    assert rows[-1]["train/loss"] < 0.8 * rows[0]["train/loss"]
     assert rows[-1]["perf/padding"] == 0.0
 
 
