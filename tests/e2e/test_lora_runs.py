@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from posttrain import generate, merge_ckpt, prep, rl, sft
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster, local_ray
+from posttrain.cluster.sync import publish
 from posttrain.config import Config
 from posttrain.data.pack import PackedBatch
 from posttrain.models.builtin import create_builtin
@@ -152,6 +153,25 @@ def test_in_bfloat16_adapters_stay_in_float32(alone, workers):
         assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-2)
     assert torch.equal(off, base)
     assert (on - base).abs().max() > 0.1
+
+
+def test_an_engine_gets_merged_weights_from_two_workers(alone):
+    """And proves it: those of a resumed run, after a forward pass that left the root unsharded."""
+    canary = [list(range(40)), [3, 1, 2]]
+
+    async def main():
+        async with Cluster(config(2)) as cluster:
+            group = await cluster.trainer("actor", ModelSource("builtin:tiny"), total_steps=STEPS)
+            samplers = await cluster.samplers(ModelSource("builtin:tiny"), [0])
+            await group.load(str(alone[0] / "half"))
+            await group.logprobs(next(batches()))
+            options = {"canary": canary, "temperature": 1.0, "tolerance": 1e-4}
+            first = await publish(group, samplers, version=1, **options)
+            await steps(group, 10, 12)
+            return first, await publish(group, samplers, version=2, **options)
+
+    for found in asyncio.run(main()):
+        assert found["sync/canary_gap"] < 1e-5
 
 
 def test_resume_at_another_world_size(alone):
