@@ -1,8 +1,8 @@
 """Give a model on the meta device its weights: each process reads what it holds, and no more.
 
 A model is built without memory (``load.build``), sharded, made real (``materialize``) and filled (``fill``). Weights
-come straight out of memory-mapped safetensors: of a sharded parameter only this process's rows are read, so a process
-needs memory for its shard and for one tensor on the way.
+come straight out of memory-mapped safetensors, one file at a time: of a sharded parameter only this process's rows are
+read, so a process needs memory for its shard and for the pages of one file.
 
 Names on disk need not be the model's: transformers renames and merges them while it loads (experts of a mixture come
 one by one and live in one parameter). Its own rules are used here.
@@ -11,8 +11,7 @@ one by one and live in one parameter). Its own rules are used here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,35 +120,53 @@ def _safetensors(source: ModelSource) -> list[Path]:
     return files
 
 
+class _Files:
+    """Safetensors files, of which one is open at a time: pages of a mapped file count as the process's memory."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._open: tuple[Path, Any] | None = None
+        self.file_of: dict[str, Path] = {}
+        """name of each tensor -> its file"""
+        for file in files:
+            self.file_of |= dict.fromkeys(self._reader(file).keys(), file)
+
+    def slice(self, name: str) -> Any:
+        """A lazy slice, to be read before another tensor is asked for."""
+        return self._reader(self.file_of[name]).get_slice(name)
+
+    def _reader(self, file: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if self._open is None or self._open[0] != file:
+            self._open = None  # lets go of the one before
+            try:
+                self._open = file, safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ModelError(f"cannot read {file}: {error}", hint="is the download complete?") from error
+        return self._open[1]
+
+
 @dataclass
 class _Target:
     """One parameter of the model, and what on disk it is made of."""
 
     converter: Any = None
     """The transformers rule that makes it of several tensors; None: it is one tensor as it is."""
-    sources: list[tuple[str, Any, str]] = field(default_factory=list)
-    """(name on disk, lazy slice, pattern of the rule it matched)"""
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    """(name on disk, pattern of the rule it matched)"""
 
 
 def _fill_from_files(model: PreTrainedModel, files: list[Path], source: ModelSource) -> None:
-    from safetensors import SafetensorError, safe_open
-
     parameters = lora.base_names(dict(model.named_parameters()))
-    with ExitStack() as stack:
-        slices: dict[str, Any] = {}
-        for file in files:
-            try:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-            except SafetensorError as error:
-                raise ModelError(f"cannot read {file}: {error}", hint="is the download complete?") from error
-            slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-        filled: set[str] = set()
-        for name, target in _targets(model, slices).items():
-            for full, tensor in _tensors(model, name, target):
-                if full in parameters:
-                    _check_shape(full, parameters[full], tensor, source)
-                    _copy(parameters[full], tensor)
-                    filled.add(full)
+    reader = _Files(files)
+    targets = _targets(model, reader.file_of)
+    filled: set[str] = set()
+    for name in sorted(targets, key=lambda name: reader.file_of[targets[name].sources[-1][0]]):
+        for full, tensor in _tensors(model, name, targets[name], reader):
+            if full in parameters:
+                _check_shape(full, parameters[full], tensor, source)
+                _copy(parameters[full], tensor)
+                filled.add(full)
     missing = [name for name in parameters if name not in filled]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -159,7 +176,7 @@ def _fill_from_files(model: PreTrainedModel, files: list[Path], source: ModelSou
         )
 
 
-def _targets(model: PreTrainedModel, slices: Mapping[str, Any]) -> dict[str, _Target]:
+def _targets(model: PreTrainedModel, names: Iterable[str]) -> dict[str, _Target]:
     """Which tensors on disk make which parameter, by transformers' rules for this kind of model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -175,7 +192,7 @@ def _targets(model: PreTrainedModel, slices: Mapping[str, Any]) -> dict[str, _Ta
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     known = lora.base_names(model.state_dict())
     targets: dict[str, _Target] = {}
-    for key in sorted(slices, key=dot_natural_key):
+    for key in sorted(names, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         if name not in known and key in known:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, known)
@@ -184,17 +201,17 @@ def _targets(model: PreTrainedModel, slices: Mapping[str, Any]) -> dict[str, _Ta
         target = targets.setdefault(name, _Target())
         if pattern is not None and target.converter is None:
             target.converter = deepcopy(by_pattern[pattern])
-        target.sources.append((key, slices[key], pattern or key))
+        target.sources.append((key, pattern or key))
     return targets
 
 
-def _tensors(model: PreTrainedModel, name: str, target: _Target) -> Iterator[tuple[str, Any]]:
+def _tensors(model: PreTrainedModel, name: str, target: _Target, files: _Files) -> Iterator[tuple[str, Any]]:
     """(parameter, its tensor or a lazy slice of it) of a target."""
     if target.converter is None:
-        yield name, target.sources[-1][1]
+        yield name, files.slice(target.sources[-1][0])
         return
-    for key, lazy, pattern in target.sources:
-        target.converter.add_tensor(name, key, pattern, lambda lazy=lazy: lazy[...])
+    for key, pattern in target.sources:
+        target.converter.add_tensor(name, key, pattern, lambda key=key: files.slice(key)[...])
     for full, tensor in target.converter.convert(name, model=model, config=model.config).items():
         yield full, tensor[0] if isinstance(tensor, list) else tensor
 
