@@ -1,4 +1,4 @@
-"""The command line: parse, resolve the config, call one ``run``. Imports nothing heavy.
+"""The command line: parse, resolve the config, call one ``run``. Imports nothing heavy; commands import what they need.
 
 Data goes to stdout, everything else to stderr. Exit codes: 0, 1 for a failed run, 2 for bad input, 130 for Ctrl-C.
 """
@@ -12,14 +12,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 import typer
 
 from posttrain import __version__
-from posttrain.errors import ConfigError, PosttrainError
-from posttrain.presets import Resolved, default_preset, dump_toml, list_presets, load_preset, resolve
-from posttrain.runs import Interrupted
+from posttrain.errors import ConfigError, Interrupted, PosttrainError
+
+if TYPE_CHECKING:
+    from posttrain.presets import Resolved
 
 P = ParamSpec("P")
 
@@ -261,6 +262,7 @@ def evaluate(
 ) -> None:
     """Grade responses: pass@k by data source."""
     from posttrain import evaluate
+    from posttrain.presets import resolve
     from posttrain.registry import load_plugins
 
     try:
@@ -309,6 +311,8 @@ def presets_list(context: typer.Context) -> None:
     """List the shipped presets: name, command, description."""
     if context.invoked_subcommand is not None:
         return
+    from posttrain.presets import list_presets
+
     found = list_presets()
     width = max(len(preset.name) for preset in found)
     for preset in found:
@@ -322,6 +326,8 @@ def presets_show(
     provenance: Annotated[bool, typer.Option("--provenance", help="Say where each value came from.")] = False,
 ) -> None:
     """Print a preset's resolved config as TOML."""
+    from posttrain.presets import dump_toml, load_preset, resolve
+
     command: Any = load_preset(name).command
     resolved = resolve(command, name)
     typer.echo(dump_toml(resolved.config, resolved.provenance if provenance else None), nl=False)
@@ -337,6 +343,8 @@ def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON line.
 def _resolve(
     command: Literal["sft", "rl", "generate"], preset: str | None, sets: list[str] | None, flags: dict[str, Any]
 ) -> Resolved:
+    from posttrain.presets import default_preset, resolve
+
     if preset is None:
         preset, line = default_preset(command)
         typer.echo(line, err=True)

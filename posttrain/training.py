@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config import Config
+from posttrain.errors import Interrupted
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource
-from posttrain.runs import Interrupted, RunDir, StopSignal
+from posttrain.runs import RunDir, StopSignal
 from posttrain.track.metrics import truncate_metrics
 from posttrain.train import checkpoint
 
