@@ -1,25 +1,28 @@
-"""The command line: parse, resolve the config, call one ``run``. Imports nothing heavy.
+"""The command line: parse, resolve the config, call one ``run``. Imports nothing heavy; commands import what they need.
 
 Data goes to stdout, everything else to stderr. Exit codes: 0, 1 for a failed run, 2 for bad input, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 import typer
 
 from posttrain import __version__
-from posttrain.errors import ConfigError, PosttrainError
-from posttrain.presets import Resolved, default_preset, dump_toml, list_presets, load_preset, resolve
-from posttrain.runs import Interrupted
+from posttrain.errors import ConfigError, Interrupted, PosttrainError
+
+if TYPE_CHECKING:
+    from posttrain.presets import Resolved
 
 P = ParamSpec("P")
 
@@ -266,6 +269,7 @@ def evaluate(
 ) -> None:
     """Grade responses: pass@k by data source."""
     from posttrain import evaluate
+    from posttrain.presets import resolve
     from posttrain.registry import load_plugins
 
     try:
@@ -315,6 +319,8 @@ def presets_list(context: typer.Context) -> None:
     """List the shipped presets: name, command, description."""
     if context.invoked_subcommand is not None:
         return
+    from posttrain.presets import list_presets
+
     found = list_presets()
     width = max(len(preset.name) for preset in found)
     for preset in found:
@@ -328,6 +334,8 @@ def presets_show(
     provenance: Annotated[bool, typer.Option("--provenance", help="Say where each value came from.")] = False,
 ) -> None:
     """Print a preset's resolved config as TOML."""
+    from posttrain.presets import dump_toml, load_preset, resolve
+
     command: Any = load_preset(name).command
     resolved = resolve(command, name)
     typer.echo(dump_toml(resolved.config, resolved.provenance if provenance else None), nl=False)
@@ -343,6 +351,8 @@ def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON line.
 def _resolve(
     command: Literal["sft", "rl", "generate"], preset: str | None, sets: list[str] | None, flags: dict[str, Any]
 ) -> Resolved:
+    from posttrain.presets import default_preset, resolve
+
     if preset is None:
         preset, line = default_preset(command)
         typer.echo(line, err=True)
@@ -367,5 +377,7 @@ def _tools(text: str | None) -> list[str] | None:
 
 def main() -> None:
     """Entry point of the console script. ``--debug`` may stand anywhere on the line."""
+    # At its end Python searches the objects of all libraries for cycles: 0.1 s and more. Nothing of ours waits for that.
+    atexit.register(gc.freeze)
     args = [arg for arg in sys.argv[1:] if arg != "--debug"]
     app(args=["--debug", *args] if len(args) < len(sys.argv) - 1 else args)

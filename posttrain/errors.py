@@ -2,6 +2,7 @@
 
 ``UserError`` (exit 2) is bad input: a file, a key, a value. ``RunError`` (exit 1) is a run that failed for
 another reason: a worker died, a deadline passed, weights did not match. A traceback is shown only with ``--debug``.
+``Interrupted`` is no error: the user asked for it.
 """
 
 from __future__ import annotations
@@ -61,3 +62,7 @@ class DeadlineError(RunError):
 
 class WeightSyncError(RunError):
     """An engine's log-probabilities do not match the trainer's after a weight update."""
+
+
+class Interrupted(Exception):
+    """The user asked to stop, and the run saved itself: the same command goes on from there. The CLI exits with 130."""

@@ -23,7 +23,7 @@ from posttrain.datasets import DATASETS, Dataset
 from posttrain.errors import DataError
 from posttrain.prep_rows import Comparison, Item, Split, collect
 from posttrain.registry import nearest
-from posttrain.tools.sets import open_tools
+from posttrain.tools import Tool
 from posttrain.types import Message, ToolSchema
 
 
@@ -138,9 +138,9 @@ def run(
 @contextmanager
 def _rare_cycle_search() -> Iterator[None]:
     """Rows are millions of small objects without cycles, and looking through all of them again and again takes a
-    quarter of the time. Graders do leave cycles behind, so young objects are still looked at."""
+    quarter of the time. Graders do leave cycles behind, so young objects are still looked at, if seldom."""
     usual = gc.get_threshold()
-    gc.set_threshold(100_000, 20, 1000)
+    gc.set_threshold(500_000, 20, 1000)
     try:
         yield
     finally:
@@ -152,7 +152,7 @@ def _prepare(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What ``run`` does; (rows by file, dropped rows by reason)."""
     dataset = DATASETS.get(name)()
-    tools = list(open_tools(asked.tools).values())
+    tools = _opened(asked.tools)
     splits = _chosen(dataset, source, asked)
     written = [*splits, "val"] if asked.val_fraction else splits
     _check_folder(folder, [] if overwrite else [file for split in written for file in _files(split)])
@@ -175,6 +175,15 @@ def _prepare(
     for part in parts.values():
         dropped.update({reason: len(faults) for reason, faults in part.dropped.items()})
     return rows, dict(dropped)
+
+
+def _opened(names: Sequence[str]) -> list[Tool]:
+    """The tools of these names."""
+    if not names:
+        return []
+    from posttrain.tools.sets import open_tools
+
+    return list(open_tools(names).values())
 
 
 def _files(split: str) -> tuple[str, str]:

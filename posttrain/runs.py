@@ -53,10 +53,6 @@ _GRACE_S = 5.0
 """Time for a step to end and be saved. Workers and Ray then take up to 4 s to go: 10 s after Ctrl-C nothing is left."""
 
 
-class Interrupted(Exception):
-    """The user asked to stop, and the run saved itself: the same command goes on from there. The CLI exits with 130."""
-
-
 @dataclass(frozen=True)
 class RunDir:
     """An open run folder. Make one with ``RunDir.open``; end it with ``finish``."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config import Config
-from posttrain.errors import ConfigError, RunError
+from posttrain.errors import ConfigError, Interrupted, RunError
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource, locate
-from posttrain.runs import Interrupted, RunDir, StopSignal
+from posttrain.runs import RunDir, StopSignal
 from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
 

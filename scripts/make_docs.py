@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, TypeAdapter
+from typing_extensions import is_typeddict
 
 from posttrain.cli import app
 from posttrain.config import ALGO_BUNDLES, Config
@@ -202,23 +203,31 @@ def _with_parts(page: str, parts: dict[str, str]) -> str:
     return text
 
 
-def fields_table(model: type[BaseModel], elsewhere: Iterable[str] = ()) -> str:
+def fields_table(model: type, elsewhere: Iterable[str] = ()) -> str:
     """The fields of a row type, with the fields of its structs except of those described ``elsewhere``."""
     return _table(("field", "type", "what it is"), _fields(model, "", frozenset(elsewhere)))
 
 
-def _fields(model: type[BaseModel], prefix: str, elsewhere: frozenset[str]) -> Iterator[tuple[str, str, str]]:
+def _fields(model: type, prefix: str, elsewhere: frozenset[str]) -> Iterator[tuple[str, str, str]]:
     own = model.__annotations__
-    parts = [part for part in reversed(model.__mro__) if issubclass(part, BaseModel) and part is not BaseModel]
+    parts = [part for part in reversed(model.__mro__) if part.__module__ == model.__module__]
     described = {name: text for part in parts for name, text in _docstrings(part).items()}
-    for name in sorted(model.model_fields, key=lambda name: name not in own):  # what all rows share comes last
-        field = model.model_fields[name]
-        optional = "" if field.is_required() else ", optional"
-        about = " ".join(described[name].split())
-        yield f"`{prefix}{field.alias or name}`", _words(field.annotation) + optional, about
-        inner = _struct(field.annotation)
+    hints = typing.get_type_hints(model)
+    optional = _optional(model)
+    for name in sorted(described, key=lambda name: name not in own):  # what all rows share comes last
+        words = _words(hints[name]) + (", optional" if name in optional else "")
+        yield f"`{prefix}{name}`", words, " ".join(described[name].split())
+        inner = _struct(hints[name])
         if inner is not None and name not in elsewhere:
             yield from _fields(inner, f"{prefix}{name}.", elsewhere)
+
+
+def _optional(model: type) -> set[str]:
+    """The fields of a model or a TypedDict that may be left out."""
+    if issubclass(model, BaseModel):
+        return {name for name, field in model.model_fields.items() if not field.is_required()}
+    hints = typing.get_type_hints(model, include_extras=True)
+    return {name for name, hint in hints.items() if get_origin(hint) is typing.NotRequired}
 
 
 def _docstrings(model: type) -> dict[str, str]:
@@ -232,9 +241,9 @@ def _docstrings(model: type) -> dict[str, str]:
     return texts
 
 
-def _struct(hint: Any) -> type[BaseModel] | None:
+def _struct(hint: Any) -> type | None:
     """The struct in a type hint, perhaps in a list."""
-    if isinstance(hint, type) and issubclass(hint, BaseModel):
+    if isinstance(hint, type) and (issubclass(hint, BaseModel) or is_typeddict(hint)):
         return hint
     return next(filter(None, map(_struct, get_args(hint))), None)
 

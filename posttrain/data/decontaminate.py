@@ -28,7 +28,8 @@ _GROUP = 5
 # A run of letters and digits, but each ideograph, kana or hangul syllable alone: these scripts do not mark words.
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W_{_IDEOGRAPHS}]+")
-_ASCII_WORD = re.compile(r"[a-z0-9]+")
+# Of ASCII text the same, several times as fast: letters in lower case, digits, and a space for everything else.
+_ASCII = bytes(ord(c.lower()) if c.isascii() and c.isalnum() else ord(" ") for c in map(chr, range(256)))
 
 Hashes = npt.NDArray[np.uint64]
 Words = list[str]
@@ -37,7 +38,7 @@ Words = list[str]
 def words(text: str) -> Words:
     """The normalised words of a text."""
     if text.isascii():
-        return _ASCII_WORD.findall(text.lower())
+        return text.encode().translate(_ASCII).decode().split()
     return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
@@ -140,7 +141,8 @@ class EvalSet:
         count = max(0, len(flat) - NGRAM + 1)
         value = np.zeros(count, dtype=np.uint64)
         for offset in range(NGRAM):
-            value = value * _FACTOR + ids[offset : offset + count]
+            value *= _FACTOR
+            value += ids[offset : offset + count]
         return value
 
 

@@ -45,6 +45,7 @@ _BATCH = 1024
 _GROUP_ROWS, _GROUP_BYTES = 8192, 32 << 20
 """Most rows, and about the most bytes, of a row group: what a reader that streams holds at once."""
 
+_TEXT = json.JSONEncoder(ensure_ascii=False)
 _MOST_TOOLS = 256
 _TOOLS_TEXTS: dict[tuple[int, ...], tuple[Sequence[ToolSchema], str]] = {}
 
@@ -75,7 +76,7 @@ def tools_text(tools: Sequence[ToolSchema]) -> str | None:
     if key not in _TOOLS_TEXTS:
         if len(_TOOLS_TEXTS) == _MOST_TOOLS:
             _TOOLS_TEXTS.clear()
-        _TOOLS_TEXTS[key] = (tuple(tools), json.dumps(tools, ensure_ascii=False))
+        _TOOLS_TEXTS[key] = (tuple(tools), _TEXT.encode(tools))
     return _TOOLS_TEXTS[key][1]
 
 
@@ -314,7 +315,7 @@ def _column_hint(column: str, needed: Sequence[str], names: Sequence[str], made_
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
-    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    function["arguments"] = _TEXT.encode(function["arguments"])
     return {**call, "function": function}
 
 

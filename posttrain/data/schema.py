@@ -12,10 +12,11 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict  # pydantic takes that of `typing` from Python 3.12 on
 
 from posttrain.data.messages import normalize_messages, normalize_tools
 from posttrain.data.turns import IMAGE, RowError, check_messages
@@ -42,71 +43,78 @@ class _Struct(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class FunctionCallField(_Struct):
+def _arguments(value: Any) -> Any:
+    return json.loads(value or "{}") if isinstance(value, str) else without_none(value or {})
+
+
+# Messages and their calls are checked as the dicts that they are. There are several in each row of a file, and to make
+# objects of them takes as long again.
+
+
+class FunctionCallField(TypedDict):
     """The function that a call names, and what it is given."""
 
-    name: str = Field(min_length=1)
+    name: Annotated[str, Field(min_length=1)]
     """A function that `tools` declares."""
-    arguments: dict[str, Any] = {}
+    arguments: NotRequired[Annotated[dict[str, Any], BeforeValidator(_arguments)]]
     """By parameter. Written as JSON text, because arguments have no fixed shape, which parquet needs."""
 
-    @field_validator("arguments", mode="before")
-    @classmethod
-    def _read(cls, value: Any) -> Any:
-        return json.loads(value or "{}") if isinstance(value, str) else without_none(value or {})
 
-
-class ToolCallField(_Struct):
+class ToolCallField(TypedDict):
     """One call of a tool, in OpenAI's form."""
 
-    id: str | None = None
+    id: NotRequired[str | None]
     """What a tool message names in `tool_call_id`."""
-    type: str | None = None
+    type: NotRequired[str | None]
     """Always `function`."""
     function: FunctionCallField
     """The call itself."""
 
-    def typed(self) -> ToolCall:
-        """The call as the rest of posttrain knows it."""
-        call: ToolCall = {
-            "type": "function",
-            "function": {"name": self.function.name, "arguments": self.function.arguments},
-        }
-        return call if self.id is None else {"id": self.id, **call}
 
-
-class MessageField(_Struct):
+class MessageField(TypedDict):
     """One message."""
 
     role: Role
     """Who speaks. A system message comes first, an assistant answers a user or a tool."""
-    content: str | None = None
+    content: NotRequired[str | None]
     """The text; `<image>` where an image belongs. A typed list of parts is joined to one text."""
-    reasoning_content: str | None = None
+    reasoning_content: NotRequired[str | None]
     """Assistant only: its thoughts, for templates that show them apart."""
-    tool_calls: list[ToolCallField] | None = None
+    tool_calls: NotRequired[list[ToolCallField] | None]
     """Assistant only: the calls it makes."""
-    tool_call_id: str | None = None
+    tool_call_id: NotRequired[str | None]
     """Tool only: the call it answers; without it, results answer the calls in their order."""
-    name: str | None = None
+    name: NotRequired[str | None]
     """Tool only: the function that was called."""
-    train: bool | None = None
+    train: NotRequired[bool | None]
     """Assistant only: false leaves the message out of the SFT loss."""
 
-    def typed(self) -> Message:
-        """The message as the rest of posttrain knows it: without absent fields, and its content always a text."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
-        if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            message["tool_calls"] = [call.typed() for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.name is not None:
-            message["name"] = self.name
-        if self.train is not None:
-            message["train"] = self.train
-        return cast(Message, message)
+
+def _message(given: MessageField) -> Message:
+    """A message as the rest of posttrain knows it: without absent fields, and its content always a text."""
+    message: Message = {"role": given["role"], "content": given.get("content") or ""}
+    if thoughts := given.get("reasoning_content"):
+        message["reasoning_content"] = thoughts
+    if calls := given.get("tool_calls"):
+        message["tool_calls"] = [_call(call) for call in calls]
+    if (answered := given.get("tool_call_id")) is not None:
+        message["tool_call_id"] = answered
+    if (name := given.get("name")) is not None:
+        message["name"] = name
+    if (train := given.get("train")) is not None:
+        message["train"] = train
+    return message
+
+
+def _call(given: ToolCallField) -> ToolCall:
+    """A call as the rest of posttrain knows it."""
+    function = given["function"]
+    call: ToolCall = {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": function.get("arguments", {})},
+    }
+    identity = given.get("id")
+    return call if identity is None else {"id": identity, **call}
 
 
 class RewardModelField(_Struct):
@@ -201,7 +209,7 @@ class RlhfRow(_Row):
         Raises:
             RowError: the messages are out of order, or their calls or images do not match the row.
         """
-        messages = [message.typed() for message in self.prompt]
+        messages = [_message(message) for message in self.prompt]
         extra = dict(self.extra_info or {})
         tools = self.tools or []
         kwargs = _tools_kwargs(extra.get("tools_kwargs"), self.tools_kwargs)
@@ -231,7 +239,7 @@ class SftRow(_Row):
         Raises:
             RowError: the messages are out of order, or their calls or images do not match the row.
         """
-        messages = [message.typed() for message in self.messages]
+        messages = [_message(message) for message in self.messages]
         tools = self.tools or []
         check_messages(
             messages,

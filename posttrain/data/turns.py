@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from posttrain.registry import nearest
-from posttrain.types import Message
+from posttrain.types import Message, Role
 
 IMAGE = "<image>"
 """Stands in a message's text where an image belongs, as in verl and LLaMA-Factory."""
@@ -53,29 +53,29 @@ def check_messages(
             raise RowError(column, f"no {role} message", hint if roles else "it has no message at all")
     open_calls: list[str | None] = []
     for i, message in enumerate(messages):
-        here = f"{column}.{i}"
-        last = messages[i - 1] if i else None
         if message["role"] == "tool":
-            _take_call(message, messages[:i], open_calls, here)
+            _take_call(message, messages[:i], open_calls, f"{column}.{i}")
         else:
-            _check_order(message, last, here)
+            _check_order(roles, i, column)
             open_calls = [call.get("id") for call in message.get("tool_calls", ())]
         if "tool_calls" in message:
-            _check_calls(message, declared, here)
+            _check_calls(message, declared, f"{column}.{i}")
     _check_images(messages, column, images)
 
 
-def _check_order(message: Message, last: Message | None, here: str) -> None:
-    role = message["role"]
-    follows = f"follows the {last['role']} message" if last else "starts the conversation"
-    if role == "system" and last:
-        raise RowError(f"{here}.role", f"roles out of order: a system message {follows}", "put it at the start")
-    if role == "assistant" and (last is None or last["role"] not in ("user", "tool")):
-        raise RowError(
-            f"{here}.role",
-            f"roles out of order: an assistant message {follows}",
+def _check_order(roles: Sequence[Role], i: int, column: str) -> None:
+    last = roles[i - 1] if i else None
+    if roles[i] == "system" and last:
+        message, hint = f"a system message follows the {last} message", "put it at the start"
+    elif roles[i] == "assistant" and last not in ("user", "tool"):
+        follows = f"follows the {last} message" if last else "starts the conversation"
+        message, hint = (
+            f"an assistant message {follows}",
             "an assistant answers a user or a tool; join two messages of one turn",
         )
+    else:
+        return
+    raise RowError(f"{column}.{i}.role", f"roles out of order: {message}", hint)
 
 
 def _take_call(message: Message, before: Sequence[Message], open_calls: list[str | None], here: str) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from math import isfinite  # `math` is the name of a grader in this package
 from typing import Any, Protocol, TypeVar
 
-from posttrain.config import RewardConfig
 from posttrain.errors import ConfigError
 from posttrain.registry import Registry, nearest
 from posttrain.types import Score
@@ -157,7 +156,7 @@ def checked(score: object, who: str) -> Score:
     return score
 
 
-_deadline_s = RewardConfig().deadline_s
+_deadline_s: float | None = None
 
 
 def set_item_deadline(seconds: float) -> None:
@@ -168,7 +167,11 @@ def set_item_deadline(seconds: float) -> None:
 
 def item_deadline_s() -> float:
     """How long this process may take for one item. A grader that would take longer has to end by itself before."""
-    return _deadline_s
+    if _deadline_s is not None:
+        return _deadline_s
+    from posttrain.config import RewardConfig  # on demand: it takes longer to import than graders do
+
+    return RewardConfig().deadline_s
 
 
 def failed(message: str) -> Score:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import functools
@@ -166,6 +165,8 @@ def from_function(function: Callable[..., Any], **options: Any) -> FunctionTool:
 async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Run a function in a thread of its own. Those of ``asyncio.to_thread`` are few, and the end of the run waits for
     them: a function that never returns would stop other tools, and then the run."""
+    import asyncio  # here: whoever asks a tool for its schema alone (prep) has no event loop
+
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()

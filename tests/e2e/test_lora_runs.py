@@ -21,10 +21,10 @@ from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.cluster.sync import publish
 from posttrain.config import Config
 from posttrain.data.pack import PackedBatch
+from posttrain.errors import Interrupted
 from posttrain.models.builtin import create_builtin
 from posttrain.models.load import ModelSource, load_model, locate
 from posttrain.presets import resolve
-from posttrain.runs import Interrupted
 from posttrain.train import checkpoint
 from posttrain.train.worker import LossSpec
 

@@ -9,8 +9,8 @@ import pytest
 from posttrain import rl
 from posttrain.cluster.cluster import local_ray
 from posttrain.data.parquet import write_rows
+from posttrain.errors import Interrupted
 from posttrain.presets import resolve
-from posttrain.runs import Interrupted
 from posttrain.train import checkpoint
 
 PLUGIN = """

@@ -24,12 +24,12 @@ from posttrain.cluster.sync import publish
 from posttrain.config import AlgoConfig, Config
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import Conversation, sft_row, write_rows
-from posttrain.errors import DeadlineError, PosttrainError, RunError, WeightSyncError, WorkerError
+from posttrain.errors import DeadlineError, Interrupted, PosttrainError, RunError, WeightSyncError, WorkerError
 from posttrain.models.attention import Ragged, choose
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model, load_shards
 from posttrain.presets import resolve
-from posttrain.runs import Interrupted, RunDir, StopSignal
+from posttrain.runs import RunDir, StopSignal
 from posttrain.track import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.model import PackedLM

@@ -111,13 +111,13 @@ def test_debug_shows_the_traceback(place: str, tmp_path: Path) -> None:
     [
         ("ValueError('boom')", 1, "error: ValueError: boom\nhint: run with --debug for the traceback\n"),
         ("KeyboardInterrupt()", 130, "interrupted\n"),
-        ("posttrain.runs.Interrupted('stopped after step 2')", 130, "stopped after step 2; the same command goes on"),
+        ("posttrain.errors.Interrupted('stopped after step 2')", 130, "stopped after step 2; the same command goes on"),
         ("posttrain.errors.WorkerError('worker 1 died')", 1, "error: worker 1 died\n"),
     ],
 )
 def test_exit_code_of_what_a_command_raises(raised: str, code: int, line: str, tmp_path: Path) -> None:
     program = (
-        "import posttrain.runs, posttrain.errors\nfrom posttrain.cli import app, guarded\n"
+        "import posttrain.errors\nfrom posttrain.cli import app, guarded\n"
         f"@app.command()\n@guarded\ndef fails() -> None:\n    raise {raised}\n"
         "app(['fails'])"
     )

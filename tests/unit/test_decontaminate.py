@@ -37,6 +37,11 @@ def test_words_are_normalised() -> None:
     assert words("") == words("$ -- !") == []
 
 
+@given(st.text(st.characters(max_codepoint=127)))
+def test_words_of_ascii_text_are_those_of_any_text(text: str) -> None:
+    assert [*words(text), "é"] == words(f"{text} é")
+
+
 def test_the_same_question_in_other_words_of_punctuation() -> None:
     assert overlaps([f"{LONG.upper()}!! How far, then?"], [f"({LONG.replace(' ', '  ')})"]) == [(0, 0)]
 

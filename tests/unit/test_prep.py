@@ -119,7 +119,7 @@ def test_other_bad_input(tmp_path):
 
 
 def test_prep_needs_no_heavy_library():
-    heavy = ["torch", "ray", "transformers", "pyarrow", "pandas"]
+    heavy = ["torch", "ray", "transformers", "pyarrow", "pandas", "asyncio", "posttrain.config"]
     code = f"import sys, posttrain.prep; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
@@ -164,6 +164,20 @@ def test_bad_gold_answers_under_half_a_percent_are_dropped_and_listed(tmp_path):
         prep.run("gsm8k", source, str(tmp_path / "out"), overwrite=True)
     assert "2 of 201 rows" in (error.value.hint or "")
     assert card(tmp_path / "out", "train.parquet")["rows"] == 200
+
+
+def test_rows_keep_order_and_number_over_several_batches(tmp_path):
+    bad = [0, 1023, 1024, 2099]
+    rows = [problem(i, "soon" if i in bad else None) for i in range(2100)]
+    prep.run("gsm8k", word_problems(tmp_path / "raw", train=rows), str(tmp_path / "out"))
+    (dropped,) = card(tmp_path / "out", "train.parquet")["dropped"]
+    assert dropped["rows"] == bad
+    assert "row 1024: " in dropped["examples"][2]
+    assert "What is 1024 and" in dropped["examples"][2]
+    kept = [p.extra_info["index"] for p in read_prompts(tmp_path / "out" / "train.parquet")]
+    assert kept == [i for i in range(2100) if i not in bad]
+    conversations = read_conversations(tmp_path / "out" / "sft_train.parquet")
+    assert [c.messages[1]["content"] for c in conversations] == [rows[i]["question"] for i in kept]
 
 
 def test_half_a_percent_itself_is_too_much(tmp_path):
