@@ -34,10 +34,10 @@ from posttrain.train import checkpoint
 from posttrain.train.flops import ModelFlops, peak_flops
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM
+from posttrain.train.offload import HostParking
 from posttrain.train.optim import (
     build_optimizer,
     clip_gradients,
-    is_quantized,
     learning_rate,
     local,
     seed_rounding,
@@ -113,6 +113,7 @@ class TrainWorker:
         self.parameters = dict(self.lm.model.named_parameters())
         self.flops = ModelFlops(self.lm.model)
         self.profiler = Profiler(self.device)
+        self.parking = HostParking()
         return {
             "parameters": sum(p.numel() for p in self.parameters.values()),
             "trained": sum(p.numel() for p in self.parameters.values() if p.requires_grad),
@@ -325,36 +326,22 @@ class TrainWorker:
 
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory, freeing the GPU for a sampler."""
-        self._move("cpu")
+        if self.spec.device == "cuda" and not self.spec.train.cpu_offload:
+            self._reshard()
+            states = self.optimizer.state.values() if self.optimizer is not None else ()
+            moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+            on_gpu = [t for t in (*self.lm.parameters(), *moments) if t.device.type == "cuda"]
+            self.parking.park(on_gpu)
+            self.free_cache()
 
     def onload(self) -> None:
         """Bring them back."""
-        self._move(self.spec.device)
+        self.parking.fetch()
 
     def free_cache(self) -> None:
         """Give memory that torch keeps for later back to the GPU's other processes."""
         if self.spec.device == "cuda":
             torch.cuda.empty_cache()
-
-    def _move(self, device: str) -> None:
-        if self.spec.device == "cpu" or self.spec.train.cpu_offload:
-            return
-
-        def move(tensor: Tensor) -> Tensor:
-            if device == "cuda" or is_quantized(tensor):
-                return tensor.to(device, non_blocking=True)
-            # Pinned memory: several times as fast, both ways. torch keeps it for the next time.
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            return host.copy_(tensor, non_blocking=True)
-
-        self.lm._apply(move)  # type: ignore[no-untyped-call]
-        if self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.ndim:
-                        state[key] = move(value)
-        torch.cuda.synchronize()
-        self.free_cache()
 
     # ------------------------------------------------------------------ checkpoints
 

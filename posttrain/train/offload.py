@@ -1,0 +1,72 @@
+"""Tensors that leave the GPU for a while, in place: whoever holds them goes on holding the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class HostParking:
+    """Copies of tensors in host memory (pinned, for a GPU), while the memory that they had on the device is free.
+
+    The host's memory is kept for the next time: pinning it takes longer than copying.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: dict[UntypedStorage, Tensor] = {}
+        self._parked: list[UntypedStorage] = []
+
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors to the host and free their memory. They must not be used until ``fetch``."""
+        assert not self._parked
+        storages = _distinct(tensors)
+        hosts = {storage._cdata: host for storage, host in self._hosts.items()}
+        self._hosts = {}
+        for storage in storages:
+            host = hosts.get(storage._cdata)
+            if host is None or len(host) != storage.nbytes():
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            self._hosts[storage] = host.copy_(_bytes(storage), non_blocking=True)
+        _wait(storages)
+        for storage in storages:
+            storage.resize_(0)
+        self._parked = storages
+
+    def fetch(self) -> None:
+        """Give the tensors their memory and contents back."""
+        for storage in self._parked:
+            host = self._hosts[storage]
+            storage.resize_(len(host))
+            _bytes(storage).copy_(host, non_blocking=True)
+        _wait(self._parked)
+        self._parked = []
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """The memory behind the tensors, each piece once: tied weights and padded shards share theirs."""
+    storages = {s._cdata: s for tensor in tensors for s in _storages(tensor)}
+    return [storage for storage in storages.values() if storage.nbytes()]
+
+
+def _storages(tensor: Tensor) -> Iterator[UntypedStorage]:
+    if isinstance(tensor, DTensor):
+        yield from _storages(tensor.to_local())
+    elif is_traceable_wrapper_subclass(tensor):  # torchao's: codes and scales
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _storages(getattr(tensor, name))
+    else:
+        yield tensor.untyped_storage()
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _wait(storages: list[UntypedStorage]) -> None:
+    if any(storage.device.type == "cuda" for storage in storages):
+        torch.cuda.synchronize()
