@@ -377,7 +377,7 @@ def _tools(text: str | None) -> list[str] | None:
 
 def main() -> None:
     """Entry point of the console script. ``--debug`` may stand anywhere on the line."""
-    # At its end Python searches the objects of all libraries for cycles: 0.1 s and more, for nothing of ours.
+    # At its end Python searches the objects of all libraries for cycles: 0.1 s and more. Nothing of ours needs that.
     atexit.register(gc.freeze)
     args = [arg for arg in sys.argv[1:] if arg != "--debug"]
     app(args=["--debug", *args] if len(args) < len(sys.argv) - 1 else args)

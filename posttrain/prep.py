@@ -140,7 +140,7 @@ def _rare_cycle_search() -> Iterator[None]:
     """Rows are millions of small objects without cycles, and looking through all of them again and again takes a
     quarter of the time. Graders do leave cycles behind, so young objects are still looked at, if seldom."""
     usual = gc.get_threshold()
-    gc.set_threshold(500_000, 20, 1000)
+    gc.set_threshold(1_000_000, 20, 1000)
     try:
         yield
     finally:

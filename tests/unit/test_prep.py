@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def listing(folder: Path) -> list[str]:
 
 
 def test_gsm8k_is_complete_and_every_gold_answer_is_right(test_data, tmp_path):
+    before = time.process_time()
     report = prep.run("gsm8k", str(test_data / "gsm8k"), str(tmp_path / "out"))
+    assert time.process_time() - before < 8  # 2 s; of the processor, because others may use it too
     assert report.dropped == {}
     assert report.rows == {
         "train.parquet": 7473,
@@ -31,7 +34,6 @@ def test_gsm8k_is_complete_and_every_gold_answer_is_right(test_data, tmp_path):
         "test.parquet": 1319,
         "sft_test.parquet": 1319,
     }
-    assert report.seconds < 10  # 3 s on two free cores
     assert listing(tmp_path / "out") == FILES
     for split, count in (("train", 7473), ("test", 1319)):
         prompts = read_prompts(tmp_path / "out" / f"{split}.parquet")
