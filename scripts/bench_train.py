@@ -124,9 +124,12 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         result = worker.update(shards[rank // args.sequence_parallel], LossSpec())
         seconds.append(result["seconds"])
-        losses.append(result["loss"])
+        loss = torch.tensor(result["loss"], device="cuda")
+        torch.distributed.all_reduce(loss)  # each rank has a part of the sum
+        losses.append(float(loss))
         flops.append(result["flops"])
         tokens.append(batch.num_tokens)
+    torch.distributed.destroy_process_group()
     rates = [n / s for n, s in zip(tokens, seconds, strict=True)][WARM_UP:]
     work = [f / s for f, s in zip(flops, seconds, strict=True)][WARM_UP:]
     return {

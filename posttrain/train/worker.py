@@ -191,7 +191,6 @@ class TrainWorker:
         if self.optimizer is None:
             raise RunError("a frozen model cannot be updated")
         start = time.perf_counter()
-        self.optimizer.zero_grad(set_to_none=True)
         # All micro-batches go to the device first: nothing then waits for the host between them.
         micros = [self._micro_batch(batch) for batch in shard]
         sums: losses.Sums = {}
@@ -205,11 +204,11 @@ class TrainWorker:
         skipped = not torch.isfinite(grad_norm)
         if skipped:
             self.nonfinite = self._name_nonfinite()
-            self.optimizer.zero_grad(set_to_none=True)
         else:
             if self.spec.train.optim.stochastic_rounding:
                 seed_rounding(self.spec.seed, self.step, self.rank % (self.spec.train.shard_size or self.world_size))
             take_step(self.optimizer, rate)
+        self.optimizer.zero_grad(set_to_none=True)  # now: a sampler may need the memory
         self.step += 1
         share = self.spec.train.sequence_parallel  # of ranks that count the same tokens
         return {key: float(value) for key, value in sums.items()} | {
