@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BUFFER_BYTES = 960 << 20
+BUFFER_BYTES = 970 << 20
 """Room for logits, which their gradients then overwrite (on a GPU)."""
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
@@ -218,9 +218,13 @@ def _gradient(
 
 
 def _chunks(hidden: Tensor, head: Tensor) -> Iterator[slice]:
+    """As few as the buffer allows, of equal size: a multiple of 128 rows, which matrix products like."""
+    count = len(hidden)
     fits = BUFFER_BYTES // (head.shape[0] * 4)
-    size = max(1, fits // 128 * 128 or fits)
-    return (slice(start, min(start + size, len(hidden))) for start in range(0, len(hidden), size))
+    most = max(1, fits // 128 * 128 or fits)
+    size = -(-count // max(1, -(-count // most)))
+    size = min(most, -(-size // 128) * 128)
+    return (slice(start, min(start + size, count)) for start in range(0, count, size or 1))
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:

@@ -135,9 +135,10 @@ def test_a_vocabulary_above_the_buffer_still_goes_row_by_row(monkeypatch):
 
 def test_the_buffer_stays_within_its_size(monkeypatch):
     monkeypatch.setattr(module, "BUFFER_BYTES", 500 * VOCABULARY * 4)
-    hidden, head, _ = inputs(1000)
-    parts = list(module._chunks(hidden, head))
-    assert [part.stop - part.start for part in parts] == [384, 384, 232]  # multiples of 128
+    for count, sizes in ((1000, [384, 384, 232]), (500, [256, 244]), (768, [384, 384]), (384, [384]), (5, [5])):
+        hidden, head, _ = inputs(count)
+        parts = list(module._chunks(hidden, head))
+        assert [part.stop - part.start for part in parts] == sizes  # multiples of 128, of equal size
 
 
 def test_no_tokens():
