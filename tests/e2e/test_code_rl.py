@@ -64,7 +64,8 @@ def check_outputs(file: Path) -> None:
         for conversation in map(json.loads, group):
             for call, output in itertools.pairwise(conversation):
                 programs = PROGRAM.findall(call["content"])
-                if len(programs) == 1 and output["role"] == "tool":
+                alone = len(programs) == 1 and call["content"].count('"name"') == 1  # no other call, not even a bad one
+                if alone and output["role"] == "tool":
                     assert output["content"] == str(eval(programs[0])), conversation
                     checked += 1
     assert checked > 150
