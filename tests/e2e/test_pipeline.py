@@ -49,12 +49,12 @@ def refused(cwd: Path, *arguments: str) -> str:
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
     """The folder and the JSON line of one quickstart run."""
     folder = tmp_path_factory.mktemp("quickstart")
-    done = ok(folder, "quickstart", "--seed", "0", "--json", timeout=15 * MINUTE)
+    done = ok(folder, "quickstart", "--seed", "0", "--json", timeout=25 * MINUTE)
     return folder, json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_quickstart_rl_beats_sft(quickstart: tuple[Path, dict[str, object]]) -> None:
     folder, result = quickstart
     stages = result["stages"]
@@ -76,7 +76,7 @@ def test_quickstart_rl_beats_sft(quickstart: tuple[Path, dict[str, object]]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_merged_folder_decodes_as_the_checkpoint(quickstart: tuple[Path, dict[str, object]]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
