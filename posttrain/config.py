@@ -605,6 +605,10 @@ class Config(Section):
                 f"train.sequence_parallel = {self.train.sequence_parallel} does not divide "
                 f"cluster.workers = {self.cluster.workers}"
             )
+        if self.train.shard_size is not None and self.cluster.workers % self.train.shard_size:
+            raise ValueError(
+                f"train.shard_size = {self.train.shard_size} does not divide cluster.workers = {self.cluster.workers}"
+            )
         if self.command == "rl":
             self._check_rl()
         if self.train.early_stop.patience is not None:

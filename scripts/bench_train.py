@@ -164,7 +164,6 @@ def train_trl(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from posttrain.models.load import ModelSource, load_config
     from posttrain.train.flops import ModelFlops, peak_flops
 
     steps = steps_of(args)
@@ -173,7 +172,6 @@ def train_trl(args: argparse.Namespace) -> dict[str, Any]:
         for step in steps
         for ids, mask in step
     ]
-    load_config(ModelSource(str(args.model)))
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=torch.bfloat16, attn_implementation=args.attention, device_map="cuda"
     )

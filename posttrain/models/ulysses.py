@@ -52,13 +52,13 @@ class SequenceParallel:
         repeat = max(1, self.size // k.shape[1])
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        q, k, v = (_HeadsToTokens.apply(x, self.group, self.size) for x in (q, k, v))  # type: ignore[no-untyped-call]
+        q, k, v = (_Exchange.apply(x, self.group, self.size, True) for x in (q, k, v))  # type: ignore[no-untyped-call]
         return q, k, v
 
     @torch.compiler.disable
     def some_tokens_of_all_heads(self, x: Tensor) -> Tensor:
         """[T, H / size, D] -> [S, H, D]"""
-        result: Tensor = _TokensToHeads.apply(x, self.group, self.size)  # type: ignore[no-untyped-call]
+        result: Tensor = _Exchange.apply(x, self.group, self.size, False)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -89,23 +89,15 @@ def _heads_to_tokens(x: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
     return received.flatten(0, 1)
 
 
-class _TokensToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _tokens_to_heads(x, group, size)
+class _Exchange(torch.autograd.Function):
+    """One of the two exchanges forward, the other one backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _heads_to_tokens(grads[0], ctx.group, ctx.size), None, None
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return _heads_to_tokens(x, group, size)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, size: int, to_tokens: bool) -> Tensor:
+        ctx.group, ctx.size, ctx.to_tokens = group, size, to_tokens
+        return (_heads_to_tokens if to_tokens else _tokens_to_heads)(x, group, size)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _tokens_to_heads(grads[0], ctx.group, ctx.size), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        back = _tokens_to_heads if ctx.to_tokens else _heads_to_tokens
+        return back(grads[0], ctx.group, ctx.size), None, None, None

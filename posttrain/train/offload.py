@@ -17,29 +17,28 @@ class HostParking:
     """
 
     def __init__(self) -> None:
-        self._hosts: dict[UntypedStorage, Tensor] = {}
+        self._hosts: list[Tensor] = []
         self._parked: list[UntypedStorage] = []
 
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors to the host and free their memory. They must not be used until ``fetch``."""
         assert not self._parked
-        storages = _distinct(tensors)
-        hosts = {storage._cdata: host for storage, host in self._hosts.items()}
-        self._hosts = {}
-        for storage in storages:
-            host = hosts.get(storage._cdata)
-            if host is None or len(host) != storage.nbytes():
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-            self._hosts[storage] = host.copy_(_bytes(storage), non_blocking=True)
-        _wait(storages)
-        for storage in storages:
+        self._parked = _distinct(tensors)
+        sizes = [storage.nbytes() for storage in self._parked]
+        if sizes != [len(host) for host in self._hosts]:
+            pinned = any(storage.device.type == "cuda" for storage in self._parked)
+            self._hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        for storage, host in zip(self._parked, self._hosts, strict=True):
+            host.copy_(_bytes(storage), non_blocking=True)
+        _wait(self._parked)
+        for storage in self._parked:
             storage.resize_(0)
-        self._parked = storages
 
     def fetch(self) -> None:
         """Give the tensors their memory and contents back."""
-        for storage in self._parked:
-            host = self._hosts[storage]
+        if not self._parked:
+            return
+        for storage, host in zip(self._parked, self._hosts, strict=True):
             storage.resize_(len(host))
             _bytes(storage).copy_(host, non_blocking=True)
         _wait(self._parked)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from posttrain.errors import ConfigError, ModelError
+from posttrain.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,15 +62,9 @@ def parallelize(
 
 
 def sharding_mesh(device: str, world_size: int, shard_size: int | None) -> DeviceMesh:
-    """What ``parallelize`` shards over: all workers, or groups of ``shard_size`` beside each other as replicas.
-
-    Raises:
-        ConfigError: the groups do not come out even.
-    """
+    """What ``parallelize`` shards over: all workers, or groups of ``shard_size`` beside each other as replicas."""
     if shard_size is None or shard_size == world_size:
         return init_device_mesh(device, (world_size,))
-    if world_size % shard_size:
-        raise ConfigError(f"train.shard_size = {shard_size} does not divide cluster.workers = {world_size}")
     return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 

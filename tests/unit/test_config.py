@@ -19,6 +19,7 @@ def test_tree_is_frozen_and_closed() -> None:
     ("command", "changes", "message"),
     [
         ("sft", {"cluster": {"workers": 3}, "train": {"sequence_parallel": 2}}, "does not divide"),
+        ("sft", {"cluster": {"workers": 4}, "train": {"shard_size": 3}}, "train.shard_size = 3 does not divide"),
         ("sft", {"cluster": {"workers": 3}, "data": {"batch_size": 32}}, "data.batch_size = 32 is not divisible by 3"),
         ("rl", {"rollout": {"n": 1}}, "at least 2"),
         ("rl", {"rollout": {"temperature": 0.0}}, "nothing to learn"),
