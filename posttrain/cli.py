@@ -28,7 +28,7 @@ P = ParamSpec("P")
 
 app = typer.Typer(
     name="posttrain",
-    help="From raw data to a better language model: prep, sft, rl, generate, eval, merge-ckpt.",
+    help="From raw data to a better language model: prep, sft, prefer, rl, generate, eval, merge-ckpt.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -196,6 +196,33 @@ def sft(
 
 @app.command()
 @guarded
+def prefer(
+    preset: PresetOption = None,
+    set_: SetOption = None,
+    method: Annotated[
+        Literal["dpo", "reward_model"] | None, typer.Option(help="Train a policy or a reward model (prefer.method).")
+    ] = None,
+    name: NameOption = None,
+    model: ModelOption = None,
+    data: Annotated[str | None, typer.Option(help="Parquet of preferences (data.train).")] = None,
+    steps: StepsOption = None,
+    workers: WorkersOption = None,
+    seed: SeedOption = None,
+    overwrite: OverwriteOption = False,
+    resume: ResumeOption = None,
+    profile: ProfileOption = None,
+) -> None:
+    """Train on pairs of answers, of which one is preferred: DPO, or a reward model."""
+    flags = _run_flags(name, model, seed, overwrite, resume) | {"prefer.method": method}
+    flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers, "run.profile": profile}
+    resolved = _resolve("prefer", preset, set_, flags)
+    from posttrain import prefer
+
+    typer.echo(prefer.run(resolved))
+
+
+@app.command()
+@guarded
 def rl(
     preset: PresetOption = None,
     set_: SetOption = None,
@@ -242,6 +269,9 @@ def generate(
     n: Annotated[int | None, typer.Option("--n", "-n", help="Responses per prompt (rollout.n).")] = None,
     temperature: Annotated[float | None, typer.Option(help="rollout.temperature")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (generate.limit).")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="An OpenAI-compatible server that samples (generate.endpoint.url).")
+    ] = None,
     tools: ToolsOption = None,
     seed: SeedOption = None,
     overwrite: OverwriteOption = False,
@@ -250,6 +280,7 @@ def generate(
     flags = _run_flags(name, model, seed, overwrite)
     flags |= {"generate.data": data, "generate.out": out, "generate.limit": limit, "rollout.n": n}
     flags |= {"rollout.temperature": temperature, "rollout.tools": _tools(tools)}
+    flags["generate.endpoint.url"] = endpoint
     resolved = _resolve("generate", preset, set_, flags)
     from posttrain import generate
 
@@ -349,7 +380,10 @@ def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON line.
 
 
 def _resolve(
-    command: Literal["sft", "rl", "generate"], preset: str | None, sets: list[str] | None, flags: dict[str, Any]
+    command: Literal["sft", "prefer", "rl", "generate"],
+    preset: str | None,
+    sets: list[str] | None,
+    flags: dict[str, Any],
 ) -> Resolved:
     from posttrain.presets import default_preset, resolve
 

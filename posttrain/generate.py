@@ -16,8 +16,9 @@ from posttrain.errors import DataError
 from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
 from posttrain.rollout.pool import SamplerPool
+from posttrain.rollout.served import open_server
 from posttrain.rollout.source import TrajectorySource
-from posttrain.startup import build_environment, check_machine, check_prompts, check_supported, open_model
+from posttrain.startup import build_environment, check_machine, check_prompts, check_supported, open_model, sampling_of
 from posttrain.tools.sets import close_tools
 from posttrain.track.tracker import Tracker
 
@@ -46,13 +47,16 @@ def run(resolved: Resolved) -> Path:
         raise DataError(f"output file exists: {out}", hint="give another --out, or --overwrite")
     prompts = read_prompts(cfg.generate.data, limit=cfg.generate.limit)
     source, tokenizer = open_model(cfg)
-    check_supported(cfg)
-    check_machine(cfg)
+    if not cfg.generate.endpoint.url:
+        check_supported(cfg)
+        check_machine(cfg)
     env = build_environment(cfg, source, tokenizer)
     check_prompts(prompts, env, cfg.generate.data)
     chunks = [prompts[i : i + _CHUNK] for i in range(0, len(prompts), _CHUNK)]
     with Tracker(None, f"generate {cfg.run.name}", len(chunks), cfg.run.logger) as tracker:
-        tracker.note(f"{len(prompts):,} prompts x {cfg.rollout.n} responses with {source.path}")
+        tracker.note(
+            f"{len(prompts):,} prompts x {cfg.rollout.n} responses with {cfg.generate.endpoint.url or source.path}"
+        )
         groups = asyncio.run(_generate(cfg, source, env, chunks, tracker))
         out.parent.mkdir(parents=True, exist_ok=True)
         append_columns(Path(cfg.generate.data), out, response_columns(groups))
@@ -67,19 +71,15 @@ async def _generate(
     chunks: Sequence[Sequence[Prompt]],
     tracker: Tracker,
 ) -> list[list[Trajectory]]:
-    async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
+    async with AsyncExitStack() as closing:
         closing.push_async_callback(close_tools, env.tools, tracker.note)
         with tracker.phase("start"):
-            stops = sorted(env.stop_token_ids)
-            samplers = await cluster.samplers(source, stops)
-            # Nothing is graded here: `posttrain eval` does that.
-            pool = SamplerPool(samplers, partial(cluster.sampler, source, stops), cfg.cluster.sampler_restarts)
-            closing.push_async_callback(pool.close)
-            trajectories = TrajectorySource(pool, env)
+            pool = await _open_pool(cfg, source, env, closing)
+            trajectories = TrajectorySource(pool, env)  # nothing is graded here: `posttrain eval` does that
         groups: list[list[Trajectory]] = []
         for step, chunk in enumerate(chunks, start=1):
             with tracker.phase("gen"):
-                new = await trajectories.sample(chunk, cfg.rollout.n, temperature=cfg.rollout.temperature)
+                new = await trajectories.sample(chunk, cfg.rollout.n, sampling_of(cfg.rollout))
             groups += new
             episodes = [t for group in new for t in group]
             sampled = float(sum(t.loss_mask.sum() for t in episodes))
@@ -92,6 +92,20 @@ async def _generate(
                 },
             )
     return groups
+
+
+async def _open_pool(cfg: Config, source: ModelSource, env: Environment, closing: AsyncExitStack) -> SamplerPool:
+    """Engines started here, or the server of `generate.endpoint`."""
+    stops = sorted(env.stop_token_ids)
+    if cfg.generate.endpoint.url:
+        served = await open_server(cfg.generate.endpoint, env.tokenizer, stops)
+        closing.push_async_callback(served.close)
+        return SamplerPool([served])
+    cluster = await closing.enter_async_context(Cluster(cfg))
+    samplers = await cluster.samplers(source, stops)
+    pool = SamplerPool(samplers, partial(cluster.sampler, source, stops), cfg.cluster.sampler_restarts)
+    closing.push_async_callback(pool.close)
+    return pool
 
 
 def response_columns(groups: Sequence[Sequence[Trajectory]]) -> dict[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""``posttrain prep``: raw rows of a data set to checked RLHF and SFT parquet files, each with a card."""
+"""``posttrain prep``: raw rows of a data set to checked RLHF, SFT and preference parquet files, each with a card."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class Options:
     tokenizer: str | None = None
     """Measures the rows in tokens; see ``measure.open_chat_lengths``."""
     tools: Sequence[str] = ()
-    """Tools, named as in `rollout.tools`: their schemas go into SFT rows, their ``tools_kwargs`` into RLHF rows."""
+    """Tools, named as in `rollout.tools`: their schemas go into SFT and preference rows, their ``tools_kwargs`` into
+    RLHF rows."""
     val_fraction: float = 0.0
     """Share of the train split that goes into ``val`` files instead, chosen by a hash of the prompt."""
     decontaminate: Sequence[str] = ()
@@ -112,7 +113,8 @@ class Options:
 def run(
     name: str, source: str | None = None, out: str | None = None, *, overwrite: bool = False, **options: Any
 ) -> PrepReport:
-    """Write ``<split>.parquet`` (RLHF) and ``sft_<split>.parquet`` of each split, their cards and a README.
+    """Write ``<split>.parquet`` (RLHF), ``sft_<split>.parquet`` and ``prefer_<split>.parquet`` of each split, whatever
+    the set has, their cards and a README.
 
     Every gold answer is graded by the row's own grader first, and every row is checked against its schema. Bad rows are
     dropped and listed in the card while they are under 0.5 % of a split. All files appear together, or none does.
@@ -186,9 +188,9 @@ def _opened(names: Sequence[str]) -> list[Tool]:
     return list(open_tools(names).values())
 
 
-def _files(split: str) -> tuple[str, str]:
-    """(RLHF file, SFT file) of a split."""
-    return f"{split}.parquet", f"sft_{split}.parquet"
+def _files(split: str) -> tuple[str, str, str]:
+    """(RLHF file, SFT file, preference file) of a split."""
+    return f"{split}.parquet", f"sft_{split}.parquet", f"prefer_{split}.parquet"
 
 
 def _chosen(dataset: Dataset, source: str | None, asked: Options) -> list[str]:
@@ -260,11 +262,9 @@ class _Writer:
 
     def write(self, split: str, part: Split) -> dict[str, int]:
         """Write what a split gives; rows by file."""
-        rlhf = [item for item in part.items if item.rlhf is not None]
-        sft = [item for item in part.items if item.sft is not None]
         written = {}
-        for kind, file, items in zip(("rlhf", "sft"), _files(split), (rlhf, sft), strict=True):
-            if items:
+        for kind, file in zip(("rlhf", "sft", "preference"), _files(split), strict=True):
+            if items := [item for item in part.items if getattr(item, kind) is not None]:
                 written[file] = write_rows(self._folder / file, [getattr(item, kind) for item in items])
                 cards.write_card(self._card(kind, file, part, items), self._folder)
         return written
@@ -298,19 +298,25 @@ class _Writer:
     def _measured(
         self, kind: str, file: str, items: Sequence[Item], texts: Sequence[str]
     ) -> dict[str, dict[str, float]]:
-        what = "prompt" if kind == "rlhf" else "conversation"
+        what = {"rlhf": "prompt", "sft": "conversation", "preference": "pair"}[kind]
         measured = {
             f"{what}, characters": measure.percentiles([len(text) for text in texts]),
             f"{what}, words": measure.percentiles([len(text.split()) for text in texts]),
         }
         if self._lengths:
             values = [self._rendered(kind, file, number, item) for number, item in enumerate(items)]
+            what = "longer one of a pair" if kind == "preference" else what
             measured[f"{what} in the chat template, {self._lengths.unit}"] = measure.percentiles(values)
         return measured
 
     def _rendered(self, kind: str, file: str, number: int, item: Item) -> int:
         assert self._lengths is not None
         try:
+            if kind == "preference":
+                assert item.pair is not None
+                pair = item.pair
+                sides = [[*pair.prompt, *pair.chosen], [*pair.prompt, *pair.rejected]]
+                return max(self._lengths.conversation(messages, pair.tools) for messages in sides)
             if kind == "sft":
                 assert item.conversation is not None
                 return self._lengths.conversation(item.conversation.messages, item.conversation.tools)
@@ -321,6 +327,9 @@ class _Writer:
 
 
 def _messages(kind: str, item: Item) -> Sequence[Message]:
+    """All that stands in a row of this kind."""
+    if kind == "preference":
+        return [*item.pair.prompt, *item.pair.chosen, *item.pair.rejected] if item.pair else ()
     typed = item.prompt if kind == "rlhf" else item.conversation
     return typed.messages if typed else ()
 

@@ -10,13 +10,23 @@ from typing import Any, NamedTuple
 
 from posttrain.data.decontaminate import Asked, EvalSet, Overlap, asked
 from posttrain.data.measure import question
-from posttrain.data.parquet import Conversation, parse_conversation, parse_prompt, read_rows, sft_row
+from posttrain.data.parquet import (
+    Conversation,
+    Preference,
+    parse_conversation,
+    parse_preference,
+    parse_prompt,
+    preference_row,
+    read_preferences,
+    read_rows,
+    sft_row,
+)
 from posttrain.datasets import DATASETS, Dataset, Refusal, refusal
 from posttrain.datasets.raw import RawRow
 from posttrain.errors import DataError
 from posttrain.registry import nearest
 from posttrain.tools import Tool
-from posttrain.types import Prompt
+from posttrain.types import Message, Prompt, ToolSchema
 
 TOLERATED = 0.005
 """Share of a split's rows that may be bad: fewer are dropped and listed, from there on it is an error."""
@@ -30,7 +40,7 @@ steps does not: row after row takes half as long again."""
 
 
 class Item(NamedTuple):
-    """One good row of a split, in both kinds."""
+    """One good row of a split, in every kind that it gives."""
 
     row: int
     """Its number in the split as it was read."""
@@ -42,6 +52,9 @@ class Item(NamedTuple):
     sft: dict[str, Any] | None
     conversation: Conversation | None
     """``sft``, typed."""
+    preference: dict[str, Any] | None = None
+    pair: Preference | None = None
+    """``preference``, typed."""
 
     @property
     def data_source(self) -> str:
@@ -112,12 +125,15 @@ class _Draft:
     prompt: Prompt | None = None
     sft: dict[str, Any] | None = None
     conversation: Conversation | None = None
+    preference: dict[str, Any] | None = None
+    pair: Preference | None = None
 
     def item(self) -> Item:
         """The good row that it became."""
         shown = self.prompt or self.conversation
-        messages = shown.messages if shown else ()
-        return Item(self.row, question(messages), self.rlhf, self.prompt, self.sft, self.conversation)
+        messages = shown.messages if shown else self.pair.prompt if self.pair else ()
+        asked = question(messages)
+        return Item(self.row, asked, self.rlhf, self.prompt, self.sft, self.conversation, self.preference, self.pair)
 
 
 class _Steps:
@@ -128,7 +144,8 @@ class _Steps:
 
     def take(self, batch: Sequence[_Draft]) -> None:
         """Take rows through the steps, all of them through one before the next."""
-        for step in (self._grade, self._make_rlhf, self._make_sft, self._check_rlhf, self._check_sft):
+        steps = (self._grade, self._make_rlhf, self._make_sft, self._make_pair)
+        for step in (*steps, self._check_rlhf, self._check_sft, self._check_pair):
             for draft in batch:
                 if draft.refused is None:
                     try:
@@ -146,11 +163,21 @@ class _Steps:
     def _make_sft(self, draft: _Draft) -> None:
         conversation = self._dataset.to_sft(draft.raw, draft.row, self._split)
         if conversation is not None:
-            declared = [tool["function"]["name"] for tool in conversation.tools]
-            extra = [tool.schema for tool in self._tools if tool.name not in declared]
-            draft.sft = sft_row(replace(conversation, tools=[*conversation.tools, *extra]) if extra else conversation)
-        elif draft.rlhf is None:
-            raise DataError("it gives neither an RLHF nor an SFT row", hint="")
+            draft.sft = sft_row(replace(conversation, tools=self._with_tools(conversation.tools)))
+
+    def _make_pair(self, draft: _Draft) -> None:
+        if "preference" in self._dataset.kinds:
+            pair = self._dataset.to_preference(draft.raw, draft.row, self._split)
+            if pair is not None:
+                draft.preference = preference_row(replace(pair, tools=self._with_tools(pair.tools)))
+        if draft.rlhf is None and draft.sft is None and draft.preference is None:
+            raise DataError("it gives neither an RLHF, nor an SFT, nor a preference row", hint="")
+
+    def _with_tools(self, schemas: list[ToolSchema]) -> list[ToolSchema]:
+        """Schemas with those of the tools that they lack; the same list where they lack none."""
+        declared = [schema["function"]["name"] for schema in schemas]
+        extra = [tool.schema for tool in self._tools if tool.name not in declared]
+        return [*schemas, *extra] if extra else schemas
 
     def _check_rlhf(self, draft: _Draft) -> None:
         if draft.rlhf is not None:
@@ -159,6 +186,10 @@ class _Steps:
     def _check_sft(self, draft: _Draft) -> None:
         if draft.sft is not None:
             draft.conversation = parse_conversation(draft.sft, f"sft_{self._split}.parquet", draft.row)
+
+    def _check_pair(self, draft: _Draft) -> None:
+        if draft.preference is not None:
+            draft.pair = parse_preference(draft.preference, f"prefer_{self._split}.parquet", draft.row)
 
 
 def _with_tools(row: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
@@ -256,17 +287,25 @@ def _questions(dataset: Dataset, split: str, source: str | None) -> tuple[list[s
     texts, sources = [], []
     for index, raw in enumerate(dataset.rows(split, source)):
         try:
-            rlhf, sft = dataset.to_rlhf(raw, index, split), dataset.to_sft(raw, index, split)
+            rlhf = dataset.to_rlhf(raw, index, split)
+            messages = rlhf["prompt"] if rlhf else _conversation(dataset, raw, index, split)
         except DataError:
             continue  # preparing that split is where a bad row is reported
-        messages = rlhf["prompt"] if rlhf else sft.messages if sft else []
         texts.append(question(messages))
         sources.append(rlhf["data_source"] if rlhf else "")
     return texts, sources
 
 
+def _conversation(dataset: Dataset, raw: RawRow, index: int, split: str) -> Sequence[Message]:
+    """The messages of a raw row that gives no RLHF row."""
+    if (sft := dataset.to_sft(raw, index, split)) is not None:
+        return sft.messages
+    pair = dataset.to_preference(raw, index, split) if "preference" in dataset.kinds else None
+    return pair.prompt if pair else []
+
+
 def _questions_of_file(path: str, known: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(question, data source) of the rows of a parquet file of either kind."""
+    """(question, data source) of the rows of a parquet file of any kind."""
     if not Path(path).exists():
         close = nearest(path, known)
         raise DataError(
@@ -279,6 +318,9 @@ def _questions_of_file(path: str, known: Sequence[str]) -> tuple[list[str], list
         names = pq.read_schema(path).names
     except (OSError, ValueError) as error:
         raise DataError(f"--decontaminate {path}: not a readable parquet file: {error}", hint="give another") from error
+    if "chosen" in names and "rejected" in names:
+        pairs = read_preferences(path)
+        return [question(pair.prompt) for pair in pairs], [""] * len(pairs)
     if "messages" in names and "prompt" not in names:
         rows = [parse_conversation(r, path, i).messages for i, r in read_rows(path, ("messages",), ("tools", "images"))]
         return [question(messages) for messages in rows], [""] * len(rows)

@@ -29,8 +29,11 @@ from posttrain.registry import nearest
 Values = dict[str, Any]
 """Dotted key -> value."""
 
-GPU_PRESETS = {"sft": "qwen2.5-0.5b-gsm8k-sft", "rl": "qwen2.5-0.5b-gsm8k", "generate": "qwen2.5-0.5b-generate"}
-CPU_PRESETS = {"sft": "tiny-multiturn", "rl": "tiny-gsm8k", "generate": "tiny-generate"}
+GPU_PRESETS = {
+    "sft": "qwen2.5-0.5b-gsm8k-sft", "prefer": "qwen2.5-0.5b-dpo", "rl": "qwen2.5-0.5b-gsm8k",
+    "generate": "qwen2.5-0.5b-generate",
+}  # fmt: skip
+CPU_PRESETS = {"sft": "tiny-multiturn", "prefer": "tiny-prefer", "rl": "tiny-gsm8k", "generate": "tiny-generate"}
 
 FLAGS = {
     "algo.name": "--algo",
@@ -312,7 +315,7 @@ def _toml_value(text: str) -> Any:
 
 
 def _bundle(algo: str) -> Values:
-    return {f"algo.{key}": value for key, value in algo_bundle(algo).items()}
+    return algo_bundle(algo)
 
 
 def _flag_name(key: str) -> str:

@@ -1,7 +1,7 @@
 """`posttrain rl`: reinforcement learning on multi-turn episodes with tools.
 
-The loop in ``_train`` is the algorithm; everything else on this page prepares it. ``rl_step`` has what a step does with
-its trajectories, and ``rl_replay`` the loop that takes them from files.
+The loop in ``_train`` is the algorithm; everything else on this page prepares it. ``rl_learner`` has what a step does
+with its trajectories, and ``rl_replay`` the loop that takes them from files.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from posttrain import rl_replay
+from posttrain.algos.catalog import ADVANTAGES
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.sync import WeightSync
 from posttrain.data.loader import BatchOrder, total_steps
@@ -24,25 +24,38 @@ from posttrain.data.parquet import read_prompts
 from posttrain.data.shards import one_file
 from posttrain.data.trace_writer import TraceWriter
 from posttrain.data.traces import fingerprint
+from posttrain.errors import RunError
 from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
 from posttrain.rewards.judge import Judge
-from posttrain.rl_step import make_batch, open_trainers, rollout_metrics, spread, update_policy, usable
+from posttrain.rl_batch import usable
+from posttrain.rl_learner import Learner
+from posttrain.rl_metrics import accuracy_metrics, rollout_metrics, spread
 from posttrain.rollout.batches import TrainingBatches
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.runs import RunDir, StopSignal
-from posttrain.startup import build_environment, check_machine, check_prompts, check_reward, check_supported, open_model
+from posttrain.startup import (
+    build_environment,
+    check_algo,
+    check_machine,
+    check_prompts,
+    check_reward,
+    check_supported,
+    open_model,
+    sampling_of,
+)
 from posttrain.tools.sets import close_tools
 from posttrain.track.examine import examine
 from posttrain.training import TrainingRun, check_profile, open_tracker, recorded
+from posttrain.types import GREEDY
 
 if TYPE_CHECKING:
     from posttrain.rewards.base import EpisodeScorer
     from posttrain.rollout.episode import Environment
-    from posttrain.types import Prompt, Trajectory
+    from posttrain.types import Prompt, Sampling, Trajectory
 
 _CANARIES = 4
 """Trajectories of the step that every sampler scores after a weight update."""
@@ -62,6 +75,7 @@ def run(resolved: Resolved) -> Path:
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
     check_machine(cfg)
+    check_algo(cfg, tokenizer)
     env = build_environment(cfg, source, tokenizer)
     train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
     prompts = read_prompts(train_file)
@@ -90,51 +104,54 @@ async def _train(
     run: TrainingRun, prompts: Sequence[Prompt], val: Sequence[Prompt], env: Environment, graders: GraderPool
 ) -> None:
     cfg, tracker = run.cfg, run.tracker
-    temperature = cfg.rollout.temperature
+    sampling, val_sampling = sampling_of(cfg.rollout), sampling_of(cfg.val)
+    greedy = ADVANTAGES[cfg.algo.advantage].greedy
     async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
         with tracker.phase("start"):
-            actor, ref = await open_trainers(cluster, run)
-            weights = WeightSync(cluster, actor, [t for t in (actor, ref) if t is not None], temperature=temperature)
+            learner = await Learner.open(cluster, run)
+            weights = WeightSync(cluster, learner.actor, learner.models)
             pool = await weights.start(run.source, sorted(env.stop_token_ids))
             source = await open_source(cluster, pool, run, env, graders, closing)
             order = BatchOrder(len(prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
-            batches = TrainingBatches(source, prompts, order, n=cfg.rollout.n, temperature=temperature)
+            batches = TrainingBatches(source, prompts, order, n=cfg.rollout.n, sampling=sampling)
             closing.push_async_callback(batches.close)
             traces = await closing.enter_async_context(open_traces(run, env))
 
-        if (state := await run.resume(actor)) is not None:
+        if (state := await run.resume(learner.trained)) is not None:
             batches.restore(state)
+            learner.restore(state["learner"])
         traces.drop_after(run.step)
+
+        async def save(step: int) -> None:
+            await run.save(step, learner.trained, {**batches.state(), "learner": learner.state()})
+
         # Engines load the starting weights by themselves: prove that they are the trainer's, or bring a resumed run's.
         await weights.publish(run.step, [env.prompt_ids(p) for p in prompts[:_CANARIES]])
-        await weights.hold_gpu(False)
         for step in run.steps():
             with tracker.phase("gen"):
                 groups = await batches.next()
                 await pool.settled()
-            await traces.write(step, groups, temperature=temperature)
+                metrics = rollout_metrics(groups, source)
+                baselines = await greedy_rewards(source, groups) if greedy else None
+            await traces.write(step, groups, temperature=sampling.temperature)
             for line in examine(groups, cfg.reward.examine):
                 tracker.note(line)
-            batch, kept, metrics = make_batch(groups, cfg.algo)
-            metrics |= rollout_metrics(groups, source)
-            await weights.hold_gpu(True)
-            metrics |= await update_policy(run, actor, ref, batch, kept, version=weights.version)
+            await weights.to_trainers()
+            kept, of_updates = await learner.learn(groups, version=weights.version, baselines=baselines)
+            metrics |= of_updates
+            if run.due(cfg.train.save_every, step):
+                await save(step)
             with tracker.phase("sync"):
                 metrics |= await weights.publish(step, [t.tokens for t in kept[:_CANARIES]])
             if val and run.due(cfg.train.val_every, step):
-                await weights.hold_gpu(False)
                 with tracker.phase("testing"):
-                    groups, accuracy = await validate(source, val, cfg.val.n, cfg.val.temperature)
-                await traces.write(step, groups, temperature=cfg.val.temperature, kind="val")
+                    groups, accuracy = await validate(source, val, cfg.val.n, val_sampling)
+                await traces.write(step, groups, temperature=val_sampling.temperature, kind="val")
                 metrics |= accuracy
-            if run.due(cfg.train.save_every, step):
-                await weights.hold_gpu(True)
-                await run.save(step, actor, batches.state())
-            await weights.hold_gpu(False)
             tracker.log(step, metrics)
         if run.step > run.saved_step:  # stopped by the user
-            await weights.hold_gpu(True)
-            await run.save(run.step, actor, batches.state())
+            await weights.to_trainers()
+            await save(run.step)
     run.raise_if_interrupted()
 
 
@@ -142,7 +159,7 @@ async def _sample_only(run: TrainingRun, prompts: Sequence[Prompt], env: Environ
     """`--rollout-only`: the same batches, all sampled with the weights of `model.path`. The traces are the result, and
     tell a run that goes on how far it had come."""
     cfg, tracker = run.cfg, run.tracker
-    temperature = cfg.rollout.temperature
+    sampling = sampling_of(cfg.rollout)
     order = BatchOrder(len(prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
     async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
         with tracker.phase("start"):
@@ -156,8 +173,8 @@ async def _sample_only(run: TrainingRun, prompts: Sequence[Prompt], env: Environ
         tracker.rewind(run.step)
         for step in run.steps():
             with tracker.phase("gen"):
-                groups = await source.sample([prompts[i] for i in order.next()], cfg.rollout.n, temperature=temperature)
-            await traces.write(step, groups, temperature=temperature)
+                groups = await source.sample([prompts[i] for i in order.next()], cfg.rollout.n, sampling)
+            await traces.write(step, groups, temperature=sampling.temperature)
             for line in examine(groups, cfg.reward.examine):
                 tracker.note(line)
             kept = usable(groups)
@@ -203,12 +220,20 @@ def open_traces(run: TrainingRun, env: Environment) -> TraceWriter:
     return TraceWriter(run.folder.path / "traces", every, fingerprint(env.tokenizer), cfg.cluster.step_deadline_s)
 
 
+async def greedy_rewards(source: TrajectorySource, groups: Sequence[Sequence[Trajectory]]) -> dict[int, float]:
+    """Row of each group's prompt -> reward of a greedy episode of it; rows whose episode failed are missing. Raises
+    ``RunError`` where all failed."""
+    greedy = await source.sample([group[0].prompt for group in groups], 1, GREEDY)
+    found = {t.prompt.index: t.reward for (t,) in greedy if t.error is None}
+    if not found:
+        errors = {t.error for (t,) in greedy if t.error}
+        raise RunError(f"every greedy episode of this step failed: {'; '.join(sorted(errors)[:3])}")
+    return found
+
+
 async def validate(
-    source: TrajectorySource, prompts: Sequence[Prompt], n: int, temperature: float
+    source: TrajectorySource, prompts: Sequence[Prompt], n: int, sampling: Sampling
 ) -> tuple[list[list[Trajectory]], dict[str, float]]:
-    """Episodes of held-out prompts, and accuracy on them by data source: ``val-core/<source>/acc/mean@N``."""
-    groups = await source.sample(prompts, n, temperature=temperature)
-    by_source: dict[str, list[float]] = {}
-    for group in groups:
-        by_source.setdefault(group[0].prompt.data_source, []).extend(float(t.correct) for t in group if t.error is None)
-    return groups, {f"val-core/{name}/acc/mean@{n}": float(np.mean(v)) for name, v in by_source.items() if v}
+    """Episodes of held-out prompts, and accuracy on them."""
+    groups = await source.sample(prompts, n, sampling)
+    return groups, accuracy_metrics(groups, n)

@@ -17,9 +17,10 @@ from posttrain.data.traces import Traces, fingerprint
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import load_config
 from posttrain.presets import Resolved
-from posttrain.rl_step import episode_metrics, make_batch, open_trainers, update_policy
+from posttrain.rl_learner import Learner
+from posttrain.rl_metrics import episode_metrics
 from posttrain.runs import RunDir, StopSignal
-from posttrain.startup import check_machine, check_supported, open_model
+from posttrain.startup import check_algo, check_machine, check_supported, open_model
 from posttrain.track.examine import examine
 from posttrain.training import TrainingRun, check_profile, open_tracker, recorded
 
@@ -36,6 +37,7 @@ def run(resolved: Resolved) -> Path:
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
     check_machine(cfg)
+    check_algo(cfg, tokenizer)
     vocabulary = int(load_config(source).get_text_config().vocab_size)
     traces = Traces(cfg.rollout.replay, vocabulary=vocabulary, tokenizer=fingerprint(tokenizer))
     check_apart(traces, cfg)
@@ -56,27 +58,33 @@ async def _train(run: TrainingRun, traces: Traces) -> None:
     cfg, tracker = run.cfg, run.tracker
     async with Cluster(cfg) as cluster:
         with tracker.phase("start"):
-            actor, ref = await open_trainers(cluster, run)
-        position = {"recorded_steps": len(traces.steps)}
-        if (state := await run.resume(actor)) is not None and state != position:
-            raise DataError(
-                f"the checkpoint was made with {state['recorded_steps']} recorded steps; now there are "
-                f"{position['recorded_steps']}",
-                hint="put the trace files back, or start again with --overwrite",
-            )
+            learner = await Learner.open(cluster, run)
+        recorded_steps = len(traces.steps)
+        if (state := await run.resume(learner.trained)) is not None:
+            if state["recorded_steps"] != recorded_steps:
+                raise DataError(
+                    f"the checkpoint was made with {state['recorded_steps']} recorded steps; now there are "
+                    f"{recorded_steps}",
+                    hint="put the trace files back, or start again with --overwrite",
+                )
+            learner.restore(state["learner"])
+
+        async def save(step: int) -> None:
+            position = {"recorded_steps": recorded_steps, "learner": learner.state()}
+            await run.save(step, learner.trained, position)
+
         for step in run.steps():
             with tracker.phase("read"):
                 groups = traces.read(traces.steps[(step - 1) % len(traces.steps)])
             for line in examine(groups, cfg.reward.examine):
                 tracker.note(line)
-            batch, kept, metrics = make_batch(groups, cfg.algo)
+            _, metrics = await learner.learn(groups, version=None)
             metrics |= episode_metrics(groups)
-            metrics |= await update_policy(run, actor, ref, batch, kept, version=None)
             if run.due(cfg.train.save_every, step):
-                await run.save(step, actor, position)
+                await save(step)
             tracker.log(step, metrics)
         if run.step > run.saved_step:  # stopped by the user
-            await run.save(run.step, actor, position)
+            await save(run.step)
     run.raise_if_interrupted()
 
 

@@ -119,7 +119,7 @@ def latest_run(root: str | Path) -> Path:
     found: list[tuple[float, Path]] = []
     for marker in Path(root).glob("*/checkpoints/global_step_*/COMPLETE"):
         path = marker.parents[2]
-        if (path / "run.json").is_file() and _read_state(path).get("command") in ("sft", "rl"):
+        if (path / "run.json").is_file() and _read_state(path).get("command") in ("sft", "prefer", "rl"):
             found.append((marker.stat().st_mtime, path))
     if not found:
         raise ConfigError(f"no run with a checkpoint in {root}", hint="train one first: posttrain sft")

@@ -1,4 +1,4 @@
-"""What `sft`, `rl` and `generate` settle before any process starts, so that bad input is one clear message."""
+"""What the commands that run a model settle before any process starts, so that bad input is one clear message."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from posttrain.cluster.address import check_address
 from posttrain.config import Config
 from posttrain.data.parquet import refuse_images
 from posttrain.errors import ConfigError, DataError
+from posttrain.models.classifier import is_classifier
 from posttrain.models.load import ModelSource, load_config, load_tokenizer, locate
 from posttrain.presets import has_gpu
+from posttrain.rollout.engines import check_engine
 from posttrain.rollout.hf import BLOCK
 from posttrain.runs import find_run
 from posttrain.train import checkpoint
+from posttrain.types import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from posttrain.config import RolloutConfig, ValConfig
     from posttrain.rollout.episode import Environment
     from posttrain.tools.formats import ToolParser
     from posttrain.types import Prompt, ToolSchema
@@ -31,21 +35,22 @@ def check_supported(cfg: Config) -> None:
         ConfigError: naming every such key.
     """
     refused = {
-        f"rollout.engine = {cfg.rollout.engine!r}": cfg.rollout.engine != "hf",
-        f"rollout.tensor_parallel = {cfg.rollout.tensor_parallel}": cfg.rollout.tensor_parallel > 1,
-        f"rollout.top_p = {cfg.rollout.top_p:g}": cfg.rollout.top_p < 1,
-        f"rollout.top_k = {cfg.rollout.top_k}": cfg.rollout.top_k > 0,
-        f"val.top_p = {cfg.val.top_p:g}": cfg.val.top_p < 1,
+        f"rollout.engine = {cfg.rollout.engine!r}": cfg.rollout.engine == "sglang",
+        f"rollout.tensor_parallel = {cfg.rollout.tensor_parallel} with rollout.engine 'hf'": (
+            cfg.rollout.tensor_parallel > 1 and cfg.rollout.engine == "hf"
+        ),
     }
-    samples = cfg.command != "sft" and not cfg.rollout.replay
-    trains = cfg.command in ("sft", "rl") and not cfg.rollout.only
-    relevant = ("rollout.",) * samples + ("val.",) * (samples and trains)
-    found = [text for text, used in refused.items() if used and text.startswith(relevant)]
+    found = [text for text, used in refused.items() if used and cfg.samples]
     if found:
         raise ConfigError(
             f"not supported by this version: {'; '.join(found)}",
-            hint="override them with --set, for example --set rollout.engine=hf",
+            hint="override them with --set, for example --set rollout.tensor_parallel=1",
         )
+
+
+def sampling_of(cfg: RolloutConfig | ValConfig) -> Sampling:
+    """How a section of the config asks for tokens."""
+    return Sampling(cfg.temperature, cfg.top_p, cfg.top_k)
 
 
 def check_machine(cfg: Config) -> None:
@@ -64,8 +69,7 @@ def check_machine(cfg: Config) -> None:
             hint="run `nvidia-smi`; is CUDA_VISIBLE_DEVICES empty? --set cluster.device=cpu runs without a GPU",
         )
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    samples = cfg.command != "sft" and not rollout.replay
-    if not samples or rollout.engine != "hf" or longest <= rollout.kv_tokens - BLOCK:
+    if not cfg.samples or rollout.engine != "hf" or longest <= rollout.kv_tokens - BLOCK:
         return
     # Only on a CPU has the embedded engine a cache of a fixed size. Which machine another cluster samples on is known
     # later; the engine then refuses by itself.
@@ -79,14 +83,15 @@ def check_machine(cfg: Config) -> None:
 
 def check_packages(cfg: Config) -> None:
     """Optional packages that the config asks for are installed. Raises ``ConfigError`` with how to install them."""
+    if cfg.samples:
+        check_engine(cfg.rollout.engine)
     optim = cfg.train.optim
-    trains = cfg.command in ("sft", "rl") and not cfg.rollout.only
-    loggers = cfg.run.logger if cfg.command in ("sft", "rl") else []
+    loggers = cfg.run.logger if cfg.command in ("sft", "prefer", "rl") else []
     wanted = {
         "run.logger = tensorboard": ("tensorboard", "tensorboard" in loggers),
         "run.logger = wandb": ("wandb", "wandb" in loggers),
-        "train.optim.name = adamw_8bit": ("torchao", trains and optim.name == "adamw_8bit"),
-        "train.optim.stochastic_rounding": ("torchao", trains and optim.stochastic_rounding),
+        "train.optim.name = adamw_8bit": ("torchao", cfg.trains and optim.name == "adamw_8bit"),
+        "train.optim.stochastic_rounding": ("torchao", cfg.trains and optim.stochastic_rounding),
     }
     for key, (package, used) in wanted.items():
         if used and find_spec(package) is None:
@@ -100,26 +105,49 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
     """Find the model that `model.path` names and load its tokenizer.
 
     Raises:
-        ModelError, ConfigError: it cannot be found, or `train.lora` does not fit it.
+        ModelError, ConfigError: it cannot be found, is a reward model, or `train.lora` does not fit it.
     """
-    path = cfg.model.path
+    source = find_model(cfg, cfg.model.path)
+    if is_classifier(load_config(source)):
+        raise ConfigError(
+            f"model.path = {cfg.model.path!r} is a reward model, and not a language model",
+            hint="reward models go into reward.model.path (posttrain merge-ckpt writes one), or critic.path",
+        )
+    tokenizer = load_tokenizer(source)
+    if cfg.trains and cfg.train.lora.rank is not None:
+        from posttrain.models import lora
+
+        lora.check(source, cfg.train.lora)
+    return source, tokenizer
+
+
+def find_model(cfg: Config, path: str, key: str = "model.path") -> ModelSource:
+    """The model at ``path``, the value of ``key``: as `model.path`, also the newest checkpoint of a run. Raises
+    ``ModelError``, ``ConfigError``."""
     if path.startswith("run:"):
         try:
             run = find_run(cfg.run.dir, path.removeprefix("run:"))
         except ConfigError as error:
             raise ConfigError(
-                f"model.path = {path!r}: {error.message}",
+                f"{key} = {path!r}: {error.message}",
                 hint=f"{error.hint}; train it first, or give --model PATH (builtin:tiny is the untrained tiny model)",
             ) from error
         path = str(checkpoint.find(run).path)
     source = locate(path, trust_remote_code=cfg.model.trust_remote_code)
     load_config(source)
-    tokenizer = load_tokenizer(source)
-    if cfg.command in ("sft", "rl") and not cfg.rollout.only and cfg.train.lora.rank is not None:
-        from posttrain.models import lora
+    return source
 
-        lora.check(source, cfg.train.lora)
-    return source, tokenizer
+
+def check_algo(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The other models of `algo` can be found, and speak the same tokens. Raises ``ModelError``, ``ConfigError``."""
+    for key, path in (("critic.path", cfg.critic.path), ("algo.teacher", cfg.algo.teacher)):
+        if path:
+            other = load_tokenizer(find_model(cfg, path, key))
+            if other.get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(
+                    f"{key} = {path!r} has other tokens than model.path = {cfg.model.path!r}",
+                    hint="both must come with the same tokenizer",
+                )
 
 
 def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Environment:

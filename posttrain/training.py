@@ -1,4 +1,4 @@
-"""What the `sft` and `rl` loops share: how a run opens, saves, resumes and ends."""
+"""What the `sft`, `prefer` and `rl` loops share: how a run opens, saves, resumes and ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.train import checkpoint
 if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
     from posttrain.data.pack import PackedBatch
-    from posttrain.train.worker import LossSpec
+    from posttrain.train.spec import LossSpec
 
 
 @dataclass
@@ -78,8 +78,9 @@ class TrainingRun:
         early_stop = self.cfg.train.early_stop
         self.early_stop = EarlyStop(early_stop.patience, early_stop.min_delta)
 
-    async def resume(self, actor: TrainerGroup) -> dict[str, Any] | None:
-        """Load the newest sound checkpoint of a reopened run; its loader state, or None when there is none."""
+    async def resume(self, models: Mapping[str, TrainerGroup]) -> dict[str, Any] | None:
+        """Load the newest sound checkpoint of a reopened run into ``models``, by the names of their folders; its loader
+        state, or None when there is none."""
         if not self.folder.resumed:
             return None
         found, problems = checkpoint.newest(self.folder.checkpoints)
@@ -90,7 +91,8 @@ class TrainingRun:
         if found is None:
             self.tracker.note("resuming from the start: no checkpoint yet")
             return None
-        await actor.load(str(found.path / "actor"))
+        for name, group in models.items():
+            await group.load(str(found.path / name))
         meta = found.read("meta.json")
         self.skipped_steps = int(meta["skipped_steps"])
         self.early_stop.restore(meta["early_stop"])
@@ -167,18 +169,20 @@ class TrainingRun:
         """Whether something that happens every so many steps, and after the last one, happens after this step."""
         return step == self.total_steps or (every is not None and step % every == 0)
 
-    async def save(self, step: int, actor: TrainerGroup, loader: Mapping[str, Any]) -> None:
-        """Write the checkpoint of a finished step."""
+    async def save(self, step: int, models: Mapping[str, TrainerGroup], loader: Mapping[str, Any]) -> None:
+        """Write the checkpoint of a finished step: of each of ``models`` a folder, ``actor`` among them."""
         if step == self.saved_step:
             return
         with self.tracker.phase("save"):
             folder = checkpoint.begin(self.folder.checkpoints, step)
-            await actor.save(str(folder / "actor"))
-            save_text_side(self.source, folder / "actor" / "huggingface")
+            for name, group in models.items():
+                await group.save(str(folder / name))
+            texts = folder / "actor" / "huggingface"
+            save_text_side(self.source, texts, reward_model=self.cfg.trains_reward_model)
             if self.cfg.checkpoint.save_hf:
                 written = locate(str(folder), trust_remote_code=self.source.trust_remote_code)
-                save_whole(written, folder / "actor" / "huggingface")
-            meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "world_size": len(actor.actors)}
+                save_whole(written, texts)
+            meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "world_size": len(models["actor"].actors)}
             meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
             states = {"loader.json": loader, "meta.json": meta}
             checkpoint.commit(folder, step, states, self.cfg.checkpoint.keep)
@@ -220,7 +224,7 @@ def _some(names: Sequence[str], shown: int = 3) -> str:
 
 
 def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: TrainerGroup) -> dict[str, float]:
-    """How fast the optimizer steps of one step of a run were, and what they took: the `perf/` metrics of sft and rl.
+    """How fast the optimizer steps of one step of a run were, and what they took: the `perf/` metrics of all loops.
 
     Args:
         results: of ``TrainerGroup.update``, one an optimizer step.

@@ -71,14 +71,38 @@ Ids = Sequence[int] | npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one continuation is sampled. ``temperature`` 0 is greedy. The log-probabilities an engine returns are of the
-    distribution after temperature (before top-p / top-k truncation), the definition the trainer recomputes."""
+    """How one continuation is sampled. The log-probabilities an engine returns are of the distribution that it samples
+    from: after temperature, as the trainer recomputes them, and after top-p and top-k, which training refuses."""
 
     max_new_tokens: int
     temperature: float = 1.0
+    """0: greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it is not sampled from all tokens."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of episodes are sampled, as in ``SamplingParams``."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        """For a continuation of so many tokens at most."""
+        return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k)
+
+
+ON_POLICY = Sampling()
+"""From the model's own distribution."""
+GREEDY = Sampling(temperature=0.0)
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -93,7 +117,7 @@ class Sample:
     logprobs: list[float]
     finish_reason: FinishReason
     version: int
-    """Version of the weights that sampled these tokens."""
+    """Version of the weights that sampled these tokens, all of them."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +166,8 @@ class Trajectory:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False
+    extracted: str | None = None
+    """The answer that the grader found."""
     error: str | None = None
 
     @property

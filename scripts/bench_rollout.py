@@ -77,7 +77,7 @@ class Script:
         ids = self.call if len(prompt_ids) < self.until else self.last
         return Sample(ids, [-0.5] * len(ids), "stop", self.version)
 
-    async def score(self, sequences: Any, temperature: float) -> Any:
+    async def score(self, sequences: Any) -> Any:
         raise NotImplementedError
 
     async def close(self) -> None: ...
@@ -104,7 +104,7 @@ async def ours(env: Environment, sampler: Any, episodes: int) -> tuple[float, fl
     process = psutil.Process()
     before, begun = process.memory_info().rss, time.perf_counter()
     source = TrajectorySource(SamplerPool([sampler]), env)
-    groups = await source.sample([prompt()] * (episodes // GROUP), GROUP, temperature=1.0)
+    groups = await source.sample([prompt()] * (episodes // GROUP), GROUP)
     seconds = time.perf_counter() - begun
     memory = (process.memory_info().rss - before) / episodes
     failed = [t.error for group in groups for t in group if t.error or t.turns != env.cfg.max_turns]
@@ -153,7 +153,7 @@ async def long_tail(env: Environment, script: Script, rate: float, steps: int = 
     env = dataclasses.replace(env, tools={"calculator": SlowCalculator()}, cfg=cfg)
     source = TrajectorySource(SamplerPool([script]), env)
     order = BatchOrder(10_000, 64, seed=0)
-    batches = TrainingBatches(source, [prompt()] * 10_000, order, n=8, temperature=1.0)
+    batches = TrainingBatches(source, [prompt()] * 10_000, order, n=8)
     seconds, cancelled = [], 0
     for _ in range(steps):
         begun = time.perf_counter()

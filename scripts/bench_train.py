@@ -95,7 +95,8 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     from posttrain.config import TrainConfig
     from posttrain.data.pack import PackedBatch, place
     from posttrain.models.load import ModelSource
-    from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
+    from posttrain.train.spec import LossSpec, WorkerSpec
+    from posttrain.train.worker import TrainWorker
 
     train = {
         "param_dtype": args.param_dtype, "attention": args.attention, "compile": args.compile,

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """Make ``docs/config.md`` from the config tree, ``docs/cli.md`` from the command line, and the tables of
-``docs/data.md`` and ``docs/traces.md`` from the row schemas and the data sets, ``docs/tools.md`` from the tools.
+``docs/data.md`` and ``docs/traces.md`` from the row schemas and the data sets, ``docs/tools.md`` from the tools, those
+of ``docs/algorithms.md`` from the catalog of algorithms.
 
 python scripts/make_docs.py            # writes them
 python scripts/make_docs.py --check    # exit code 1 if one is out of date
@@ -17,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -25,9 +26,13 @@ import typer
 from pydantic import BaseModel, TypeAdapter
 from typing_extensions import is_typeddict
 
+from posttrain.algos.advantages import ESTIMATORS
+from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
+from posttrain.algos.losses import POLICY_LOSSES as LOSS_FUNCTIONS
 from posttrain.cli import app
 from posttrain.config import ALGO_BUNDLES, Config
 from posttrain.data.card import Card
+from posttrain.data.preferences import PreferenceRow
 from posttrain.data.schema import ImageField, MessageField, RlhfRow, SftRow, ToolField
 from posttrain.data.traces import TraceRow, trace_schema
 from posttrain.prep import LISTED, listing
@@ -64,10 +69,36 @@ error. `--help` works everywhere.
 def config_page() -> str:
     parts = [CONFIG_HEAD, _section("Top level", "", Config)]
     parts += [_section(f"`[{name}]`", f"{name}.", section) for name, section in _sections(Config)]
-    parts.append("## Algorithms\n\n`--algo NAME` sets these together; each stays open to `--set`.\n")
-    for name, values in ALGO_BUNDLES.items():
-        parts.append(f"- `{name}`: " + ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in values.items()))
     return "\n".join(parts) + "\n"
+
+
+# ---------------------------------------------------------------------- docs/algorithms.md
+
+
+def algorithms_page() -> str:
+    bundles = [
+        (f"`{name}`", ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in values.items()))
+        for name, values in ALGO_BUNDLES.items()
+    ]
+    advantages = [
+        (f"`{name}`", facts.formula, facts.needs, facts.source, _code(ESTIMATORS[name]))
+        for name, facts in ADVANTAGES.items()
+    ]
+    losses = [
+        (f"`{name}`", facts.formula, f"`{facts.aggregation}`", facts.source, _code(LOSS_FUNCTIONS[name]))
+        for name, facts in POLICY_LOSSES.items()
+    ]
+    parts = {
+        "bundles": _table(("name", "sets"), bundles),
+        "advantages": _table(("`algo.advantage`", "advantage", "needs", "from", "code"), advantages),
+        "losses": _table(("`algo.policy_loss`", "loss of a token", "aggregated in the paper", "from", "code"), losses),
+    }
+    return _with_parts("algorithms.md", parts)
+
+
+def _code(function: Callable[..., Any]) -> str:
+    module = str(function.__module__).removeprefix("posttrain.").replace(".", "/")
+    return f"`{function.__name__}` in `{module}.py`"
 
 
 def _sections(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -171,6 +202,7 @@ def data_page() -> str:
     tables = {
         "rlhf": fields_table(RlhfRow, ("prompt", "tools", "images")),
         "sft": fields_table(SftRow, ("messages", "tools", "images")),
+        "preference": fields_table(PreferenceRow, ("prompt", "chosen", "rejected", "tools", "images")),
         "message": fields_table(MessageField),
         "tool": fields_table(ToolField),
         "image": fields_table(ImageField),
@@ -210,7 +242,7 @@ def fields_table(model: type, elsewhere: Iterable[str] = ()) -> str:
 
 def _fields(model: type, prefix: str, elsewhere: frozenset[str]) -> Iterator[tuple[str, str, str]]:
     own = model.__annotations__
-    parts = [part for part in reversed(model.__mro__) if part.__module__ == model.__module__]
+    parts = [part for part in reversed(model.__mro__) if part.__module__.startswith("posttrain.")]
     described = {name: text for part in parts for name, text in _docstrings(part).items()}
     hints = typing.get_type_hints(model)
     optional = _optional(model)
@@ -317,7 +349,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     check = parser.parse_args().check
     stale = 0
-    pages = {"config": config_page, "cli": cli_page, "data": data_page, "tools": tools_page, "traces": traces_page}
+    pages = {
+        "algorithms": algorithms_page, "config": config_page, "cli": cli_page, "data": data_page, "tools": tools_page,
+        "traces": traces_page,
+    }  # fmt: skip
     for name, text in ((f"{page}.md", make()) for page, make in pages.items()):
         file = DOCS / name
         if file.is_file() and file.read_text(encoding="utf-8") == text:

@@ -11,14 +11,16 @@ from torch import Tensor
 
 
 def gap_sums(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Sums over N tokens, to be divided by ``gap/tokens``.
+    """Sums over N tokens, to be divided by ``gap/tokens``, of d = trainer - engine log-probability.
 
-    ``gap/abs``: |d|; ``gap/k3``: e^d - 1 - d, an estimate of KL(engine || trainer); ``gap/outside``: tokens whose ratio
-    lies outside [0.9, 1.1], where d = trainer - engine log-probability. ``gap/tokens``: N.
+    ``gap/diff``: d; ``gap/squares``: d^2; ``gap/abs``: |d|; ``gap/k3``: e^d - 1 - d, an estimate of
+    KL(engine || trainer); ``gap/outside``: tokens whose ratio lies outside [0.9, 1.1]; ``gap/tokens``: N.
     """
     d = (logprobs - rollout_logprobs).detach().double()
     ratio = d.clamp(-20.0, 20.0).exp()
     return {
+        "gap/diff": d.sum(),
+        "gap/squares": (d * d).sum(),
         "gap/abs": d.abs().sum(),
         "gap/k3": (ratio - 1.0 - d).sum(),
         "gap/outside": ((ratio < 0.9) | (ratio > 1.1)).double().sum(),

@@ -9,15 +9,15 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from posttrain.config import Config, RewardModelConfig
+from posttrain.config import Config, RewardModelConfig, TrainConfig
 from posttrain.errors import ConfigError, RunError
 from posttrain.models.load import ModelSource
-from posttrain.rollout.hf import EngineSpec
-from posttrain.train.worker import WorkerSpec
+from posttrain.rollout.base import EngineSpec
+from posttrain.train.spec import WorkerSpec
 
 # Seen before ray is imported: no usage reports, no log shipping of idle services.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -40,7 +40,7 @@ _JOIN_HINT = (
     "where it asks for a token, set RAY_AUTH_MODE=token"
 )
 _GPU_SHARE = 0.2
-"""A colocated process's share of a GPU: actor, reference, sampler and reward model fit on one."""
+"""A colocated process's share of a GPU: actor, critic (or teacher), reference, sampler and reward model fit on one."""
 
 
 def init_ray(address: str = "local") -> None:
@@ -105,6 +105,7 @@ class Cluster:
         self.actors: list[Any] = []
         self._samplers: dict[int, RemoteSampler] = {}
         self.groups: dict[str, PlacementGroup] = {}
+        self._gpus: dict[str, list[tuple[str, str]]] = {}
         self.owns_ray = False
 
     async def __aenter__(self) -> Cluster:
@@ -148,9 +149,20 @@ class Cluster:
         return 1e-3 if self.dtype == "float32" else 0.1
 
     async def trainer(
-        self, role: str, source: ModelSource, *, temperature: float = 1.0, total_steps: int = 1, trainable: bool = True
+        self,
+        role: str,
+        source: ModelSource,
+        *,
+        temperature: float = 1.0,
+        total_steps: int = 1,
+        trainable: bool = True,
+        train: TrainConfig | None = None,
+        values: bool = False,
     ) -> TrainerGroup:
-        """Start a group of ``cluster.workers`` training workers for one model."""
+        """Start a group of ``cluster.workers`` training workers for one model.
+
+        ``train`` is how it is trained, if not as the config says; the others are as in ``WorkerSpec``.
+        """
         cfg = self.cfg
         world_size = cfg.cluster.workers
         spec = WorkerSpec(
@@ -159,8 +171,9 @@ class Cluster:
             dtype=self.dtype,
             seed=cfg.run.seed,
             temperature=temperature,
-            train=cfg.train,
+            train=train or cfg.train,
             trainable=trainable,
+            values=values,
             total_steps=total_steps,
             threads=_threads(world_size),
         )
@@ -199,16 +212,28 @@ class Cluster:
             stop_token_ids=stop_token_ids,
             threads=_threads(count),
             replica=index,
+            engine=cfg.rollout.engine,
+            max_tokens=cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens,
+            tensor_parallel=cfg.rollout.tensor_parallel,
+            truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
+            options=cfg.rollout.engine_options,
+            sleeps=cfg.rollout.sleep,
         )
         if (dead := self._samplers.pop(index, None)) is not None:
             dead.kill()  # one that only hangs would hold its memory
+        ranks = cfg.rollout.tensor_parallel
         pool = "trainers" if cfg.cluster.placement == "colocated" and "trainers" in self.groups else "samplers"
-        options = await self._options(pool, count, index)
+        options, places = await self._engine_options(pool, count, ranks, index)
         actor = ray.remote(SamplerActor).options(**options).remote(spec, cfg.plugins)
         self.actors.append(actor)
         deadlines = cfg.cluster
         sampler = RemoteSampler(
-            actor, f"sampler {index}", deadline_s=deadlines.step_deadline_s, silence_s=deadlines.silence_deadline_s
+            actor,
+            f"sampler {index}",
+            deadline_s=deadlines.step_deadline_s,
+            silence_s=deadlines.silence_deadline_s,
+            ranks=ranks,
+            trainers=places if pool == "trainers" else (),
         )
         await sampler.start(deadlines.start_deadline_s)
         self._samplers[index] = sampler
@@ -235,6 +260,48 @@ class Cluster:
         await model.start(self.cfg.cluster.start_deadline_s)
         return model
 
+    async def _engine_options(
+        self, pool: str, count: int, ranks: int, index: int
+    ) -> tuple[dict[str, Any], Sequence[int]]:
+        """Ray options of engine ``index`` of ``count``, of ``ranks`` GPUs each, and its places in the pool."""
+        if self.device == "cpu" or ranks == 1:
+            options = await self._options(pool, count, index)
+            return options, [index % len(self.groups[pool].bundle_specs)] if self.device == "cuda" else []
+        await self._options(pool, count * ranks, 0)
+        if pool not in self._gpus:
+            self._gpus[pool] = await self._find_gpus(pool)
+        gpus = self._gpus[pool]
+        engines = _on_one_node([node for node, _ in gpus], ranks)
+        if not engines:
+            raise RunError(
+                f"rollout.tensor_parallel = {ranks}, and no node has so many of the {len(gpus)} GPUs of {pool}",
+                hint="an engine's GPUs must be on one node; with colocated engines cluster.workers counts the GPUs",
+            )
+        places = engines[index % len(engines)]
+        options = await self._options(pool, count * ranks, places[0])
+        # Ray would show it the one GPU of its place.
+        options["runtime_env"]["env_vars"] |= {
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus[place][1] for place in places),
+        }
+        return options, places
+
+    async def _find_gpus(self, pool: str) -> list[tuple[str, str]]:
+        """(node, GPU there) of each place of a pool."""
+
+        def find() -> tuple[str, str]:
+            context = ray.get_runtime_context()
+            return str(context.get_node_id()), str(context.get_accelerator_ids()["GPU"][0])
+
+        count = len(self.groups[pool].bundle_specs)
+        options = [await self._options(pool, count, place) | {"num_gpus": 0.01} for place in range(count)]
+        for of_place in options:
+            of_place.pop("max_restarts")  # of actors only
+        refs = [ray.remote(find).options(**of_place).remote() for of_place in options]
+        what = [f"place {place} of {pool}" for place in range(count)]
+        found: list[tuple[str, str]] = await gather(refs, what, "placement", self.cfg.cluster.start_deadline_s)
+        return found
+
     async def _options(self, pool: str, count: int, index: int) -> dict[str, Any]:
         """Ray options that put a process on GPU ``index`` of a pool; on CPU processes share the machine freely."""
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
@@ -256,9 +323,20 @@ class Cluster:
         }
 
 
+def _on_one_node(nodes: Sequence[str], ranks: int) -> list[list[int]]:
+    """Places of as many engines of ``ranks`` GPUs as there is room for; ``nodes`` of the places."""
+    engines = []
+    for node in dict.fromkeys(nodes):
+        here = [place for place, other in enumerate(nodes) if other == node]
+        engines += [here[i : i + ranks] for i in range(0, len(here) - ranks + 1, ranks)]
+    return engines
+
+
 def _threads(processes: int) -> int:
-    """CPU threads of each of several processes that work at the same time."""
-    return max(1, (os.cpu_count() or 1) // processes)
+    """CPU threads of each of several processes that work at the same time; as many as OMP_NUM_THREADS says, if it is
+    set. (Of a list, one number a level of nesting, the first.)"""
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(asked) if asked.isdigit() and int(asked) else max(1, (os.cpu_count() or 1) // processes)
 
 
 def _device(cfg: Config) -> str:

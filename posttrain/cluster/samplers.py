@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +22,11 @@ import psutil
 import ray
 
 from posttrain.cluster.calls import gather
-from posttrain.cluster.wire import Wire, from_wire
 from posttrain.errors import PosttrainError, RunError
+from posttrain.models.buckets import Bucket
 from posttrain.registry import load_plugins
-from posttrain.rollout.hf import EngineSpec, HFSampler
+from posttrain.rollout.base import EngineSpec
+from posttrain.rollout.engines import open_engine
 from posttrain.types import Ids, Sample, SamplingParams
 
 _HEARTBEAT_S = 5.0
@@ -43,11 +46,15 @@ class SamplerActor:
         self.spec = spec
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.answers: list[Answer] = []
+        """Those that the driver may not have yet."""
+        self.delivered = 0
+        """Answers before these, which it has."""
         self.answered = asyncio.Event()
 
     async def start(self) -> ProcessOf:
         """Load the engine."""
-        self.engine = HFSampler(self.spec)
+        self.loop = asyncio.get_running_loop()  # for whoever runs code here by __ray_call__, in another thread
+        self.engine = await open_engine(self.spec)
         return ray.get_runtime_context().get_node_id(), os.getpid(), psutil.Process().create_time()
 
     async def submit(self, requests: Sequence[Request]) -> None:
@@ -69,39 +76,69 @@ class SamplerActor:
         self.answers.append((request_id, answer))
         self.answered.set()
 
-    async def collect(self) -> list[Answer]:
-        """Answers since the last call; waits for one, at most a heartbeat."""
+    async def collect(self, received: int) -> list[Answer]:
+        """All answers but the first ``received``, which the driver has; waits for one, at most a heartbeat. A call that
+        nobody waits for any more thus takes no answer away."""
+        self.answers = self.answers[received - self.delivered :]
+        self.delivered = received
+        if not self.answers:
+            self.answered.clear()
         try:
             await asyncio.wait_for(self.answered.wait(), _HEARTBEAT_S)
         except TimeoutError:
             return []
         await asyncio.sleep(0)  # requests that finished in the same engine step travel together
-        answers, self.answers = self.answers, []
-        self.answered.clear()
-        return answers
+        return self.answers if received == self.delivered else []
 
     async def abort(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
             if (task := self.tasks.get(request_id)) is not None:
                 task.cancel()
 
-    async def update_weights(self, version: int, buckets: Sequence[ray.ObjectRef[Any]]) -> None:
-        for ref in buckets:
-            bucket: Mapping[str, Wire] = await ref
-            await self.engine.load_weights({name: from_wire(wire) for name, wire in bucket.items()})
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def load_bucket(self, bucket: Bucket, data: npt.NDArray[np.uint8] | None = None) -> None:
+        """Weights that lie on this node, or whose bytes come from another."""
+        if data is None:
+            await self.engine.load_bucket(bucket)
+            return
+        with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+            file.write(data.data)
+            file.flush()
+            await self.engine.load_bucket(replace(bucket, path=file.name))
+
+    async def finish_update(self, version: int) -> None:
         await self.engine.finish_update(version)
 
-    async def score(self, sequences: Sequence[Ids], temperature: float) -> list[list[float]]:
-        return await self.engine.score(sequences, temperature)
+    async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
+        return await self.engine.score(sequences)
 
     async def close(self) -> None:
         await self.engine.close()
 
 
 class RemoteSampler:
-    """The driver's handle on one ``SamplerActor``."""
+    """The driver's handle on one ``SamplerActor``.
 
-    def __init__(self, actor: Any, name: str, *, deadline_s: float, silence_s: float) -> None:
+    Args:
+        ranks: processes of the engine that hold weights.
+        trainers: of colocated engines, the trainer ranks on their GPUs, in the order of the engine's ranks.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        name: str,
+        *,
+        deadline_s: float,
+        silence_s: float,
+        ranks: int = 1,
+        trainers: Sequence[int] = (),
+    ) -> None:
         self.actor = actor
         self.name = name
         self.deadline_s = deadline_s
@@ -110,19 +147,27 @@ class RemoteSampler:
         self.waiting: dict[int, asyncio.Future[Sample]] = {}
         self.outbox: list[Request] = []
         self.collector: asyncio.Task[None] | None = None
+        self.received = 0
+        """Answers so far."""
+        self.ranks, self.trainers = ranks, trainers
 
     async def start(self, deadline_s: float) -> None:
         self.process: ProcessOf = await self._call("start", deadline_s)
 
     def kill(self) -> None:
-        """End the process. One that is stopped or stuck in the kernel does not hear Ray."""
-        ray.kill(self.actor)
+        """End the process and those that its engine started. One that is stopped or stuck in the kernel does not hear
+        Ray."""
         node, pid, created = self.process
+        doomed = []
         if node == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 if process.create_time() == created:  # else it has ended, and another has its number
-                    process.kill()
+                    doomed = [process, *process.children(recursive=True)]
+        ray.kill(self.actor)
+        for process in doomed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
         loop = asyncio.get_running_loop()
@@ -153,8 +198,9 @@ class RemoteSampler:
         """Hand answers to those who wait, until nobody does."""
         try:
             while self.waiting:
-                ref = self.actor.collect.remote()
+                ref = self.actor.collect.remote(self.received)
                 (answers,) = await gather([ref], [self.name], "generation", self.silence_s)
+                self.received += len(answers)
                 for request_id, answer in answers:
                     future = self.waiting.pop(request_id, None)
                     if future is None or future.done():
@@ -169,14 +215,25 @@ class RemoteSampler:
                 if not future.done():
                     future.set_exception(error)
 
-    async def update_weights(self, version: int, buckets: Sequence[Any]) -> None:
-        """Load the weights that a trainer put into shared memory, and count as ``version`` from then on."""
-        await self._call("update_weights", self.deadline_s, version, list(buckets))
+    async def sleep(self) -> None:
+        """Leave the GPU. Requests that run come back with ``abort``, new ones wait for the next update."""
+        await self._call("sleep", self.deadline_s)
 
-    async def score(self, sequences: Sequence[Ids], temperature: float) -> list[list[float]]:
-        result: list[list[float]] = await self._call(
-            "score", self.deadline_s, [np.asarray(s, np.int32) for s in sequences], temperature
-        )
+    async def wake(self) -> None:
+        """Make room for the weights of an update that follows, if it sleeps."""
+        await self._call("wake", self.deadline_s)
+
+    async def load_bucket(self, bucket: Bucket, data: Any = None) -> None:
+        """Load weights out of a trainer's bucket. ``data`` refers to its bytes, if that is on another node."""
+        await self._call("load_bucket", self.deadline_s, bucket, data)
+
+    async def finish_update(self, version: int) -> None:
+        """All buckets were loaded: they count as ``version`` from now on."""
+        await self._call("finish_update", self.deadline_s, version)
+
+    async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
+        ids = [np.asarray(s, np.int32) for s in sequences]
+        result: list[list[float]] = await self._call("score", self.deadline_s, ids)
         return result
 
     async def close(self) -> None:

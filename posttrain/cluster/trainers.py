@@ -12,25 +12,30 @@ import torch
 from torch import Tensor
 
 from posttrain.cluster.calls import gather
-from posttrain.cluster.wire import to_wire
 from posttrain.data.pack import PackedBatch, Placement, place
+from posttrain.models.buckets import Bucket, Where, mapped
 from posttrain.registry import load_plugins
-from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
+from posttrain.train.spec import LossSpec, WorkerSpec
 from posttrain.types import Ids
-
-BUCKET_BYTES = 256 << 20
 
 # Metrics that are not sums over workers.
 _SAME = {"grad_norm", "lr", "skipped"}
 _LARGEST = {"seconds", "memory_gib"}
 
 
-class TrainActor(TrainWorker):
-    """What of a ``TrainWorker`` only a Ray actor needs. ``Cluster`` makes it one."""
+class TrainActor:
+    """A ``TrainWorker`` in a process of its own. ``Cluster`` makes it a Ray actor. The driver, which needs this class
+    to do so, is spared the imports of what trains."""
 
     def __init__(self, spec: WorkerSpec, rank: int, world_size: int, plugins: list[str]) -> None:
+        from posttrain.train.worker import TrainWorker
+
         load_plugins(plugins)
-        super().__init__(spec, rank, world_size)
+        self.worker = TrainWorker(spec, rank, world_size)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """What a method of the worker returns."""
+        return getattr(self.worker, method)(*args)
 
     def address(self) -> tuple[str, int]:
         """An address of this node and a free port, for rank 0."""
@@ -39,15 +44,19 @@ class TrainActor(TrainWorker):
             probe.bind(("", 0))
             return ip, probe.getsockname()[1]
 
-    def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Gather the full weights, bucket by bucket, into this node's shared memory. Rank 0 returns references."""
-        buckets = self.weight_buckets(BUCKET_BYTES)
-        return [ray.put({name: to_wire(t) for name, t in bucket}) for bucket in buckets if bucket]
+    def node(self) -> str:
+        """Where this worker runs."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def put_bucket(self, bucket: Bucket) -> ray.ObjectRef[Any]:
+        """The bytes of a bucket in host memory, for other nodes."""
+        assert bucket.path is not None
+        return ray.put(mapped(bucket.path).numpy())
 
 
 @dataclass
 class TrainerGroup:
-    """The driver's handle on one model's workers (actor, reference)."""
+    """The driver's handle on one model's workers (actor, critic, reference, teacher)."""
 
     role: str
     actors: list[Any]
@@ -59,6 +68,9 @@ class TrainerGroup:
     facts: dict[str, Any] = field(default_factory=dict)
     """What rank 0 told: ``parameters``, how many of them are ``trained``, ``device``, ``attention``, ``peak_flops`` of
     the device (None: not known)."""
+
+    node: str = ""
+    """Of rank 0."""
 
     @property
     def names(self) -> list[str]:
@@ -72,21 +84,26 @@ class TrainerGroup:
 
     async def start(self, deadline_s: float) -> None:
         address, port = (await gather([self.actors[0].address.remote()], self.names[:1], "start", deadline_s))[0]
-        refs = [a.setup.remote(address, port, self.deadline_s) for a in self.actors]
+        refs = [a.call.remote("setup", address, port, self.deadline_s) for a in self.actors]
         self.facts = (await gather(refs, self.names, "start (load and shard the model)", deadline_s))[0]
+        self.node = await self._first("node")
 
     async def call(self, method: str, per_worker: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Call a method on every worker, each with its own arguments."""
         arguments = per_worker or [()] * len(self.actors)
-        refs = [getattr(a, method).remote(*args) for a, args in zip(self.actors, arguments, strict=True)]
+        refs = [a.call.remote(method, *args) for a, args in zip(self.actors, arguments, strict=True)]
         return await gather(refs, self.names, method, self.deadline_s)
 
-    async def logprobs(self, batch: PackedBatch, *, adapter: bool = True) -> Tensor:
-        """[T] log-probabilities under the current weights, or without the ``adapter`` of a LoRA run under its base's;
-        0 where the batch carries no loss."""
+    async def logprobs(self, batch: PackedBatch, *, adapter: bool = True, temperature: float | None = None) -> Tensor:
+        """[T] log-probabilities under the current weights, or without the ``adapter`` of a LoRA run under its base's,
+        at the temperature of the workers if no other is asked for; 0 where the batch carries no loss."""
         placement = self._place(batch)
-        columns = await self._on_shards("logprobs", placement.shards(batch), adapter)
+        columns = await self._on_shards("logprobs", placement.shards(batch), adapter, temperature)
         return placement.gather(columns[:: self.sequence_parallel], batch)
+
+    async def values(self, batch: PackedBatch) -> Tensor:
+        """[T] values of a critic; 0 where the batch carries no loss."""
+        return await self.logprobs(batch)
 
     async def evaluate(self, batch: PackedBatch) -> float:
         """The weighted negative log-likelihood of the batch, without a gradient."""
@@ -117,10 +134,35 @@ class TrainerGroup:
         """Write the traces, one a rank; see ``TrainWorker.stop_profile``."""
         await self.call("stop_profile", [(folder, step)] * len(self.actors))
 
-    async def put_weights(self) -> list[Any]:
-        """References to the full weights in shared memory (see ``sync.publish``)."""
-        per_worker: list[list[Any]] = await self.call("put_weights")
-        return per_worker[0]
+    async def open_outlet(self, where: Sequence[Where | None]) -> None:
+        """Begin to hand out the full weights; see ``TrainWorker.open_outlet``, and ``sync``.
+
+        Args:
+            where: each rank's buckets are read.
+        """
+        await self.call("open_outlet", [(of_rank,) for of_rank in where])
+
+    async def next_bucket(self, slot: int) -> list[Bucket] | None:
+        """The next bucket of every rank, in place ``slot`` of two, which nobody reads any more; None: that was all."""
+        found: list[Bucket | None] = await self.call("next_bucket", [(slot,)] * len(self.actors))
+        return None if found[0] is None else [bucket for bucket in found if bucket is not None]
+
+    async def close_outlet(self) -> float:
+        """Free the buckets. GiB that the fullest GPU had in use with them, by all processes."""
+        return float(max(await self.call("close_outlet")))
+
+    async def put_bucket(self, bucket: Bucket) -> Any:
+        """A reference to the bytes of rank 0's bucket, for other nodes."""
+        return await self._first("put_bucket", bucket)
+
+    async def send_bucket(self, slot: int) -> None:
+        """Rank 0 begins to send its bucket in place ``slot``."""
+        await self._first("call", "send_bucket", slot)
+
+    async def _first(self, method: str, *args: Any) -> Any:
+        """Call the actor of rank 0."""
+        ref = getattr(self.actors[0], method).remote(*args)
+        return (await gather([ref], self.names[:1], method, self.deadline_s))[0]
 
     async def save(self, folder: str) -> None:
         await self.call("save", [(folder,)] * len(self.actors))

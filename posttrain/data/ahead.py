@@ -51,6 +51,8 @@ class Rendered:
     """It is left out because not one token carries loss, before or after a cut."""
     straddling: int = 0
     """Tokens without loss because they are only in part the assistant's (see ``RenderedChat``)."""
+    second: int = 0
+    """Of a row of two conversations: where the second one begins among the tokens."""
 
     @property
     def left_out(self) -> bool:

@@ -75,7 +75,7 @@ class Card(_Part):
 
     file: str
     """Its name."""
-    kind: Literal["rlhf", "sft"]
+    kind: Literal["rlhf", "sft", "preference"]
     """Which row schema it has."""
     dataset: str
     """The set's name in `prep --list`."""
@@ -98,7 +98,7 @@ class Card(_Part):
     lengths: dict[str, dict[str, float]]
     """Mean and percentiles of the rows' lengths, by what was measured."""
     duplicates: Duplicates
-    """Rows that come twice: the prompt in RLHF, the whole conversation in SFT."""
+    """Rows that come twice: the prompt in RLHF, all of the row in SFT and preferences."""
     overlaps: list[Overlaps]
     """Overlap of what is left with evaluation sets."""
     source: Source

@@ -43,9 +43,19 @@ class PackedBatch:
     rollout_logprobs: Tensor | None = None
     """[T] float32, the engine's"""
     old_logprobs: Tensor | None = None
-    """[T] float32, the trainer's before this step's first update; None: the policy has not moved since sampling"""
+    """[T] float32, under the policy that ratios are taken to; None: the policy has not moved since it sampled"""
     ref_logprobs: Tensor | None = None
     """[T] float32, the reference model's"""
+    correction: Tensor | None = None
+    """[T] float32 factor of the loss weights (``algos.corrections``)"""
+    sequence_log_ratio: Tensor | None = None
+    """[T] float32 (``algos.losses.sequence_log_ratio``)"""
+    selected: Tensor | None = None
+    """[T] bool, tokens that a loss treats apart (``clip_cov``, ``kl_cov``)"""
+    values: Tensor | None = None
+    """[T] float32, the critic's before this step's first update"""
+    returns: Tensor | None = None
+    """[T] float32, what the critic is to predict"""
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,5 @@
-"""RLHF and SFT rows in parquet: writing them, and reading them back typed and checked (``posttrain.data.schema``).
+"""RLHF, SFT and preference rows in parquet: writing them, and reading them back typed and checked
+(``posttrain.data.schema``, ``posttrain.data.preferences``).
 
 Two things have no fixed shape, which parquet needs, and are therefore stored as JSON text: the ``arguments`` of tool
 calls and the ``tools`` column. Files of others may hold them as structs; reading accepts both.
@@ -8,15 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from posttrain.data.schema import Conversation, RlhfRow, RowError, SftRow, parse_row
+from posttrain.data.preferences import Preference, PreferenceRow
+from posttrain.data.schema import BaseRow, Conversation, RlhfRow, RowError, SftRow, parse_row
 from posttrain.errors import DataError
 from posttrain.registry import nearest
-from posttrain.types import Prompt, ToolSchema
+from posttrain.types import Message, Prompt, ToolSchema
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,12 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Conversation",
+    "Preference",
     "append_columns",
     "located",
     "open_parquet",
     "parse_conversation",
+    "parse_preference",
     "parse_prompt",
+    "preference_row",
     "read_conversations",
+    "read_preferences",
     "read_prompts",
     "read_rows",
     "read_typed",
@@ -49,22 +55,37 @@ _TEXT = json.JSONEncoder(ensure_ascii=False)
 _MOST_TOOLS = 256
 _TOOLS_TEXTS: dict[tuple[int, ...], tuple[Sequence[ToolSchema], str]] = {}
 
-R = TypeVar("R", RlhfRow, SftRow)
+R = TypeVar("R", RlhfRow, SftRow, PreferenceRow)
 _RLHF = (("data_source", "prompt", "reward_model"), ("ability", "extra_info", "tools", "tools_kwargs", "images"))
 _SFT = (("messages",), ("tools", "images"))
+_PREFERENCE = (("chosen", "rejected"), ("prompt", "tools", "images"))
 """Columns that a row must have, and that it may have."""
+_NEEDED: dict[type[BaseRow], tuple[str, ...]] = {
+    RlhfRow: _RLHF[0], SftRow: _SFT[0], PreferenceRow: _PREFERENCE[0],
+}  # fmt: skip
 
 
 def sft_row(conversation: Conversation) -> dict[str, Any]:
     """A conversation as a row for ``write_rows``."""
-    messages = []
-    for message in conversation.messages:
+    row = {"messages": _message_rows(conversation.messages), "tools": tools_text(conversation.tools)}
+    return {**row, "images": conversation.images} if conversation.images else row
+
+
+def preference_row(pair: Preference) -> dict[str, Any]:
+    """A pair of answers as a row for ``write_rows``."""
+    row: dict[str, Any] = {name: _message_rows(getattr(pair, name)) for name in ("prompt", "chosen", "rejected")}
+    row["tools"] = tools_text(pair.tools)
+    return {**row, "images": pair.images} if pair.images else row
+
+
+def _message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    rows = []
+    for message in messages:
         row: dict[str, Any] = dict(message)
         if "tool_calls" in row:
             row["tool_calls"] = [_with_text_arguments(call) for call in row["tool_calls"]]
-        messages.append(row)
-    row = {"messages": messages, "tools": tools_text(conversation.tools)}
-    return {**row, "images": conversation.images} if conversation.images else row
+        rows.append(row)
+    return rows
 
 
 def tools_text(tools: Sequence[ToolSchema]) -> str | None:
@@ -80,7 +101,7 @@ def tools_text(tools: Sequence[ToolSchema]) -> str | None:
     return _TOOLS_TEXTS[key][1]
 
 
-def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], schema: type[RlhfRow | SftRow] | None = None) -> int:
+def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], schema: type[BaseRow] | None = None) -> int:
     """Write rows to one parquet file, whole or not at all. Returns the number of rows.
 
     Nested dicts become structs with the union of the rows' keys; a key that a row lacks is null there. Columns that the
@@ -98,7 +119,7 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], schema: type[Rl
     kept = []
     for index, row in enumerate(rows):
         if schema is not None:
-            (parse_prompt if schema is RlhfRow else parse_conversation)(row, path, index)
+            _PARSERS[schema](row, path, index)
         kept.append(row)
     arrays: dict[str, Any] = {}
     for column in dict.fromkeys(column for row in kept for column in row):
@@ -128,7 +149,18 @@ def parse_conversation(raw: dict[str, Any], path: str | Path, index: int) -> Con
         return parse_row(SftRow, raw).typed(index)
 
 
-def refuse_images(row: Prompt | Conversation, path: str | Path, index: int) -> None:
+def parse_preference(raw: dict[str, Any], path: str | Path, index: int) -> Preference:
+    """A raw preference row, typed and checked. Raises ``DataError`` naming file, row and column."""
+    with located(path, index):
+        return parse_row(PreferenceRow, raw).typed(index)
+
+
+_PARSERS: dict[type[BaseRow], Callable[[dict[str, Any], str | Path, int], object]] = {
+    RlhfRow: parse_prompt, SftRow: parse_conversation, PreferenceRow: parse_preference,
+}  # fmt: skip
+
+
+def refuse_images(row: Prompt | Conversation | Preference, path: str | Path, index: int) -> None:
     """Raise ``DataError`` for a row with images: to models of text they would be the word ``<image>``."""
     if row.images:
         raise DataError(
@@ -215,6 +247,11 @@ def read_conversations(path: str | Path, limit: int | None = None) -> list[Conve
     return [parse_conversation(raw, path, index) for index, raw in read_rows(path, *_SFT, limit=limit)]
 
 
+def read_preferences(path: str | Path, limit: int | None = None) -> list[Preference]:
+    """The first ``limit`` rows (None: all) of a preference parquet. Raises ``DataError`` as ``read_prompts``."""
+    return [parse_preference(raw, path, index) for index, raw in read_rows(path, *_PREFERENCE, limit=limit)]
+
+
 def read_typed(path: str | Path, schema: type[R], limit: int | None = None) -> Iterator[R]:
     """The first ``limit`` rows (None: all) as they stand in the file, checked, one after the other.
 
@@ -223,8 +260,7 @@ def read_typed(path: str | Path, schema: type[R], limit: int | None = None) -> I
     Raises:
         DataError: as ``read_prompts``.
     """
-    needed = _RLHF[0] if schema is RlhfRow else _SFT[0]
-    for index, raw in read_rows(path, needed, None, limit=limit):
+    for index, raw in read_rows(path, _NEEDED[schema], None, limit=limit):
         with located(path, index):
             row = parse_row(schema, raw)
             row.typed(index)
@@ -304,10 +340,11 @@ def open_parquet(
 
 
 def _column_hint(column: str, needed: Sequence[str], names: Sequence[str], made_by: str) -> str:
-    if tuple(needed) == _RLHF[0] and "messages" in names:
-        return "this looks like an SFT file; here an RLHF file is needed (data_source, prompt, reward_model)"
-    if tuple(needed) == _SFT[0] and "prompt" in names:
-        return "this looks like an RLHF file; here an SFT file is needed (messages)"
+    kinds = {"an RLHF file": _RLHF[0], "an SFT file": _SFT[0], "a preference file": _PREFERENCE[0]}
+    wanted = next((kind for kind, columns in kinds.items() if columns == tuple(needed)), None)
+    found = next((kind for kind, columns in kinds.items() if set(columns) <= set(names)), None)
+    if wanted and found:
+        return f"this looks like {found}; here {wanted} is needed ({', '.join(needed)})"
     close = nearest(column, names)
     guess = f"did you mean to name {close!r} so?" if close else f"the file has {', '.join(names)}"
     return f"{guess}; `{made_by}` writes what is needed"

@@ -1,4 +1,4 @@
-"""From a row of a conversation file to a training sample: checked, rendered, masked, cut to length."""
+"""From a row of a file to a training sample: checked, rendered, masked, cut to length."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import numpy as np
 
 from posttrain.data.ahead import Rendered, Row
 from posttrain.data.chat import ChatRenderer, RenderedChat
-from posttrain.data.parquet import parse_conversation, refuse_images
+from posttrain.data.parquet import parse_conversation, parse_preference, refuse_images
+from posttrain.data.schema import Conversation
 from posttrain.data.shards import Shards, shard_files
 from posttrain.errors import DataError
+from posttrain.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from posttrain.data.schema import Conversation
+    from posttrain.data.preferences import Preference
 
 Truncation = Literal["error", "left", "right", "drop"]
 
@@ -24,6 +26,11 @@ Truncation = Literal["error", "left", "right", "drop"]
 def conversation_shards(paths: str | Sequence[str]) -> Shards:
     """The rows of the SFT files that ``paths`` names (see ``shard_files``). Raises ``DataError``."""
     return Shards(shard_files(paths), ("messages",), ("tools", "images"))
+
+
+def preference_shards(paths: str | Sequence[str]) -> Shards:
+    """The rows of the preference files that ``paths`` names (see ``shard_files``). Raises ``DataError``."""
+    return Shards(shard_files(paths), ("chosen", "rejected"), ("prompt", "tools", "images"))
 
 
 class RenderConversations:
@@ -56,14 +63,18 @@ class RenderConversations:
         conversations = [parse_conversation(row.columns, row.file, row.index) for row in rows]
         for row, conversation in zip(rows, conversations, strict=True):
             refuse_images(conversation, row.file, row.index)
-        chats = self._render(conversations, rows)
-        return [self._cut(chat, row) for chat, row in zip(chats, rows, strict=True)]
+        return self.render(conversations, rows)
+
+    def render(self, conversations: Sequence[Conversation], rows: Sequence[Row], column: str = "") -> list[Rendered]:
+        """Conversations that stand in these rows. ``column`` goes into the messages of a ``DataError``."""
+        chats = self._render(conversations, rows, column)
+        return [self._cut(chat, _where(row, column)) for chat, row in zip(chats, rows, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known about the template is found out anew; it holds compiled code.
         return {**self.__dict__, "_chats": None}
 
-    def _render(self, conversations: Sequence[Conversation], rows: Sequence[Row]) -> list[RenderedChat]:
+    def _render(self, conversations: Sequence[Conversation], rows: Sequence[Row], column: str) -> list[RenderedChat]:
         if self._chats is None:
             self._chats = ChatRenderer(self.tokenizer, **self.chat_kwargs)
         pairs = [(c.messages, c.tools) for c in conversations]
@@ -71,22 +82,23 @@ class RenderConversations:
             return self._chats.render(pairs)
         except DataError:
             # One of them is refused: find out which.
-            return [self._render_one(self._chats, pair, row) for pair, row in zip(pairs, rows, strict=True)]
+            places = [_where(row, column) for row in rows]
+            return [self._render_one(self._chats, pair, place) for pair, place in zip(pairs, places, strict=True)]
 
     @staticmethod
-    def _render_one(chats: ChatRenderer, pair: tuple[Any, Any], row: Row) -> RenderedChat:
+    def _render_one(chats: ChatRenderer, pair: tuple[Any, Any], where: str) -> RenderedChat:
         try:
             return chats.render([pair])[0]
         except DataError as error:
             message = error.message.removeprefix("conversation 0: ")
-            raise DataError(f"{row.file}: row {row.index}: {message}", hint=error.hint) from error
+            raise DataError(f"{where}: {message}", hint=error.hint) from error
 
-    def _cut(self, chat: RenderedChat, row: Row) -> Rendered:
+    def _cut(self, chat: RenderedChat, where: str) -> Rendered:
         limit, how = self.max_length, self.truncation
         too_long = len(chat.ids) > limit
         if too_long and how == "error":
             raise DataError(
-                f"{row.file}: row {row.index}: the conversation has {len(chat.ids)} tokens, data.max_length is {limit}",
+                f"{where}: the conversation has {len(chat.ids)} tokens, data.max_length is {limit}",
                 hint='raise data.max_length, or set data.truncation to "drop", "left" or "right"',
             )
         if too_long and how == "drop":
@@ -96,3 +108,49 @@ class RenderConversations:
         if not mask[1:].any():
             return Rendered.nothing(too_long=too_long, nothing_to_learn=True)
         return Rendered(ids, mask, too_long, straddling=chat.straddling)
+
+
+class RenderPairs:
+    """A ``Render`` of preference rows: both conversations of a pair, one behind the other (``Rendered.second``).
+
+    Loss falls on the two answers, not on what the conversations begin with in common. Each is cut to length by itself;
+    where nothing is left of one, the pair is left out.
+
+    Args:
+        conversations: how each of the two is rendered.
+        end: for a reward model, which scores a conversation at its last token. This token is put behind each one and
+            alone carries loss; the tools are not shown, as they are not to a reward model in use. None: for a policy.
+    """
+
+    def __init__(self, conversations: RenderConversations, end: int | None = None) -> None:
+        self._conversations = conversations
+        self._end = end
+
+    def __call__(self, rows: Sequence[Row]) -> list[Rendered]:
+        """Raises ``DataError`` as ``RenderConversations`` does."""
+        pairs = [parse_preference(row.columns, row.file, row.index) for row in rows]
+        for row, pair in zip(rows, pairs, strict=True):
+            refuse_images(pair, row.file, row.index)
+        chosen = self._conversations.render([self._whole(p, p.chosen) for p in pairs], rows, "chosen")
+        rejected = self._conversations.render([self._whole(p, p.rejected) for p in pairs], rows, "rejected")
+        return [self._joined(a, b) for a, b in zip(chosen, rejected, strict=True)]
+
+    def _whole(self, pair: Preference, answer: Sequence[Message]) -> Conversation:
+        asked: list[Message] = [{**m, "train": False} if m["role"] == "assistant" else m for m in pair.prompt]
+        return Conversation([*asked, *answer], pair.tools if self._end is None else [])
+
+    def _joined(self, chosen: Rendered, rejected: Rendered) -> Rendered:
+        too_long = chosen.too_long or rejected.too_long
+        if chosen.left_out or rejected.left_out:
+            nothing = chosen.nothing_to_learn or rejected.nothing_to_learn
+            return Rendered.nothing(too_long=too_long, nothing_to_learn=nothing)
+        ids, masks = [chosen.ids, rejected.ids], [chosen.mask, rejected.mask]
+        if self._end is not None:
+            ids = [np.append(part, np.int32(self._end)) for part in ids]
+            masks = [np.arange(len(part)) == len(part) - 1 for part in ids]
+        straddling = chosen.straddling + rejected.straddling
+        return Rendered(np.concatenate(ids), np.concatenate(masks), too_long, straddling=straddling, second=len(ids[0]))
+
+
+def _where(row: Row, column: str) -> str:
+    return f"{row.file}: row {row.index}{f', column {column!r}' * bool(column)}"

@@ -1,6 +1,7 @@
 """What a row of RLHF or SFT parquet is: one typed schema for writing, for reading and for the documents.
 
-The RLHF row has verl's columns, and the SFT row those of TRL and verl's multi-turn SFT. Files of others are taken as
+The RLHF row has verl's columns, and the SFT row those of TRL and verl's multi-turn SFT (preference rows are in
+``posttrain.data.preferences``). Files of others are taken as
 they are: JSON text where a struct or a list belongs, numpy arrays, the null fields that parquet fills in, typed content
 lists, tools declared in ``tools``, ``tools_kwargs`` or both. Columns that the schema does not know are kept
 (``model_extra``).
@@ -26,7 +27,7 @@ from posttrain.types import Message, Prompt, Role, ToolCall, ToolSchema
 Bytes = bytes
 """The type, where a field has its name."""
 
-__all__ = ["Conversation", "RlhfRow", "RowError", "SftRow", "parse_row"]
+__all__ = ["BaseRow", "Conversation", "RlhfRow", "RowError", "SftRow", "parse_row", "tool_names", "typed_message"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class MessageField(TypedDict):
     """Assistant only: false leaves the message out of the SFT loss."""
 
 
-def _message(given: MessageField) -> Message:
+def typed_message(given: MessageField) -> Message:
     """A message as the rest of posttrain knows it: without absent fields, and its content always a text."""
     message: Message = {"role": given["role"], "content": given.get("content") or ""}
     if thoughts := given.get("reasoning_content"):
@@ -167,7 +168,9 @@ class ToolField(_Struct):
     """The function. A bare one, without this wrapper, is read too."""
 
 
-class _Row(BaseModel):
+class BaseRow(BaseModel):
+    """What rows of all kinds share."""
+
     # What we do not know is someone else's, and stays.
     model_config = ConfigDict(extra="allow")
 
@@ -187,7 +190,7 @@ class _Row(BaseModel):
         return None if value is None else parse_tools(value)
 
 
-class RlhfRow(_Row):
+class RlhfRow(BaseRow):
     """A prompt and how to judge the answer."""
 
     data_source: str
@@ -209,11 +212,11 @@ class RlhfRow(_Row):
         Raises:
             RowError: the messages are out of order, or their calls or images do not match the row.
         """
-        messages = [_message(message) for message in self.prompt]
+        messages = [typed_message(message) for message in self.prompt]
         extra = dict(self.extra_info or {})
         tools = self.tools or []
         kwargs = _tools_kwargs(extra.get("tools_kwargs"), self.tools_kwargs)
-        declared = {*_names(tools), *kwargs} if tools else None
+        declared = {*tool_names(tools), *kwargs} if tools else None
         check_messages(messages, "prompt", needs=("user",), declared=declared, images=len(self.images or ()))
         if messages[-1]["role"] == "assistant":
             raise RowError(
@@ -221,13 +224,13 @@ class RlhfRow(_Row):
                 "roles out of order: the prompt ends with an assistant message",
                 "the policy writes the next message, so a prompt ends with a user's or a tool's",
             )
-        extra["tools_kwargs"] = {**{name: {} for name in _names(tools)}, **kwargs}
+        extra["tools_kwargs"] = {**{name: {} for name in tool_names(tools)}, **kwargs}
         if tools:
             extra["tools"] = tools
         return Prompt(index, messages, self.data_source, self.reward_model.ground_truth, extra, self.pictures)
 
 
-class SftRow(_Row):
+class SftRow(BaseRow):
     """A conversation to imitate."""
 
     messages: list[MessageField]
@@ -239,19 +242,19 @@ class SftRow(_Row):
         Raises:
             RowError: the messages are out of order, or their calls or images do not match the row.
         """
-        messages = [_message(message) for message in self.messages]
+        messages = [typed_message(message) for message in self.messages]
         tools = self.tools or []
         check_messages(
             messages,
             "messages",
             needs=("user", "assistant"),
-            declared=_names(tools),
+            declared=tool_names(tools),
             images=len(self.images or ()),
         )
         return Conversation(messages, tools, self.pictures)
 
 
-R = TypeVar("R", bound=_Row)
+R = TypeVar("R", bound=BaseRow)
 
 
 def parse_row(schema: type[R], raw: Mapping[str, Any]) -> R:
@@ -273,7 +276,8 @@ def parse_row(schema: type[R], raw: Mapping[str, Any]) -> R:
         raise RowError(where, first["msg"], f"it holds {_short(first['input'])}") from None
 
 
-_STRUCTURED = ("prompt", "messages", "reward_model", "extra_info", "tools_kwargs", "images")
+_MESSAGES = ("prompt", "messages", "chosen", "rejected")
+_STRUCTURED = (*_MESSAGES, "reward_model", "extra_info", "tools_kwargs", "images")
 """Columns that are structs or lists, and never text of their own."""
 
 
@@ -287,7 +291,7 @@ def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
     for column in _STRUCTURED:
         if column in row:
             row[column] = _sequence(_decoded(row[column]))
-    for column in ("prompt", "messages"):
+    for column in _MESSAGES:
         if isinstance(row.get(column), list):
             row[column] = [_plain_message(message, f"{column}.{i}") for i, message in enumerate(row[column])]
     return row
@@ -349,7 +353,8 @@ def misplaced(at: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("posttrain", "{message}", {"message": message, "at": at})
 
 
-def _names(tools: Sequence[ToolSchema]) -> list[str]:
+def tool_names(tools: Sequence[ToolSchema]) -> list[str]:
+    """The functions that schemas declare."""
     return [tool["function"]["name"] for tool in tools]
 
 

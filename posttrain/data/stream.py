@@ -48,6 +48,8 @@ class Sample:
     """[T]"""
     mask: npt.NDArray[np.bool_]
     """[T] true where the token carries loss"""
+    second: int = 0
+    """Of a row of two conversations: where the second one begins among the tokens."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ class SampleStream:
             if left_out == self.shards.rows:
                 raise _nothing_left(self.shards)
             if not rendered.left_out:
-                samples.append(Sample(row, rendered.ids, rendered.mask))
+                samples.append(Sample(row, rendered.ids, rendered.mask, rendered.second))
             if len(samples) == self.batch_size:
                 yield Batch(samples, position, counts)
                 samples = []

@@ -90,6 +90,8 @@ class TraceRow:
     """The weighted sum that it was trained with."""
     correct: bool
     """The grader's verdict."""
+    extracted: str | None
+    """The answer that the grader found; null where it found none."""
     reward_parts: dict[str, float]
     """The parts of the reward by name, with a weight or without."""
     error: str | None
@@ -123,6 +125,7 @@ class TraceRow:
             tool_seconds=t.tool_seconds,
             reward=t.reward,
             correct=t.correct,
+            extracted=None if t.extracted is None else _text(t.extracted),
             reward_parts=t.reward_parts,
             error=None if t.error is None else _text(t.error),
         )
@@ -150,6 +153,7 @@ class TraceRow:
             reward=self.reward,
             reward_parts=self.reward_parts,
             correct=self.correct,
+            extracted=self.extracted,
             error=self.error,
         )
 
@@ -188,6 +192,8 @@ class TraceRow:
 
 
 COLUMNS = [field.name for field in fields(TraceRow)]
+_MAY_BE_NULL = ("extracted", "error")
+_NULLS = " and ".join(f"`{name}`" for name in _MAY_BE_NULL)
 
 
 def trace_schema() -> pa.Schema:
@@ -378,15 +384,15 @@ def _read(file: pq.ParquetFile, path: str, row_groups: list[int] | None, columns
 
 def _values(column: pa.Array, name: str, place: _Place) -> list[Any]:
     """The values of a column. Raises ``DataError`` naming the row of a null."""
-    if name != "error" and column.null_count:
+    if name not in _MAY_BE_NULL and column.null_count:
         row = place.start + int(np.flatnonzero(column.is_null())[0])
-        raise DataError(f"{place.path}: row {row}, column {name!r}: null", hint="only `error` may be null")
+        raise DataError(f"{place.path}: row {row}, column {name!r}: null", hint=f"only {_NULLS} may be null")
     if pa.types.is_map(column.type):
         return [dict(pairs) for pairs in column.to_pylist()]
     if not pa.types.is_list(column.type):
         return cast("list[Any]", column.to_pylist())
     if column.flatten().null_count:
-        raise DataError(f"{place.path}: column {name!r}: a null among the values", hint="only `error` may be null")
+        raise DataError(f"{place.path}: column {name!r}: a null among the values", hint=f"only {_NULLS} may be null")
     # A copy, because Arrow's own memory cannot be written to, and torch warns of that.
     values = np.array(column.flatten())
     ends = np.cumsum(column.value_lengths())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
-from posttrain.data.parquet import Conversation
+from posttrain.data.parquet import Conversation, Preference
 from posttrain.datasets.raw import download, read_raw, split_files
 from posttrain.errors import DataError
 from posttrain.registry import Registry
@@ -23,7 +23,7 @@ from posttrain.tools import gsm8k as tool
 from posttrain.types import Message, Score
 
 RawRow = dict[str, Any]
-Kind = Literal["rlhf", "sft"]
+Kind = Literal["rlhf", "sft", "preference"]
 _SHOWN = 200
 """Characters of a gold answer that a message shows."""
 
@@ -42,7 +42,7 @@ class Dataset(Protocol):
     """Where it is fetched from without a source; None: it is generated, or must be given as a source."""
     splits: tuple[str, ...]
     kinds: tuple[Kind, ...] = ("rlhf", "sft")
-    """Which rows it can give. Of a kind that is not named here neither ``to_rlhf`` nor ``to_sft`` gives any."""
+    """Which rows it can give. ``to_rlhf``, ``to_sft`` and ``to_preference`` give none of a kind that is not named."""
     size: Mapping[str, int] = {}
     """Rows of each split, as published; empty where that is not known, or any number can be generated."""
 
@@ -77,6 +77,10 @@ class Dataset(Protocol):
 
     def to_sft(self, row: RawRow, index: int, split: str) -> Conversation | None:
         """The conversation to imitate; None where this row has no worked solution."""
+
+    def to_preference(self, row: RawRow, index: int, split: str) -> Preference | None:
+        """Two answers, one of them preferred; None where this row has no such pair."""
+        return None
 
     def check(self, row: RawRow) -> Score:
         """The verdict of the row's own grader on its gold answer: on the worked solution where the set has one, else on
@@ -122,6 +126,7 @@ DATASETS: Registry[type[Dataset]] = Registry(
         "amc23": "posttrain.datasets.contests:Amc23",
         "arith": "posttrain.datasets.arith:Arith",
         "arith-code": "posttrain.datasets.arith_code:ArithCode",
+        "arith-preferences": "posttrain.datasets.arith_preferences:ArithPreferences",
         "cmath": "posttrain.datasets.cmath:Cmath",
         "code": "posttrain.datasets.competition:Code",
         "dapo-math-17k": "posttrain.datasets.dapo:DapoMath",
@@ -139,6 +144,7 @@ DATASETS: Registry[type[Dataset]] = Registry(
         "minerva": "posttrain.datasets.minerva:Minerva",
         "numina": "posttrain.datasets.numina:Numina",
         "olympiadbench": "posttrain.datasets.olympiadbench:OlympiadBench",
+        "preferences": "posttrain.datasets.preferences:Preferences",
         "retool-sft": "posttrain.datasets.retool:ReTool",
     },
 )

@@ -63,10 +63,10 @@ class Messages(FileSet):
         if not messages:
             raise DataError("there are no messages", hint=f"looked for {', '.join(_COLUMNS)}; the row has {list(row)}")
         system = row.get("system")
-        if isinstance(system, str) and system.strip() and _role(messages[0]) != "system":
+        if isinstance(system, str) and system.strip() and role_of(messages[0]) != "system":
             messages = [{"role": "system", "content": system}, *messages]
         try:
-            normal = normalize_messages([_modern(message) for message in messages])
+            normal = normalize_messages([modern(message) for message in messages])
             tools = normalize_tools(first(row, ("tools", "functions")))
         except DataError as error:
             # "message 3: it has no role": what is wrong is the reason, where it is wrong the detail.
@@ -102,11 +102,12 @@ def json_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
 
 
-def _role(message: Any) -> Any:
+def role_of(message: Any) -> Any:
+    """Who speaks in a message of any style; None where it does not say."""
     return (message.get("role") or message.get("from")) if isinstance(message, Mapping) else None
 
 
-def _modern(message: Any) -> dict[str, Any]:
+def modern(message: Any) -> dict[str, Any]:
     """An OpenAI message without what newer versions of that API call by another name. Others as they are."""
     if not isinstance(message, Mapping):
         raise DataError("a message is not an object", hint=f"it is {str(message)[:80]!r}")
@@ -115,6 +116,6 @@ def _modern(message: Any) -> dict[str, Any]:
         turn["role"] = _ROLES[turn["role"]]
     if message.get("function_call"):
         turn["tool_calls"] = [message["function_call"]]
-    if message.get("weight") is not None and _role(turn) in ("assistant", "gpt"):
+    if message.get("weight") is not None and role_of(turn) in ("assistant", "gpt"):
         turn["train"] = bool(message["weight"])
     return turn

@@ -9,21 +9,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 from posttrain.errors import DataError
+from posttrain.models.classifier import classifier_config, is_classifier, load_classifier
 from posttrain.models.load import ModelSource, load_config, load_model, load_tokenizer
 
 
-def save_text_side(source: ModelSource, folder: Path) -> None:
-    """Write the config and the tokenizer with its chat template: all of a model but the weights."""
+def save_text_side(source: ModelSource, folder: Path, *, reward_model: bool = False) -> None:
+    """Write the config and the tokenizer with its chat template: all of a model but the weights.
+
+    Args:
+        source: what the weights were trained from.
+        reward_model: they are now those of a model that scores.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    load_config(source).save_pretrained(folder)
+    (classifier_config(source) if reward_model else load_config(source)).save_pretrained(folder)
     load_tokenizer(source).save_pretrained(folder)
 
 
 def save_whole(source: ModelSource, folder: Path) -> None:
-    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads: float32 safetensors, config, tokenizer."""
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, or of a reward model
+    ``AutoModelForSequenceClassification``: float32 safetensors, config, tokenizer."""
     import torch
 
-    model = load_model(source, dtype=torch.float32)
+    load = load_classifier if is_classifier(load_config(source)) else load_model
+    model = load(source, dtype=torch.float32)
     model.set_attn_implementation("sdpa")  # ours is registered in our own processes only
     model.save_pretrained(folder)
     load_tokenizer(source).save_pretrained(folder)

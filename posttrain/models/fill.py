@@ -47,18 +47,19 @@ def materialize(model: nn.Module, device: torch.device, *, parameters_on: torch.
                 module._buffers[name] = buffer.to(device)
 
 
-def fill(model: PreTrainedModel, source: ModelSource, seed: int) -> None:
+def fill(model: PreTrainedModel, source: ModelSource, seed: int, *, leave: frozenset[str] = frozenset()) -> None:
     """Load the weights of ``source`` into the model's parameters, which may be sharded. A collective where they are.
 
     Adapters that are trained beside them (``lora.inject``) get their first values.
 
     Args:
         seed: of a built-in model, which has no weights of its own, and of new adapters.
+        leave: names of parameters that ``source`` has nothing for.
 
     Raises:
         ModelError: a weight is missing or of another shape, or a file cannot be read.
     """
-    parameters = lora.base_names(dict(model.named_parameters()))
+    parameters = {n: p for n, p in lora.base_names(dict(model.named_parameters())).items() if n not in leave}
     if source.builtin:
         from posttrain.models.builtin import create_builtin
 
@@ -77,7 +78,7 @@ def fill(model: PreTrainedModel, source: ModelSource, seed: int) -> None:
             ) from error
     else:
         try:
-            _fill_from_files(model, _safetensors(source), source)
+            _fill_from_files(model, parameters, _safetensors(source), source)
         except (OSError, ValueError) as error:
             raise not_loadable(source, error) from error
     merge_adapters(model, source)
@@ -156,8 +157,9 @@ class _Target:
     """(name on disk, pattern of the rule it matched)"""
 
 
-def _fill_from_files(model: PreTrainedModel, files: list[Path], source: ModelSource) -> None:
-    parameters = lora.base_names(dict(model.named_parameters()))
+def _fill_from_files(
+    model: PreTrainedModel, parameters: dict[str, nn.Parameter], files: list[Path], source: ModelSource
+) -> None:
     reader = _Files(files)
     targets = _targets(model, reader.file_of)
     filled: set[str] = set()

@@ -10,6 +10,7 @@ import hashlib
 import json
 import socket
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -218,8 +219,10 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
     return model
 
 
-def load_shards(model: PreTrainedModel, folder: str) -> None:
+def load_shards(model: PreTrainedModel, folder: str, renamed: Mapping[str, str] | None = None) -> None:
     """Fill a whole (unsharded) model from torch.distributed.checkpoint shards, written at any world size.
+
+    ``renamed``: parameter of the model -> its name in the shards, where the two differ.
 
     Raises:
         ModelError: the shards lack a parameter of the model, or cannot be read.
@@ -228,7 +231,8 @@ def load_shards(model: PreTrainedModel, folder: str) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     # The tensors are the model's own: loading writes into them. A tied weight has one name on both sides.
-    state = {name: parameter.data for name, parameter in model.named_parameters()}
+    names = renamed or {}
+    state = {names.get(name, name): parameter.data for name, parameter in model.named_parameters()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -52,13 +52,16 @@ class SequenceParallel:
         repeat = max(1, self.size // k.shape[1])
         if repeat > 1:
             k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        q, k, v = (_Exchange.apply(x, self.group, self.size, True) for x in (q, k, v))  # type: ignore[no-untyped-call]
-        return q, k, v
+        return self._exchange(q, to_tokens=True), self._exchange(k, to_tokens=True), self._exchange(v, to_tokens=True)
 
     @torch.compiler.disable
     def some_tokens_of_all_heads(self, x: Tensor) -> Tensor:
         """[T, H / size, D] -> [S, H, D]"""
-        result: Tensor = _Exchange.apply(x, self.group, self.size, False)  # type: ignore[no-untyped-call]
+        return self._exchange(x, to_tokens=False)
+
+    def _exchange(self, x: Tensor, *, to_tokens: bool) -> Tensor:
+        # torch leaves ``Function.apply`` without types.
+        result: Tensor = _Exchange.apply(x, self.group, self.size, to_tokens)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -63,7 +63,7 @@ class Rewarder:
         if missing:
             return f"reward.weights names {', '.join(missing)}, and the episode has {', '.join(sorted(parts))}"
         episode.reward_parts = parts
-        episode.correct = verdict.correct
+        episode.correct, episode.extracted = verdict.correct, verdict.extracted
         episode.reward = sum(weight * parts[name] for name, weight in self.cfg.weights.items())
         return None
 

@@ -17,7 +17,7 @@ from typing import Any
 from posttrain.data.loader import BatchOrder
 from posttrain.errors import RunError
 from posttrain.rollout.source import Group, RolloutStats, TrajectorySource
-from posttrain.types import Prompt, Trajectory
+from posttrain.types import ON_POLICY, Prompt, Sampling, Trajectory
 
 
 @dataclass
@@ -41,10 +41,16 @@ class TrainingBatches:
     """
 
     def __init__(
-        self, source: TrajectorySource, prompts: Sequence[Prompt], order: BatchOrder, *, n: int, temperature: float
+        self,
+        source: TrajectorySource,
+        prompts: Sequence[Prompt],
+        order: BatchOrder,
+        *,
+        n: int,
+        sampling: Sampling = ON_POLICY,
     ) -> None:
         self._source, self._prompts, self._order = source, prompts, order
-        self._n, self._temperature = n, temperature
+        self._n, self._sampling = n, sampling
         self._cfg = source.env.cfg
         self._left: list[_Draw] = []
 
@@ -121,7 +127,7 @@ class TrainingBatches:
         return _Draw(number, row, self._group(row))
 
     def _group(self, row: int) -> Group:
-        return Group(self._prompts[row], self._n, self._source.env, temperature=self._temperature)
+        return Group(self._prompts[row], self._n, self._source.env, self._sampling)
 
     @staticmethod
     async def _stop(tasks: Mapping[asyncio.Task[Any], Any]) -> None:

@@ -19,7 +19,7 @@ from posttrain.errors import PosttrainError, RunError
 from posttrain.rollout.record import Record
 from posttrain.tools.base import Tool, ToolResult, cut
 from posttrain.tools.formats import ParsedCall, ToolParser
-from posttrain.types import Message, Prompt, SamplingParams, StopReason, Trajectory
+from posttrain.types import ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,9 +66,14 @@ class Episode:
     """
 
     def __init__(
-        self, prompt: Prompt, env: Environment, *, temperature: float, prompt_ids: Sequence[int] | None = None
+        self,
+        prompt: Prompt,
+        env: Environment,
+        sampling: Sampling = ON_POLICY,
+        *,
+        prompt_ids: Sequence[int] | None = None,
     ) -> None:
-        self.prompt, self.env, self.temperature = prompt, env, temperature
+        self.prompt, self.env, self.sampling = prompt, env, sampling
         self.state: EpisodeState = "pending"
         self.record = Record(env.prompt_ids(prompt) if prompt_ids is None else prompt_ids)
         self.prompt_length = len(self.record)
@@ -191,15 +196,18 @@ class Episode:
             self._has_user = True
 
     async def _assistant_turn(self, sampler: Generator) -> StopReason | None:
-        params = SamplingParams(self.tokens_left, self.temperature)
-        sample = await sampler.generate(self.record.ids, params)
-        self.record.sampled(sample)
+        ids: list[int] = []
+        while True:
+            sample = await sampler.generate(self.record.ids, self.sampling.params(self.tokens_left))
+            self.record.sampled(sample)
+            ids += sample.ids
+            if sample.finish_reason != "abort" or self.tokens_left == 0:
+                break
         self.turns += 1
-        ids = sample.ids
         if sample.finish_reason == "stop" and ids and ids[-1] in self.env.stop_token_ids:
             ids = ids[:-1]
         self.messages.append({"role": "assistant", "content": decode(self.env.tokenizer, ids)})
-        return "length" if sample.finish_reason == "length" else None
+        return None if sample.finish_reason == "stop" else "length"
 
     async def _answer(self) -> list[Message] | StopReason:
         """What the model reads next, from tools or the simulated user; or why there is no next turn."""
@@ -266,9 +274,11 @@ class Episode:
         return self.env.deltas.without_control_tokens(text)
 
 
-async def run_episode(prompt: Prompt, sampler: Generator, env: Environment, *, temperature: float) -> Trajectory:
+async def run_episode(
+    prompt: Prompt, sampler: Generator, env: Environment, sampling: Sampling = ON_POLICY
+) -> Trajectory:
     """Play one episode to its end. If it is cancelled, its tools are released."""
-    episode = Episode(prompt, env, temperature=temperature)
+    episode = Episode(prompt, env, sampling)
     try:
         return await episode.play(sampler)
     finally:

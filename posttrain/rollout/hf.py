@@ -9,18 +9,19 @@ import asyncio
 import gc
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from posttrain.errors import RunError, WeightSyncError, WorkerError
 from posttrain.models import attention
-from posttrain.models.load import ModelSource, load_model
+from posttrain.models.buckets import Bucket
+from posttrain.models.load import load_model
 from posttrain.models.logprobs import token_logprobs
+from posttrain.rollout.base import EngineSpec
+from posttrain.rollout.gate import WeightGate
 from posttrain.types import FinishReason, Ids, Sample, SamplingParams
 
 BLOCK = 32
@@ -31,21 +32,9 @@ _GREEDY_TEMPERATURE = 1e-6
 """Stands for temperature 0: at this temperature float32 leaves all probability on the largest logit."""
 
 
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an embedded engine is made of."""
-
-    source: ModelSource
-    device: str
-    dtype: str
-    seed: int
-    kv_tokens: int
-    max_concurrent: int
-    memory_fraction: float
-    stop_token_ids: list[int]
-    threads: int = 0
-    replica: int = 0
-    """Which of several engines: each samples with a seed of its own."""
+async def open_engine(spec: EngineSpec) -> HFSampler:
+    """Load the model and start the generation thread. Raises ``RunError``, ``ModelError``."""
+    return HFSampler(spec)
 
 
 class HFSampler:
@@ -55,7 +44,6 @@ class HFSampler:
         if spec.threads:
             torch.set_num_threads(spec.threads)
         self.spec = spec
-        self.version = 0
         self.device = torch.device(spec.device)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.kernel = attention.choose("auto", self.device, self.dtype)
@@ -65,15 +53,17 @@ class HFSampler:
         self.model.requires_grad_(False)
         self.model.set_attn_implementation(f"paged|{attention.NAME}")
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
-        self.loaded: set[str] = set()
+        self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.gate = WeightGate("the embedded engine", self.shapes, self._abort_all)
         self.request_ids = itertools.count()
+        self.futures: dict[str, asyncio.Future[Any]] = {}
         self.manager: Any = None
         # Every restart of the manager collects garbage several times. What has been imported and loaded by now stays
         # for good, so it need not be looked through each time: a weight update then takes 0.1 s, not 0.45 s.
         gc.collect()
         gc.freeze()
         threading.Thread(target=self._stop_with_process, name="stop-generation", daemon=True).start()
-        self._start()
+        self._start(0)
 
     def _stop_with_process(self) -> None:
         """The library's generation thread is no daemon: Python waits for it at its end. A worker whose node is gone
@@ -82,18 +72,19 @@ class HFSampler:
         if self.manager is not None:
             self.manager.stop(block=False, hard_stop=True)
 
-    def _start(self) -> None:
+    def _start(self, version: int) -> None:
         """Start the generation thread with an empty KV cache. The seed depends on the version, so that a run resumed at
         this version samples as the one that was stopped would have."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        torch.manual_seed(((self.spec.seed * 1009 + self.spec.replica) * 1_000_003 + self.version) % 2**63)
+        torch.manual_seed(((self.spec.seed * 1009 + self.spec.replica) * 1_000_003 + version) % 2**63)
         on_cpu = self.device.type == "cpu"
         generation = GenerationConfig(
             do_sample=True,
             # Values other than 1 make transformers install the processors; each request brings its own values.
             temperature=0.5,
-            top_k=0,
+            top_p=0.5 if self.spec.truncates else 1.0,
+            top_k=1 if self.spec.truncates else 0,
             eos_token_id=self.spec.stop_token_ids,
             pad_token_id=self.spec.stop_token_ids[0],
         )
@@ -134,8 +125,8 @@ class HFSampler:
         return float(wanted / free)
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
-        if params.top_p < 1.0 or params.top_k:
-            raise RunError("the embedded engine samples from the whole distribution: top_p and top_k are not supported")
+        if params.truncated and not self.spec.truncates:
+            raise RunError("top_p and top_k need the processors that `EngineSpec.truncates` asks for")
         # The library would end the whole engine over a request that cannot fit; it may take a block more than needed.
         longest = len(prompt_ids) + params.max_new_tokens
         if self.device.type == "cpu" and longest > self.spec.kv_tokens - BLOCK:
@@ -143,6 +134,21 @@ class HFSampler:
                 f"a request of up to {longest} tokens does not fit into rollout.kv_tokens = {self.spec.kv_tokens}",
                 hint="raise rollout.kv_tokens, or lower rollout.max_response_tokens",
             )
+        async with self.gate.request() as version:
+            output = await self._run(prompt_ids, params)
+        if output is None:
+            return Sample([], [], "abort", version)  # the library drops what a cancelled request has sampled
+        ids = list(output.generated_tokens)
+        reason: FinishReason = "stop" if ids and ids[-1] in self.spec.stop_token_ids else "length"
+        return Sample(ids, [float(x) for x in output.logprobs], reason, version)
+
+    def _truncation(self, params: SamplingParams) -> dict[str, Any]:
+        if not self.spec.truncates:
+            return {}
+        return {"top_p": params.top_p, "top_k": params.top_k or self.model.config.vocab_size}
+
+    async def _run(self, prompt_ids: Ids, params: SamplingParams) -> Any:
+        """What the library makes of a request; None: it was aborted. Raises ``WorkerError``."""
         request_id = f"r{next(self.request_ids)}"
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -157,22 +163,33 @@ class HFSampler:
             max_new_tokens=params.max_new_tokens,
             eos_token_id=self.spec.stop_token_ids,
             temperature=params.temperature or _GREEDY_TEMPERATURE,
+            **self._truncation(params),
         )
         if accepted is None:
             raise WorkerError(f"the embedded engine has stopped: {self.manager.background_thread_status.fatal_error}")
+        self.futures[request_id] = future
         try:
             output = await future
         except asyncio.CancelledError:
-            self.manager.cancel_request(request_id)
-            self.manager.output_router.result_handlers.pop(request_id, None)
+            self._cancel(request_id)
             raise
-        if output.error is not None:
+        finally:
+            del self.futures[request_id]
+        if output is not None and output.error is not None:
             raise WorkerError(f"the embedded engine failed: {output.error}")
-        ids = list(output.generated_tokens)
-        reason: FinishReason = "stop" if ids and ids[-1] in self.spec.stop_token_ids else "length"
-        return Sample(ids, [float(x) for x in output.logprobs], reason, self.version)
+        return output
 
-    async def score(self, sequences: Sequence[Ids], temperature: float) -> list[list[float]]:
+    def _cancel(self, request_id: str) -> None:
+        self.manager.cancel_request(request_id)
+        self.manager.output_router.result_handlers.pop(request_id, None)
+
+    async def _abort_all(self) -> None:
+        for request_id, future in self.futures.items():
+            if not future.done():
+                self._cancel(request_id)
+                future.set_result(None)
+
+    async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
         lengths = torch.tensor([len(s) for s in sequences])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         ids = torch.cat([torch.as_tensor(s, dtype=torch.int64) for s in sequences]).to(self.device)
@@ -184,32 +201,42 @@ class HFSampler:
                 use_cache=False,
                 ragged=attention.Ragged.build(offsets, self.device, self.kernel),
             ).last_hidden_state[0]
-            logprobs, _ = token_logprobs(hidden[:-1], self.model.get_output_embeddings().weight, ids[1:], temperature)
+            logprobs, _ = token_logprobs(hidden[:-1], self.model.get_output_embeddings().weight, ids[1:], 1.0)
         column = torch.cat([torch.zeros(1), logprobs.cpu()])
         column[offsets[:-1]] = 0.0
         return [part.tolist() for part in torch.split(column, lengths.tolist())]
 
-    async def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        for name, tensor in weights.items():
-            parameter = self.parameters.get(name)
-            if parameter is None or parameter.shape != tensor.shape:
-                shape = None if parameter is None else tuple(parameter.shape)
-                raise WeightSyncError(f"the trainer sent {name} {tuple(tensor.shape)}; the engine has {shape}")
-            parameter.copy_(tensor)
-            self.loaded.add(name)
+    async def sleep(self) -> None:
+        await self.gate.close()
+        await self._stop()
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def wake(self) -> None:
+        for name, parameter in self.parameters.items():
+            if parameter.shape != self.shapes[name]:
+                parameter.data = parameter.data.new_empty(self.shapes[name])
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        async with self.gate.loading(bucket.shapes):
+            for name, tensor in await asyncio.to_thread(bucket.tensors, 0, self.device):
+                self.parameters[name].copy_(tensor)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # the trainer fills the bucket anew as soon as this has returned
 
     async def finish_update(self, version: int) -> None:
-        missing = self.parameters.keys() - self.loaded
-        if missing:
-            raise WeightSyncError(f"{len(missing)} parameters of the engine were not sent, among them {min(missing)}")
-        self.loaded.clear()
-        self.version = version
-        # Stopping drops the KV cache. Keeping it, as the library offers, would also keep the hashes of prefixes
-        # computed with the old weights, and serve them to new requests.
+        async with self.gate.finish(version):
+            # Stopping drops the KV cache. Keeping it, as the library offers, would also keep the hashes of prefixes
+            # computed with the old weights, and serve them to new requests.
+            await self._stop()
+            self._start(version)
+
+    async def _stop(self) -> None:
         await asyncio.to_thread(self.manager.stop, block=True, timeout=_STOP_S)
         if self.manager.is_running():
             raise WeightSyncError(f"the embedded engine was still generating {_STOP_S:g} s after it was told to stop")
-        self._start()
 
     async def close(self) -> None:
         await asyncio.to_thread(self.manager.stop, block=True, timeout=10.0, hard_stop=True)

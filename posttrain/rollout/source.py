@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.rewards.compose import Rewarder
 from posttrain.rollout.episode import Environment, Episode
-from posttrain.types import Prompt, Trajectory
+from posttrain.types import ON_POLICY, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
     from posttrain.rollout.pool import SamplerPool
@@ -50,13 +50,13 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 class Group:
     """``n`` episodes of one prompt, which can be interrupted and played on."""
 
-    def __init__(self, prompt: Prompt, n: int, env: Environment, *, temperature: float) -> None:
-        self.prompt, self.env, self.temperature = prompt, env, temperature
+    def __init__(self, prompt: Prompt, n: int, env: Environment, sampling: Sampling) -> None:
+        self.prompt, self.env, self.sampling = prompt, env, sampling
         self._prompt_ids = env.prompt_ids(prompt)
         self._episodes: list[Episode | Trajectory] = [self._new() for _ in range(n)]
 
     def _new(self) -> Episode:
-        return Episode(self.prompt, self.env, temperature=self.temperature, prompt_ids=self._prompt_ids)
+        return Episode(self.prompt, self.env, self.sampling, prompt_ids=self._prompt_ids)
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -107,10 +107,10 @@ class TrajectorySource:
         self.rewarder = rewarder
         self.stats = RolloutStats()
 
-    async def sample(self, prompts: Sequence[Prompt], n: int, *, temperature: float) -> list[list[Trajectory]]:
+    async def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling = ON_POLICY) -> list[list[Trajectory]]:
         """``n`` graded episodes of each prompt, in prompt order. Failed episodes are among them, with ``error`` set."""
         self.stats = RolloutStats()
-        groups = [Group(prompt, n, self.env, temperature=temperature) for prompt in prompts]
+        groups = [Group(prompt, n, self.env, sampling) for prompt in prompts]
         try:
             return await together(self.play(group) for group in groups)
         finally:

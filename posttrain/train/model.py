@@ -1,16 +1,18 @@
-"""A causal LM that maps packed tokens to log-probabilities, or to a loss.
+"""Causal LMs that map packed tokens to log-probabilities, to values, or to a loss of these.
 
 Shape legend: S packed tokens, N of them predict a token that is asked for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ModelError
 from posttrain.models.attention import Ragged
+from posttrain.models.classifier import VALUE_HEAD
 from posttrain.models.logprobs import TokenLoss, pick_rows, token_logprobs, tokenwise_loss
 
 if TYPE_CHECKING:
@@ -53,8 +55,48 @@ class PackedLM(nn.Module):
         hidden = self.model.base_model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, ragged=ragged
         ).last_hidden_state[0]
-        hidden = pick_rows(hidden, rows)
+        return self._of_hidden(pick_rows(hidden, rows), targets, temperature, loss)
+
+    def _of_hidden(
+        self, hidden: Tensor, targets: Tensor, temperature: float, loss: TokenLoss | None
+    ) -> tuple[Tensor, ...]:
+        """What ``forward`` returns, of the hidden states [N, D] that predict."""
         weight = self.model.get_output_embeddings().weight
         if loss is None:
             return token_logprobs(hidden, weight, targets, temperature)
         return tokenwise_loss(hidden, weight, targets, temperature, loss)
+
+
+class PackedValues(PackedLM):
+    """A causal LM whose output head gives one value instead of logits: a critic or a reward model.
+
+    The head begins at 0, and so do all values: a step then moves a value by what it learned, not by what a random head
+    happened to say.
+    """
+
+    HEAD = VALUE_HEAD
+    """The name of the head's weight in ``model``. No weight of the model is read into it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        head = model.get_output_embeddings()
+        weight = cast("nn.Embedding", model.get_input_embeddings()).weight
+        name = next(name for name, module in model.named_modules() if module is head)
+        if f"{name}.weight" != self.HEAD:
+            raise ModelError(
+                f"the output head of {type(model).__name__} is {name}, and that of a model of values must be lm_head"
+            )
+        model.config.tie_word_embeddings = False
+        model.set_output_embeddings(nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype))
+        super().__init__(model)
+
+    def zero_head(self) -> None:
+        """Give the head its first weights."""
+        with torch.no_grad():
+            self.model.get_output_embeddings().weight.zero_()
+
+    def _of_hidden(
+        self, hidden: Tensor, targets: Tensor, temperature: float, loss: TokenLoss | None
+    ) -> tuple[Tensor, ...]:
+        """Values [N] float32, with gradient: what is expected of going on from each hidden state. Nothing but
+        ``hidden`` is used."""
+        return (self.model.get_output_embeddings()(hidden).squeeze(-1).float(),)

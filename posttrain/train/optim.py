@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -48,12 +49,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def take_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """One step at a learning rate."""
+def take_step(optimizer: torch.optim.Optimizer, rate: float, *, compiled: bool = True) -> None:
+    """One step at a learning rate. ``compiled`` is about optimizers that compile their step by themselves."""
     set_learning_rate(optimizer, rate)
+    eager = nullcontext() if compiled else torch.compiler.set_stance("force_eager")
     # torchao compiles its step, and the cache of such compilations, which processes share, does not tell apart shards
     # of one parameter that differ in size.
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False), eager:
         optimizer.step()
 
 

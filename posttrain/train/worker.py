@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -22,18 +21,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from posttrain.algos import losses
 from posttrain.algos.gap import gap_sums
-from posttrain.config import AlgoConfig, TrainConfig
 from posttrain.data.pack import PackedBatch
 from posttrain.errors import RunError
 from posttrain.models import attention, lora
+from posttrain.models.buckets import Bucket, Outlet, Where
 from posttrain.models.fill import fill, materialize
-from posttrain.models.load import ModelSource, build
+from posttrain.models.load import build
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.ulysses import SequenceParallel, check_heads
 from posttrain.train import checkpoint
 from posttrain.train.flops import ModelFlops, peak_flops
 from posttrain.train.microbatch import MicroBatch
-from posttrain.train.model import PackedLM
+from posttrain.train.model import PackedLM, PackedValues
 from posttrain.train.offload import HostParking
 from posttrain.train.optim import (
     build_optimizer,
@@ -45,36 +44,7 @@ from posttrain.train.optim import (
 )
 from posttrain.train.parallel import parallelize, sharding_mesh
 from posttrain.train.profile import Profiler
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """What a group of training workers is made of. The same on every rank."""
-
-    source: ModelSource
-    device: str
-    """cpu or cuda"""
-    dtype: str
-    """compute type: float32 or bfloat16 (`train.dtype`, resolved)"""
-    seed: int
-    temperature: float
-    """Log-probabilities are of the distribution at this sampling temperature (1 in SFT)."""
-    train: TrainConfig
-    trainable: bool = True
-    """False: a frozen model (a reference)."""
-    total_steps: int = 1
-    """Optimizer steps of the run, for the schedule."""
-    threads: int = 0
-    """CPU threads of this process; 0: torch's default."""
-
-
-@dataclass(frozen=True)
-class LossSpec:
-    """Which loss an update minimises. ``algo`` None: negative log-likelihood."""
-
-    algo: AlgoConfig | None = None
-    off_policy: bool = False
-    """Another policy sampled the batch: ratios are taken to ``rollout_logprobs``, and the gap is the drift from it."""
+from posttrain.train.spec import LossSpec, WorkerSpec, loss_params
 
 
 class TrainWorker:
@@ -90,6 +60,8 @@ class TrainWorker:
         self.step = 0
         if spec.threads:
             torch.set_num_threads(spec.threads)
+
+        self.outlet: Outlet | None = None
 
     def setup(self, master_addr: str, master_port: int, timeout_s: float) -> dict[str, Any]:
         """Join the process group, load the model into this rank's shard. Returns facts about the model."""
@@ -127,9 +99,11 @@ class TrainWorker:
         """The model: first without memory, then shared out among the workers, then filled."""
         spec, train = self.spec, self.spec.train
         self.adapted = spec.trainable and train.lora.rank is not None
+        self.compiled = train.compile == "on" or (train.compile == "auto" and spec.device == "cuda")
         # What is frozen has no master weights: it is kept in the type that it computes in.
         param_dtype = getattr(torch, train.param_dtype) if spec.trainable else self.dtype
-        lm = PackedLM(build(spec.source, dtype=self.dtype if self.adapted else param_dtype))
+        model = build(spec.source, dtype=self.dtype if self.adapted else param_dtype)
+        lm = PackedValues(model) if spec.values else PackedLM(model)
         lm.train(spec.trainable)
         lm.requires_grad_(spec.trainable)
         if self.adapted:
@@ -144,25 +118,31 @@ class TrainWorker:
             sharding_mesh(spec.device, self.world_size, train.shard_size) if self.sharded else None,
             dtype=self.dtype,
             activation_checkpointing=train.activation_checkpointing if spec.trainable else "none",
-            compiled=train.compile == "on" or (train.compile == "auto" and spec.device == "cuda"),
+            compiled=self.compiled,
             cpu_offload=train.cpu_offload,
         )
         materialize(lm, self.device, parameters_on=torch.device("cpu") if train.cpu_offload else None)
-        fill(lm.model, spec.source, spec.seed)
+        fill(lm.model, spec.source, spec.seed, leave=frozenset({PackedValues.HEAD}) if spec.values else frozenset())
+        if isinstance(lm, PackedValues):
+            lm.zero_head()
         return lm
 
     # ------------------------------------------------------------------ compute
 
-    def logprobs(self, shard: Sequence[PackedBatch], adapter: bool = True) -> list[Tensor]:
-        """Log-probabilities under the current weights, a [T] column a micro-batch; 0 where no loss is carried.
+    def logprobs(
+        self, shard: Sequence[PackedBatch], adapter: bool = True, temperature: float | None = None
+    ) -> list[Tensor]:
+        """Log-probabilities under the current weights, or a critic's values, a [T] column a micro-batch; 0 where no
+        loss is carried.
 
-        Without ``adapter`` they are of the weights that a LoRA run started from.
+        Without ``adapter`` they are of the weights that a LoRA run started from. ``temperature`` stands for that of
+        the ``WorkerSpec``.
         """
         columns = []
         with torch.no_grad(), nullcontext() if adapter else lora.switched_off(self.lm.model):
             for batch in shard:
                 micro = self._micro_batch(batch)
-                values, _ = self._forward(micro)
+                values = self._forward(micro, temperature=temperature)[0]
                 column = torch.zeros(batch.num_tokens, device=self.device)
                 if micro.has_loss:
                     column[micro.predict.to(self.device)] = values
@@ -207,7 +187,7 @@ class TrainWorker:
         else:
             if self.spec.train.optim.stochastic_rounding:
                 seed_rounding(self.spec.seed, self.step, self.rank % (self.spec.train.shard_size or self.world_size))
-            take_step(self.optimizer, rate)
+            take_step(self.optimizer, rate, compiled=self.compiled)
         self.optimizer.zero_grad(set_to_none=True)  # now: a sampler may need the memory
         self.step += 1
         share = self.spec.train.sequence_parallel  # of ranks that count the same tokens
@@ -241,14 +221,16 @@ class TrainWorker:
     def _micro_batch(self, batch: PackedBatch) -> MicroBatch:
         return MicroBatch.build(batch, self.device, self.kernel, self.parallel)
 
-    def _forward(self, micro: MicroBatch, loss: TokenLoss | None = None) -> tuple[Tensor, ...]:
+    def _forward(
+        self, micro: MicroBatch, loss: TokenLoss | None = None, temperature: float | None = None
+    ) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = self.lm(
             micro.input_ids,
             micro.position_ids,
             micro.rows,
             micro.targets,
             micro.ragged,
-            self.spec.temperature,
+            self.spec.temperature if temperature is None else temperature,
             loss,
         )
         return result
@@ -258,22 +240,36 @@ class TrainWorker:
         sums: losses.Sums = {}
 
         def of_tokens(logprobs: Tensor, entropies: Tensor, part: slice) -> Tensor:
-            total, parts = self._loss(micro, logprobs, part, spec)
-            parts["entropy"] = (micro.weights[part] * entropies.detach()).sum()
+            total, parts = self._loss(micro, logprobs, entropies, part, spec)
             for key, value in parts.items():
                 sums[key] = sums[key] + value if key in sums else value
             return total
 
-        total = self._forward(micro, of_tokens)[0]
+        if self.spec.values:
+            total, sums = self._value_loss(micro, self._forward(micro)[0], spec)
+        else:
+            total = self._forward(micro, of_tokens)[0]
         # FSDP averages gradients over ranks, but the weights are already those of the global batch.
         torch.autograd.backward(total * self.world_size)
         return sums
 
-    def _loss(self, micro: MicroBatch, logprobs: Tensor, part: slice, spec: LossSpec) -> tuple[Tensor, losses.Sums]:
+    def _value_loss(self, micro: MicroBatch, values: Tensor, spec: LossSpec) -> tuple[Tensor, losses.Sums]:
+        """The loss of values [N]: a critic's, or without returns a reward model's."""
+        if micro.returns is None:
+            return losses.nll(values, micro.weights)
+        if micro.values is None:
+            raise RunError("an update of a critic needs the values before it")
+        return losses.value(values, micro.values, micro.returns, micro.weights, clip=spec.value_clip)
+
+    def _loss(
+        self, micro: MicroBatch, logprobs: Tensor, entropies: Tensor, part: slice, spec: LossSpec
+    ) -> tuple[Tensor, losses.Sums]:
         """The loss of some of the micro-batch's tokens."""
         algo, weights = spec.algo, micro.weights[part]
+        bonus, entropy = losses.entropy(entropies, weights)
         if algo is None:
-            return losses.nll(logprobs, weights)
+            loss, sums = losses.nll(logprobs, weights)
+            return loss, sums | entropy
 
         def column(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[part]
@@ -282,46 +278,50 @@ class TrainWorker:
         rollout, old = column(micro.rollout_logprobs), column(micro.old_logprobs)
         if advantages is None:
             raise RunError("a policy update needs advantages")
-        if spec.off_policy:
-            old = rollout
-        # Without a column the policy has not moved since sampling: the ratio is exactly 1, with the right gradient.
-        total, sums = losses.clipped_policy(
-            logprobs,
-            logprobs.detach() if old is None else old,
-            advantages,
-            weights,
-            clip_low=algo.clip_low,
-            clip_high=algo.clip_high,
-            dual_clip=algo.dual_clip,
-        )
-        if ref is not None:
+        inputs = losses.TokenInputs(advantages, old, column(micro.sequence_log_ratio), column(micro.selected))
+        total, sums = losses.policy_loss(algo.policy_loss, logprobs, inputs, loss_params(algo), weights)
+        if ref is not None and algo.kl_in == "loss":
             kl, kl_sums = losses.kl(logprobs, ref, weights, estimator=algo.kl_estimator)
             total = total + algo.kl_coef * kl
             sums |= kl_sums
+        if algo.entropy_coef:
+            total = total - algo.entropy_coef * bonus
         if rollout is not None and micro.has_loss:
             sums |= gap_sums(logprobs if old is None or spec.off_policy else old, rollout)
-        return total, sums
+        return total, sums | entropy
 
     # ------------------------------------------------------------------ weights
 
-    def weight_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full parameters in the compute type, in buckets of at most ``bucket_bytes`` (or one tensor). Adapters are
-        merged into them.
-
-        A collective: every rank must run it to the end, but only rank 0 gets the tensors; others get empty buckets.
-        """
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
+    def open_outlet(self, where: Where | None) -> None:
+        """Begin to hand out the full weights in the compute type, adapters merged into them: every rank with the same
+        weights, in buckets that lie where they are read, or are sent to a group; None: nobody reads this rank's."""
         self._reshard()
-        for name, full in lora.whole_weights(self.lm.model):
-            nbytes = full.numel() * self.dtype.itemsize
-            if bucket and size + nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            if self.rank == 0:
-                bucket.append((name, full.to("cpu", self.dtype)))
-                size += nbytes
-        yield bucket
+        self.outlet = Outlet(lora.whole_weights(self.lm.model), self.dtype, where, self.device)
+
+    def next_bucket(self, slot: int) -> Bucket | None:
+        """See ``Outlet.next``. A collective."""
+        assert self.outlet is not None
+        return self.outlet.next(slot)
+
+    def send_bucket(self, slot: int) -> None:
+        """Begin to send the bucket in place ``slot`` to its group. The first time, wait for the group."""
+        assert self.outlet is not None
+        self.outlet.send(slot)
+
+    def close_outlet(self) -> float:
+        """Free the buckets. Nobody reads them any more.
+
+        Returns:
+            GiB of the GPU that all of its processes used with the buckets; on a CPU 0.
+        """
+        used = 0.0
+        if self.spec.device == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            used = (total - free) / 2**30
+        if self.outlet is not None:
+            self.outlet.close()
+            self.outlet = None
+        return used
 
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory, freeing the GPU for a sampler."""

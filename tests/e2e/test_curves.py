@@ -14,7 +14,7 @@ from posttrain.config import Config
 from posttrain.data.pack import PackedBatch
 from posttrain.models.builtin import create_builtin
 from posttrain.models.load import ModelSource
-from posttrain.train.worker import LossSpec
+from posttrain.train.spec import LossSpec
 
 STEPS, ROWS, SEED = 20, 12, 3
 OPTIM = {

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from posttrain import generate, merge_ckpt, prep, rl, sft
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster, local_ray
+from posttrain.cluster.routes import Router
 from posttrain.cluster.sync import publish
 from posttrain.config import Config
 from posttrain.data.pack import PackedBatch
@@ -26,7 +27,7 @@ from posttrain.models.builtin import create_builtin
 from posttrain.models.load import ModelSource, load_model, locate
 from posttrain.presets import resolve
 from posttrain.train import checkpoint
-from posttrain.train.worker import LossSpec
+from posttrain.train.spec import LossSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -142,7 +143,7 @@ def test_in_bfloat16_adapters_stay_in_float32(alone, workers):
         base = await group.logprobs(batch)
         found = await steps(group, 0, 6)
         types = await group.actors[0].__ray_call__.remote(
-            lambda self: {(str(p.dtype), p.requires_grad) for p in self.parameters.values()}
+            lambda self: {(str(p.dtype), p.requires_grad) for p in self.worker.parameters.values()}
         )
         return base, found, types, await group.logprobs(batch, adapter=False), await group.logprobs(batch)
 
@@ -165,10 +166,11 @@ def test_an_engine_gets_merged_weights_from_two_workers(alone):
             samplers = await cluster.samplers(ModelSource("builtin:tiny"), [0])
             await group.load(str(alone[0] / "half"))
             await group.logprobs(next(batches()))
-            options = {"canary": canary, "temperature": 1.0, "tolerance": 1e-4}
-            first = await publish(group, samplers, version=1, **options)
+            options = {"canary": canary, "tolerance": 1e-4}
+            router = Router(cluster.cfg.cluster, cluster.device)
+            first = await publish(group, samplers, router, version=1, **options)
             await steps(group, 10, 12)
-            return first, await publish(group, samplers, version=2, **options)
+            return first, await publish(group, samplers, router, version=2, **options)
 
     for found in asyncio.run(main()):
         assert found["sync/canary_gap"] < 1e-5

@@ -287,7 +287,7 @@ def long_update(optim, step, total_steps):
 
 
 async def long_generate(self, prompt_ids, params):
-    while self.version >= 2 and FLAG.read_text() == "generate":
+    while self.gate.version >= 2 and FLAG.read_text() == "generate":
         await asyncio.sleep(0.1)
     return await generate(self, prompt_ids, params)
 

@@ -14,7 +14,7 @@ from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
-from posttrain.rl_step import make_batch
+from posttrain.rl_batch import pack, usable
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.startup import build_environment, open_model
@@ -69,7 +69,7 @@ async def test_many_requests_at_once(samplers):
         assert sample.finish_reason == ("stop" if sample.ids[-1] == EOS else "length")
         assert sample.version == 0
     # Every answer went to the one who asked: it continues that prompt with these probabilities.
-    scored = await sampler.score([p + s.ids for p, s in zip(prompts, samples, strict=True)], 1.0)
+    scored = await sampler.score([p + s.ids for p, s in zip(prompts, samples, strict=True)])
     for one, sample, start in zip(scored, samples, prompts, strict=True):
         torch.testing.assert_close(one[len(start) :], sample.logprobs, rtol=0, atol=1e-4)
     assert not sampler.waiting
@@ -147,7 +147,7 @@ async def test_a_request_cancelled_before_it_was_sent(samplers, monkeypatch):
 async def test_an_error_reaches_the_request_that_caused_it(samplers):
     sampler = samplers[0]
     good = asyncio.create_task(sampler.generate(prompt(8), SamplingParams(5)))
-    with pytest.raises(RunError, match="top_p and top_k are not supported"):
+    with pytest.raises(RunError, match="top_p and top_k need the processors"):
         await sampler.generate(prompt(8), SamplingParams(5, top_p=0.5))
     with pytest.raises(RunError, match=r"does not fit into rollout\.kv_tokens = 4096") as error:
         await sampler.generate(prompt(8), SamplingParams(5000))
@@ -173,7 +173,7 @@ async def test_episodes_through_real_engines(samplers):
     prompts = [
         Prompt(i, [{"role": "user", "content": f"What is {i} + 1?"}], "openai/gsm8k", str(i + 1)) for i in range(6)
     ]
-    groups = await pool.sample(prompts, 4, temperature=0.9)
+    groups = await pool.sample(prompts, 4)
     assert [len(g) for g in groups] == [4] * 6
     episodes = [t for g in groups for t in g]
     assert all(t.error is None for t in episodes)
@@ -181,14 +181,13 @@ async def test_episodes_through_real_engines(samplers):
     assert max(t.response_length for t in episodes) <= 48
     assert len({tuple(t.tokens.tolist()) for t in episodes}) == len(episodes)
     # The engine that sampled an episode, asked again, gives the same probabilities to every sampled token.
-    scored = await samplers[0].score([t.tokens.tolist() for t in episodes], 0.9)
+    scored = await samplers[0].score([t.tokens.tolist() for t in episodes])
     for scores, episode in zip(scored, episodes, strict=True):
         own = torch.from_numpy(episode.loss_mask)
         torch.testing.assert_close(
             torch.tensor(scores)[own], torch.from_numpy(episode.logprobs)[own], rtol=0, atol=1e-4
         )
-    batch, *_ = make_batch(groups, CONFIG.algo)
-    assert batch.num_sequences == 24
+    assert pack(usable(groups)).num_sequences == 24
 
 
 async def test_a_broken_engine_fails_its_requests_and_says_why(samplers):

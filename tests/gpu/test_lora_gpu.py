@@ -46,7 +46,8 @@ def train(folder, **options):
     """(metrics of a few steps; log-probabilities before them, after them, and after them without the adapter)."""
     import torch.distributed as dist
 
-    from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
+    from posttrain.train.spec import LossSpec, WorkerSpec
+    from posttrain.train.worker import TrainWorker
 
     section = {"optim": {"lr": 1e-3}, "lora": {"rank": 8}} | options
     worker = TrainWorker(
@@ -59,7 +60,11 @@ def train(folder, **options):
         worker.offload()
         worker.onload()
         after, off = worker.logprobs(batches(0))[0], worker.logprobs(batches(0), adapter=False)[0]
-        sent = {name for bucket in worker.weight_buckets(1 << 26) for name, _ in bucket}
+        worker.open_outlet("host")
+        sent = set()
+        while (bucket := worker.next_bucket(0)) is not None:
+            sent |= bucket.shapes.keys()
+        worker.close_outlet()
     finally:
         dist.destroy_process_group()
         del worker

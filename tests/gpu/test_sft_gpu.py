@@ -6,15 +6,15 @@ Needs `POSTTRAIN_GPU_CHATS` (parquet of SFT rows, as `posttrain prep glaive-tool
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+
+from tests.gpu.models import HALF_B, write_model
 
 DATA, TOKENIZER = (os.environ.get(f"POSTTRAIN_GPU_{name}", "") for name in ("CHATS", "TOKENIZER"))
 pytestmark = [
@@ -28,18 +28,10 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A small random model under the real tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=151_936, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=4096,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    for file in Path(TOKENIZER).iterdir():
-        shutil.copy(file, folder)
-    return folder
+    shape = HALF_B | {
+        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4,
+    }  # fmt: skip
+    return write_model(tmp_path_factory.mktemp("model"), shape, dtype=torch.float32, tokenizer=TOKENIZER)
 
 
 def start(model, folder, workers, steps):

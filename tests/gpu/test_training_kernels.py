@@ -12,6 +12,7 @@ from posttrain.models import attention, logprobs
 from posttrain.models.attention import Ragged
 from posttrain.models.load import ModelSource
 from posttrain.models.logprobs import token_logprobs, tokenwise_loss
+from tests.gpu.models import write_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,15 +125,11 @@ def test_memory_of_the_loss():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=2048,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    shape = {
+        "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    path = write_model(tmp_path_factory.mktemp("model"), shape)
     assert json.loads((path / "config.json").read_text())["hidden_size"] == 512
     return path
 
@@ -153,7 +150,8 @@ def curve(folder, steps=4, **train):
     """Losses and gradient norms of a few steps in a process group of one."""
     import torch.distributed as dist
 
-    from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
+    from posttrain.train.spec import LossSpec, WorkerSpec
+    from posttrain.train.worker import TrainWorker
 
     spec = WorkerSpec(
         ModelSource(str(folder)),
@@ -205,7 +203,8 @@ def test_kernels_train_alike(folder, name):
 def test_offload_frees_the_gpu_and_brings_everything_back(folder):
     import torch.distributed as dist
 
-    from posttrain.train.worker import LossSpec, TrainWorker, WorkerSpec
+    from posttrain.train.spec import LossSpec, WorkerSpec
+    from posttrain.train.worker import TrainWorker
 
     spec = WorkerSpec(ModelSource(str(folder)), "cuda", "bfloat16", 0, 1.0, TrainConfig(compile="off"))
     worker = TrainWorker(spec, 0, 1)
@@ -216,7 +215,8 @@ def test_offload_frees_the_gpu_and_brings_everything_back(folder):
         before = worker.logprobs(batch)[0]
         held = torch.cuda.memory_allocated()
         worker.offload()
-        assert torch.cuda.memory_allocated() < 0.1 * held
+        workspaces = 2 * 32 * 2**20  # of cuBLAS, which keeps them
+        assert torch.cuda.memory_allocated() - workspaces < 0.1 * (held - workspaces)
         worker.onload()
         assert torch.equal(worker.logprobs(batch)[0], before)
         assert worker.update(batch, LossSpec())["skipped"] == 0.0

@@ -68,7 +68,8 @@ class Endpoint:
 
 
 @contextmanager
-def serving(reply, read=prompt_of):
+def serving(reply, read=prompt_of, get=""):
+    """``get`` is what it answers to whoever asks with GET."""
     endpoint = Endpoint(reply, read)
 
     class Handler(BaseHTTPRequestHandler):
@@ -76,6 +77,12 @@ def serving(reply, read=prompt_of):
 
         def do_POST(self):
             endpoint.handle(self)
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(get)))
+            self.end_headers()
+            self.wfile.write(get.encode())
 
         def log_message(self, *_):
             """The server's own lines are no part of a test's output."""

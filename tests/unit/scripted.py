@@ -48,7 +48,7 @@ class ScriptedSampler:
         reason = "stop" if cut == ids else "length"
         return Sample(cut, [-(i + 1) / 8 for i in range(len(cut))], reason, version)
 
-    async def score(self, sequences, temperature):
+    async def score(self, sequences):
         raise NotImplementedError
 
     async def close(self):

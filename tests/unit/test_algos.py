@@ -1,6 +1,7 @@
-"""Advantages, losses, KL, gap and aggregation against numbers worked out by hand."""
+"""The clipped loss, KL, gap and aggregation against numbers worked out by hand."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,12 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.algos import losses
-from posttrain.algos.advantages import grpo
 from posttrain.algos.gap import gap_sums
-from posttrain.algos.kl import kl_penalty
-from posttrain.algos.reduce import token_weights
+from posttrain.algos.kl import AdaptiveKl, FixedKl, kl_penalty
+from posttrain.algos.reduce import AGGREGATIONS, token_weights
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def clipped(logprobs, old, advantages, weights, dual_clip=None):
+    params = losses.LossParams(**CLIP, dual_clip=dual_clip)
+    return losses.policy_loss("clipped", logprobs, losses.TokenInputs(advantages, old), params, weights)
 
 
 def tensor(values, dtype=torch.float64):
@@ -22,57 +27,6 @@ def tensor(values, dtype=torch.float64):
 
 def close(actual, expected, **kwargs):
     torch.testing.assert_close(torch.as_tensor(actual).double(), tensor(expected), rtol=1e-6, atol=1e-7, **kwargs)
-
-
-# ---------------------------------------------------------------------- advantages
-
-
-def test_grpo_by_hand():
-    # Group 7: mean 1/2, squares 4 * 1/4, unbiased variance 1/3. Group 3: two values around 1/2, variance 1/2.
-    rewards = tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
-    groups = torch.tensor([7, 7, 3, 7, 7, 3])
-    std_7, std_3 = math.sqrt(1 / 3), math.sqrt(1 / 2)
-    up_7, up_3 = 0.5 / (std_7 + 1e-6), 0.5 / (std_3 + 1e-6)
-    advantages = grpo(rewards, groups)
-    assert advantages.dtype == torch.float32
-    close(advantages, [up_7, -up_7, -up_3, up_7, -up_7, up_3])
-    close(advantages[:3], [0.8660239, -0.8660239, -0.7071058])
-    close(grpo(rewards, groups, normalize_by_std=False), [0.5, -0.5, -0.5, 0.5, -0.5, 0.5])
-
-
-def test_grpo_with_three_levels():
-    # Mean 2, squares 1 + 0 + 1, unbiased variance 1.
-    close(grpo(tensor([1.0, 2.0, 3.0]), torch.zeros(3, dtype=torch.int64), eps=0.0), [-1.0, 0.0, 1.0])
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_groups_without_signal_get_zero(normalize):
-    rewards = tensor([0.1, 0.1, 0.1, 5.0, -3.0, 3.0])
-    groups = torch.tensor([0, 0, 0, 1, 2, 2])
-    advantages = grpo(rewards, groups, normalize_by_std=normalize)
-    assert advantages[:4].abs().max() < 1e-9  # 0 up to the rounding of the mean
-    assert advantages[3] == 0.0
-    assert advantages[4] < 0 < advantages[5]
-
-
-def test_tiny_differences_of_large_rewards_survive():
-    advantages = grpo(tensor([1e6, 1e6 + 1e-3], dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
-    close(advantages, [-0.5e-3 / (1e-3 / math.sqrt(2) + 1e-6), 0.5e-3 / (1e-3 / math.sqrt(2) + 1e-6)])
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=24), st.randoms())
-def test_grpo_does_not_depend_on_the_order(episodes, random):
-    order = list(range(len(episodes)))
-    random.shuffle(order)
-
-    def advantages(items):
-        return grpo(tensor([float(r) for _, r in items]), torch.tensor([g for g, _ in items]))
-
-    torch.testing.assert_close(advantages([episodes[i] for i in order]), advantages(episodes)[order])
-    # Every group is centred.
-    for group in {g for g, _ in episodes}:
-        own = torch.tensor([g == group for g, _ in episodes])
-        assert abs(float(advantages(episodes)[own].sum())) < 1e-4
 
 
 # ---------------------------------------------------------------------- aggregation
@@ -88,25 +42,34 @@ OFFSETS = torch.tensor([0, 4, 6, 9], dtype=torch.int32)
         ("token-mean", 1 / 4, 1 / 4),  # 4 tokens
         ("seq-mean-token-mean", 1 / (2 * 3), 1 / (2 * 1)),  # 2 sequences with loss
         ("seq-mean-token-sum", 1 / 2, 1 / 2),
+        ("seq-mean-token-sum-norm", 1 / (2 * 8), 1 / (2 * 8)),
     ],
 )
 def test_token_weights_by_hand(aggregation, first, last):
-    weights = token_weights(MASK, OFFSETS, aggregation)
+    weights = token_weights(MASK, OFFSETS, aggregation, norm_length=8)
     assert weights.dtype == torch.float32
     close(weights, [0, first, first, first, 0, 0, 0, 0, last])
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_batch_without_loss_weighs_nothing(aggregation):
-    weights = token_weights(torch.zeros(9, dtype=torch.bool), OFFSETS, aggregation)
+    weights = token_weights(torch.zeros(9, dtype=torch.bool), OFFSETS, aggregation, norm_length=8)
     assert weights.tolist() == [0.0] * 9
 
 
 def test_unknown_names_are_errors():
     with pytest.raises(ValueError, match="mean-of-means"):
         token_weights(MASK, OFFSETS, "mean-of-means")
-    with pytest.raises(ValueError, match="k9"):
-        kl_penalty(torch.zeros(1), torch.zeros(1), "k9")
+    for name in ("k9", "k9+", "abs+", ""):
+        with pytest.raises(ValueError, match=re.escape(repr(name))):
+            kl_penalty(torch.zeros(1), torch.zeros(1), name)
+    with pytest.raises(ValueError, match="vanilla"):
+        losses.policy_loss("vanilla", *(torch.zeros(1) for _ in range(4)))
+
+
+def test_a_norm_without_a_length_is_an_error():
+    with pytest.raises(ValueError, match="norm_length"):
+        token_weights(MASK, OFFSETS, "seq-mean-token-sum-norm")
 
 
 # ---------------------------------------------------------------------- losses
@@ -139,7 +102,7 @@ def policy_inputs():
 @pytest.mark.parametrize(("dual_clip", "column"), [(None, 2), (10.0, 3)])
 def test_clipped_policy_by_hand(dual_clip, column):
     logprobs, old, advantages, weights = policy_inputs()
-    loss, sums = losses.clipped_policy(logprobs, old, advantages, weights, dual_clip=dual_clip, **CLIP)
+    loss, sums = clipped(logprobs, old, advantages, weights, dual_clip=dual_clip)
     expected = sum(w * case[column] for w, case in zip(weights.tolist(), CASES, strict=True))
     close(loss.detach(), expected)
     close(sums["pg_loss"], expected)
@@ -160,7 +123,7 @@ def test_clipped_policy_by_hand(dual_clip, column):
 def test_a_policy_that_has_not_moved_has_the_plain_policy_gradient():
     logprobs = tensor([-1.0, -2.0, -3.0]).requires_grad_()
     advantages, weights = tensor([1.5, -0.5, 0.0]), tensor([0.2, 0.4, 0.4])
-    loss, sums = losses.clipped_policy(logprobs, logprobs.detach(), advantages, weights, dual_clip=3.0, **CLIP)
+    loss, sums = clipped(logprobs, logprobs.detach(), advantages, weights, dual_clip=3.0)
     loss.backward()
     close(loss.detach(), -(0.2 * 1.5 - 0.4 * 0.5))
     close(logprobs.grad, [-0.3, 0.2, 0.0])
@@ -172,7 +135,9 @@ KL_CASES = {
     "k1": [0.0, -math.log(2), math.log(2)],
     "k2": [0.0, math.log(2) ** 2 / 2, math.log(2) ** 2 / 2],
     "low_var_kl": [0.0, 1 - math.log(2), math.log(2) - 0.5],
+    "abs": [0.0, math.log(2), math.log(2)],
 }
+KL_CASES["k3"] = KL_CASES["low_var_kl"]
 
 
 @pytest.mark.parametrize("estimator", sorted(KL_CASES))
@@ -193,10 +158,50 @@ def test_kl_estimators_are_unbiased(estimator):
     close((p * kl_penalty(p.log(), q.log(), estimator)).sum(), float((p * (p / q).log()).sum()))
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_straight_through_has_its_value_and_the_gradient_of_k2(estimator):
+    ref = tensor([-1.0, -1.5, -0.5, -30.0])
+    logprobs = (ref + tensor([0.3, -0.7, 0.0, 29.0])).requires_grad_()
+    through = kl_penalty(logprobs, ref, estimator + "+")
+    torch.testing.assert_close(through, kl_penalty(logprobs, ref, estimator))
+    through.sum().backward()
+    close(logprobs.grad, [0.3, -0.7, 0.0, 29.0])  # d k2 = log p - log q
+
+
+def test_the_gradient_of_k2_is_that_of_the_kl_and_of_k1_and_k3_is_not():
+    """p = softmax(z): the expectation of d estimate / dz under p, against d KL(p || q) / dz."""
+    logits, q = tensor([0.5, -0.3, 0.1]).requires_grad_(), tensor([0.5, 0.3, 0.2])
+    logp = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - q.log())).sum(), logits, retain_graph=True)
+
+    def expected(estimator):
+        loss = (logp.detach().exp() * kl_penalty(logp, q.log(), estimator)).sum()
+        return torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    for estimator in ("k2", "k1+", "k2+", "k3+"):
+        torch.testing.assert_close(expected(estimator), exact)
+    for estimator in ("k1", "k3"):
+        assert (expected(estimator) - exact).abs().max() > 0.01
+
+
+def test_adaptive_kl_by_hand():
+    fixed, adaptive = FixedKl(0.1), AdaptiveKl(0.1, target=6.0, horizon=1000)
+    for kl, factor in [(6.0, 1.0), (6.6, 1.01), (60.0, 1.02), (0.0, 0.98)]:  # 100 episodes of 1000
+        before = adaptive.value
+        adaptive.update(kl, 100)
+        fixed.update(kl, 100)
+        assert adaptive.value == pytest.approx(before * factor)
+    assert fixed.value == 0.1
+    with pytest.raises(ValueError, match="target"):
+        AdaptiveKl(0.1, target=0.0, horizon=1000)
+
+
 def test_gap_by_hand():
     trainer = tensor([-1.0, -1.0, -1.0, -1.0])
     engine = trainer - tensor([0.0, 0.05, 0.2, -0.2])
     sums = gap_sums(trainer, engine)
+    close(sums["gap/diff"], 0.05)
+    close(sums["gap/squares"], 0.0825)
     close(sums["gap/abs"], 0.45)
     close(sums["gap/k3"], (math.exp(0.05) - 1.05) + (math.exp(0.2) - 1.2) + (math.exp(-0.2) - 0.8))
     close(sums["gap/outside"], 2.0)  # e^0.05 is inside [0.9, 1.1], e^0.2 and e^-0.2 are not
@@ -210,7 +215,7 @@ def test_extreme_log_ratios_stay_finite(dtype, dual_clip):
     old = tensor([-0.0, -50.0, -0.0, -50.0], dtype)
     advantages = tensor([1.0, 1.0, -1.0, -1.0], dtype)
     weights = torch.full((4,), 0.25, dtype=dtype)
-    loss, sums = losses.clipped_policy(logprobs, old, advantages, weights, dual_clip=dual_clip, **CLIP)
+    loss, sums = clipped(logprobs, old, advantages, weights, dual_clip=dual_clip)
     for estimator in KL_CASES:
         term, kl_sums = losses.kl(logprobs, old, weights, estimator=estimator)
         loss = loss + term
@@ -225,13 +230,13 @@ def test_extreme_log_ratios_stay_finite(dtype, dual_clip):
 def test_a_token_of_no_weight_has_no_say():
     logprobs = tensor([-1.0, -50.0]).requires_grad_()
     old, weights = tensor([-1.0, 0.0]), tensor([1.0, 0.0])
-    loss, _ = losses.clipped_policy(logprobs, old, tensor([1.0, -1.0]), weights, **CLIP)
+    loss, _ = clipped(logprobs, old, tensor([1.0, -1.0]), weights)
     (loss + losses.kl(logprobs, old, weights, estimator="k2")[0] + losses.nll(logprobs, weights)[0]).backward()
     close(logprobs.grad, [-2.0, 0.0])
 
 
 def total_loss(logprobs, old, ref, advantages, weights, estimator):
-    policy, _ = losses.clipped_policy(logprobs, old, advantages, weights, dual_clip=3.0, **CLIP)
+    policy, _ = clipped(logprobs, old, advantages, weights, dual_clip=3.0)
     kl, _ = losses.kl(logprobs, ref, weights, estimator=estimator)
     return policy + 0.1 * kl + 0.05 * losses.nll(logprobs, weights)[0]
 
@@ -262,7 +267,7 @@ def test_gradients_are_those_of_finite_differences(estimator):
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=6),
-    st.sampled_from(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]),
+    st.sampled_from(AGGREGATIONS),
     st.randoms(),
 )
 def test_the_loss_does_not_depend_on_the_order_or_the_cut(masks, aggregation, random):
@@ -272,11 +277,11 @@ def test_the_loss_does_not_depend_on_the_order_or_the_cut(masks, aggregation, ra
         [torch.randn(len(m), generator=generator, dtype=torch.float64) for m in masks] for _ in range(3)
     ]  # logprobs, old, advantages of each sequence
     offsets = torch.tensor([0, *[len(m) for m in masks]]).cumsum(0)
-    weights = token_weights(torch.tensor([x for m in masks for x in m]), offsets, aggregation).double()
+    weights = token_weights(torch.tensor([x for m in masks for x in m]), offsets, aggregation, norm_length=5).double()
     per_sequence = list(zip(*columns, weights.split([len(m) for m in masks]), strict=True))
 
     def loss(part):
-        return losses.clipped_policy(*(torch.cat(x) for x in zip(*part, strict=True)), **CLIP)[0]
+        return clipped(*(torch.cat(x) for x in zip(*part, strict=True)))[0]
 
     whole = loss(per_sequence)
     random.shuffle(per_sequence)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from posttrain.data.pack import PackedBatch
 from posttrain.errors import RunError, WeightSyncError
 from posttrain.models.attention import Ragged, choose, ragged_attention
+from posttrain.models.buckets import Outlet
 from posttrain.models.load import ModelSource, load_model
 from posttrain.rollout.hf import EngineSpec, HFSampler
 from posttrain.train.model import PackedLM
@@ -159,6 +160,13 @@ def spec(folder, **changes):
     return EngineSpec(**(values | changes))
 
 
+async def load(engine, weights):
+    outlet = Outlet(weights.items(), torch.float32, "host")
+    await engine.load_bucket(outlet.next(0))
+    assert outlet.next(1) is None
+    outlet.close()
+
+
 def with_engine(engine_spec, body):
     """Run ``body(engine)``, a coroutine, with an engine that is closed afterwards."""
 
@@ -189,6 +197,31 @@ def trainer_logprobs(folder, ids, temperature):
             batch.input_ids, batch.position_ids, predict - 1, batch.input_ids[predict], ragged, temperature
         )[0]
     return [part.tolist() for part in column.split(batch.lengths)]
+
+
+def test_top_p_and_top_k_are_of_each_request(folder):
+    """They leave one token, two, or all of them."""
+    prompt, count = sequences([31])[0], 40
+
+    async def body(engine):
+        params = [SamplingParams(count, 1.0, top_k=1), SamplingParams(count, 1.0, top_p=1e-4)]
+        params += [SamplingParams(count, 1.0, top_k=2)] * 8 + [SamplingParams(count, 1.0)] * 8
+        return await asyncio.gather(*(engine.generate(prompt, p) for p in params))
+
+    found = with_engine(spec(folder, truncates=True), body)
+    assert found[0].ids == found[1].ids == greedy_reference(folder, prompt, count)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    ranks = []
+    for sample in found[2:]:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *sample.ids]])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(sample.ids)[:, None])
+        ranks.append((logits > chosen).sum(1).max().item())
+    assert max(ranks[:8]) == 1
+    assert max(ranks[8:]) > 1
+    whole = [[*prompt, *sample.ids] for sample in found[10:]]
+    for sample, expected in zip(found[10:], trainer_logprobs(folder, whole, 1.0), strict=True):
+        assert sample.logprobs == pytest.approx(expected[len(prompt) :], abs=1e-4)
 
 
 def test_greedy_tokens_are_those_of_generate(folder):
@@ -239,15 +272,38 @@ def test_engine_score_and_trainer_agree(folder, lengths, kv_tokens, temperature)
         params = SamplingParams(60, temperature)
         samples = await asyncio.gather(*(engine.generate(p, params) for p in prompts))
         whole = [p + s.ids for p, s in zip(prompts, samples, strict=True)]
-        return samples, whole, await engine.score(whole, temperature)
+        return samples, whole, await engine.score(whole)
 
     samples, whole, scored = with_engine(spec(folder, kv_tokens=kv_tokens), body)
     trained = trainer_logprobs(folder, whole, temperature)
     assert len({tuple(s.ids) for s in samples}) > len(samples) // 2
-    for prompt, sample, score, train in zip(prompts, samples, scored, trained, strict=True):
+    for score, train in zip(scored, trainer_logprobs(folder, whole, 1.0), strict=True):
         assert score[0] == train[0] == 0.0
         torch.testing.assert_close(score, train, rtol=0, atol=1e-4)
-        torch.testing.assert_close(sample.logprobs, score[len(prompt) :], rtol=0, atol=1e-4)
+    for prompt, sample, train in zip(prompts, samples, trained, strict=True):
+        torch.testing.assert_close(sample.logprobs, train[len(prompt) :], rtol=0, atol=1e-4)
+
+
+def test_an_engine_that_slept_has_the_weights_that_it_was_given(qwen2):
+    prompt = sequences([50])[0]
+
+    async def body(engine):
+        params = SamplingParams(20, temperature=0.0)
+        before = await engine.generate(prompt, params)
+        given = {name: p.detach().clone() for name, p in engine.parameters.items()}
+        running = asyncio.create_task(engine.generate(prompt, SamplingParams(400, 1.0)))
+        await asyncio.sleep(0.05)
+        await engine.sleep()
+        assert sum(p.untyped_storage().nbytes() for p in engine.model.parameters()) == 0
+        waiting = asyncio.create_task(engine.generate(prompt, params))
+        await engine.wake()
+        await load(engine, given)
+        await engine.finish_update(4)
+        return before, await running, await waiting
+
+    before, cut, after = with_engine(spec(qwen2), body)
+    assert (cut.ids, cut.finish_reason, cut.version) == ([], "abort", 0)
+    assert (after.ids, after.version) == (before.ids, 4)
 
 
 def test_new_weights_change_samples_and_drop_the_cache(qwen2):
@@ -257,10 +313,10 @@ def test_new_weights_change_samples_and_drop_the_cache(qwen2):
         params = SamplingParams(30, temperature=0.0)
         before = await engine.generate(prompt, params)
         changed = {name: p.detach() * 1.05 for name, p in engine.parameters.items()}
-        await engine.load_weights(changed)
+        await load(engine, changed)
         await engine.finish_update(7)
         after = await engine.generate(prompt, params)
-        return before, after, await engine.score([prompt + after.ids], 1.0)
+        return before, after, await engine.score([prompt + after.ids])
 
     before, after, _ = with_engine(spec(qwen2), body)
     assert (before.version, after.version) == (0, 7)
@@ -276,13 +332,13 @@ def test_wrong_or_missing_weights_are_errors(qwen2):
     async def body(engine):
         names = sorted(engine.parameters)
         with pytest.raises(WeightSyncError, match="no_such_weight"):
-            await engine.load_weights({"no_such_weight": torch.zeros(2)})
+            await load(engine, {"no_such_weight": torch.zeros(2)})
         with pytest.raises(WeightSyncError, match=names[0]):
-            await engine.load_weights({names[0]: torch.zeros(1, 2)})
-        await engine.load_weights({name: engine.parameters[name].clone() for name in names[1:]})
+            await load(engine, {names[0]: torch.zeros(1, 2)})
+        await load(engine, {name: engine.parameters[name].clone() for name in names[1:]})
         with pytest.raises(WeightSyncError, match=f"1 parameter.*{names[0]}"):
             await engine.finish_update(1)
-        assert engine.version == 0
+        assert engine.gate.version == 0
 
     with_engine(spec(qwen2), body)
 
@@ -340,7 +396,7 @@ def test_an_engine_that_breaks_says_so_and_an_update_revives_it(qwen2):
             await asyncio.wait_for(engine.generate([VOCABULARY + 1000], SamplingParams(5)), 20.0)
         with pytest.raises(RunError, match="engine"):
             await asyncio.wait_for(engine.generate(prompt, SamplingParams(5)), 20.0)
-        await engine.load_weights({name: p.clone() for name, p in engine.parameters.items()})
+        await load(engine, {name: p.clone() for name, p in engine.parameters.items()})
         await engine.finish_update(1)
         return await asyncio.wait_for(engine.generate(prompt, SamplingParams(5, temperature=0.0)), 20.0)
 
@@ -359,6 +415,7 @@ def test_replicas_sample_differently_and_each_repeats_itself(qwen2):
 
 
 LEFT_OPEN = """
+from posttrain.models.buckets import Outlet
 from posttrain.models.load import ModelSource
 from posttrain.rollout.hf import EngineSpec, HFSampler
 

@@ -11,7 +11,7 @@ from posttrain.data.loader import BatchOrder
 from posttrain.errors import RunError
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
-from posttrain.rl_step import rollout_metrics
+from posttrain.rl_metrics import rollout_metrics
 from posttrain.rollout.batches import TrainingBatches, has_signal
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
@@ -41,7 +41,7 @@ class Paced:
         ids = [*tokens(answer), EOS]
         return Sample(ids, [-1.0] * len(ids), "stop", self.version)
 
-    async def score(self, sequences, temperature):
+    async def score(self, sequences):
         raise NotImplementedError
 
     async def close(self):
@@ -54,7 +54,7 @@ def batches(sampler, *tools, size=4, n=2, shuffle=False, **cfg):
     source = TrajectorySource(SamplerPool([sampler]), env, Rewarder(reward, GraderPool(reward), 400))
     prompts = [gsm8k_prompt(f"row {i}?", truth="8", index=i) for i in range(ROWS)]
     order = BatchOrder(ROWS, size, seed=0, shuffle=shuffle)
-    return TrainingBatches(source, prompts, order, n=n, temperature=1.0), source
+    return TrainingBatches(source, prompts, order, n=n), source
 
 
 def rows(groups):

@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -96,7 +97,12 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path: Path, monkeypa
     monkeypatch.setenv("WANDB_MODE", "offline")
     log(tmp_path, "wandb", range(1, 6), config={"train": {"steps": 9}})
     log(tmp_path, "wandb", range(3, 8), after=2)
+    deadline = time.monotonic() + 60  # its own process may still be writing when `finish` has returned
     runs = wandb_runs(tmp_path)
+    while sum(bool(run_id) + len(rows) for run_id, _, rows in runs) < 2 + 7:
+        assert time.monotonic() < deadline, runs
+        time.sleep(0.2)
+        runs = wandb_runs(tmp_path)
     assert len(runs) == 2
     assert len({run_id for run_id, *_ in runs}) == 1
     rows = [row for _, _, history in runs for row in history]

@@ -50,7 +50,8 @@ def test_start_costs_little_more_than_its_libraries(command: str, tmp_path: Path
 
 def test_help_lists_every_command(tmp_path: Path) -> None:
     done = posttrain("--help", cwd=tmp_path)
-    for command in ("prep", "sft", "rl", "generate", "eval", "merge-ckpt", "quickstart", "presets", "version"):
+    commands = "prep sft prefer rl generate eval merge-ckpt quickstart presets version"
+    for command in commands.split():
         assert f" {command} " in done.stdout
 
 
@@ -160,3 +161,14 @@ def test_prep_arith_prints_what_it_wrote(tmp_path: Path) -> None:
     again = posttrain("prep", "arith", "--out", "d", "--limit", "5", cwd=tmp_path)
     assert again.returncode == 2
     assert "--overwrite" in again.stderr
+
+
+def test_the_driver_does_not_import_what_trains():
+    """Two seconds and 100 MB that only workers need."""
+    code = (
+        "import sys, posttrain.sft, posttrain.prefer, posttrain.rl, posttrain.generate\n"
+        "print([name for name in ('torch.distributed.fsdp', 'torch._dynamo', 'sympy') if name in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -130,7 +130,7 @@ def test_every_set_tells_what_list_shows():
         assert dataset.licence
         assert set(dataset.size) <= set(dataset.splits)
         assert dataset.kinds
-        assert set(dataset.kinds) <= {"rlhf", "sft"}
+        assert set(dataset.kinds) <= {"rlhf", "sft", "preference"}
         assert bool(dataset.grader) == bool(dataset.data_sources) == ("rlhf" in dataset.kinds)
     assert DATASETS.get("gaokao")().grader == "choice, math_verify"
     assert DATASETS.get("numina")().data_sources[0] == "numina_aops_forum"

@@ -18,7 +18,7 @@ import pytest
 import typer
 
 from posttrain.cli import app
-from posttrain.data.parquet import read_conversations, read_prompts, write_rows
+from posttrain.data.parquet import read_conversations, read_preferences, read_prompts, write_rows
 from posttrain.errors import ConfigError
 from posttrain.presets import list_presets, resolve
 from posttrain.startup import check_supported
@@ -86,7 +86,7 @@ def test_command_in_the_docs_is_real(page: str, words: list[str], monkeypatch: p
     if path == "posttrain presets show":
         known: dict[str, Any] = {preset.name: preset.command for preset in list_presets()}
         resolve(known[params["name"]], params["name"])
-    if path in ("posttrain sft", "posttrain rl", "posttrain generate"):
+    if path in ("posttrain sft", "posttrain prefer", "posttrain rl", "posttrain generate"):
         flags = {"algo.name": params.get("algo"), "cluster.workers": params.get("workers")}
         command: Any = path.removeprefix("posttrain ")
         check_supported(resolve(command, params["preset"], params["set_"] or [], flags).config)
@@ -161,6 +161,9 @@ def test_rows_in_the_docs_can_be_read(tmp_path: Path) -> None:
     assert [m["role"] for m in conversation.messages] == ["user", "assistant", "tool", "assistant"]
     assert conversation.messages[1]["tool_calls"][0]["function"]["arguments"] == {"answer": "11"}
     assert conversation.tools[0]["function"]["name"] == "calc_gsm8k_reward"
+    write_rows(tmp_path / "preference.parquet", [example_row("preference")])
+    (pair,) = read_preferences(tmp_path / "preference.parquet")
+    assert [m["content"].endswith("#### 11") for m in (*pair.chosen, *pair.rejected)] == [True, False]
 
 
 def test_example_task(tmp_path: Path) -> None:

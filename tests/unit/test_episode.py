@@ -13,6 +13,7 @@ from posttrain.errors import ConfigError, RunError
 from posttrain.rollout.episode import Episode, run_episode
 from posttrain.rollout.interaction import Interaction, UserTurn, open_interaction
 from posttrain.tools.base import ToolResult
+from posttrain.types import ON_POLICY, Sampling
 from tests.unit.scripted import EOS, TOKENIZER, Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, tokens
 
 
@@ -58,8 +59,8 @@ class Probe:
         await self._do("release")
 
 
-async def play(sampler, env, prompt=None, temperature=1.0):
-    return await run_episode(prompt or gsm8k_prompt(), sampler, env, temperature=temperature)
+async def play(sampler, env, prompt=None, sampling=ON_POLICY):
+    return await run_episode(prompt or gsm8k_prompt(), sampler, env, sampling)
 
 
 def rendered(env, *messages):
@@ -69,7 +70,7 @@ def rendered(env, *messages):
 async def test_tokens_are_the_prompt_the_samples_and_the_deltas():
     env = environment(Gsm8kTool())
     sampler = ScriptedSampler(f"3+5=7.\n{call(7)}", f"No, 8.\n{call(8)}", "#### 8")
-    trajectory = await play(sampler, env, temperature=0.7)
+    trajectory = await play(sampler, env, sampling=Sampling(0.7, 0.9, 40))
 
     prompt = rendered(env)
     delta = [env.deltas.ids([{"role": "tool", "content": f"answer={n} reward={r}"}]) for n, r in ((7, 0.0), (8, 1.0))]
@@ -101,7 +102,7 @@ async def test_tokens_are_the_prompt_the_samples_and_the_deltas():
         len(prompt + samples[0] + delta[0] + samples[1] + delta[1]),
     ]
     assert all(trajectory.tokens.tolist()[: len(p)] == p for p in sampler.prompts)
-    assert {p.temperature for p in sampler.params} == {0.7}
+    assert {(p.temperature, p.top_p, p.top_k) for p in sampler.params} == {(0.7, 0.9, 40)}
     spent = [len(p) - len(prompt) for p in sampler.prompts]
     assert [p.max_new_tokens for p in sampler.params] == [400 - n for n in spent]
     # The same, seen as a conversation rendered as a whole.
@@ -366,7 +367,7 @@ def test_interactions_and_their_options():
 
 async def test_a_cancelled_episode_can_be_played_on():
     env = environment(Gsm8kTool())
-    episode = Episode(gsm8k_prompt(), env, temperature=1.0)
+    episode = Episode(gsm8k_prompt(), env)
     assert episode.state == "pending"
     task = asyncio.create_task(episode.play(ScriptedSampler(call(8), 60.0, "late")))
     await asyncio.sleep(0.05)
@@ -384,7 +385,7 @@ async def test_a_cancelled_episode_can_be_played_on():
 
 async def test_an_episode_that_is_cancelled_in_a_tool_cannot():
     tool = Probe(call=Sleep(60.0))
-    episode = Episode(gsm8k_prompt(), environment(tool), temperature=1.0)
+    episode = Episode(gsm8k_prompt(), environment(tool))
     task = asyncio.create_task(episode.play(ScriptedSampler(call(name="probe"))))
     await asyncio.sleep(0.05)
     task.cancel()
@@ -396,7 +397,7 @@ async def test_an_episode_that_is_cancelled_in_a_tool_cannot():
 
 
 async def test_a_failed_episode_has_that_state():
-    episode = Episode(gsm8k_prompt(), environment(), temperature=1.0)
+    episode = Episode(gsm8k_prompt(), environment())
     await episode.play(ScriptedSampler(RunError("gone")))
     assert (episode.state, episode.resumable) == ("failed", False)
 

@@ -30,7 +30,7 @@ async def test_calls_of_every_format_run(name):
     turn = ParsedTurn("I add.", [ParsedCall("add", {"a": 2, "b": 3}), ParsedCall("add", {"a": 4, "b": -1})])
     env = dataclasses.replace(environment(Add(), max_response_tokens=1000), parser=parser)
     text = parser.render(turn)
-    trajectory = await run_episode(gsm8k_prompt(), ScriptedSampler(text, "5 and 3"), env, temperature=1.0)
+    trajectory = await run_episode(gsm8k_prompt(), ScriptedSampler(text, "5 and 3"), env)
     assert (trajectory.stop_reason, trajectory.tool_calls, trajectory.error) == ("stop", 2, None)
     own, *replies, last = trajectory.messages[1:]
     assert (own["content"], last["content"]) == (text, "5 and 3")
@@ -42,5 +42,5 @@ async def test_a_call_that_cannot_be_read_is_answered():
     sampler = ScriptedSampler(
         "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>", "Oh."
     )
-    trajectory = await run_episode(gsm8k_prompt(), sampler, env, temperature=1.0)
+    trajectory = await run_episode(gsm8k_prompt(), sampler, env)
     assert trajectory.messages[2]["content"].startswith("error: the tool call is not between <|tool_calls_section_")

@@ -176,9 +176,9 @@ async def test_an_episode_goes_on_elsewhere_in_its_second_turn():
     first = ScriptedSampler(f"3+5=7.\n{call(7)}", WorkerError("killed"))
     second = ScriptedSampler("#### 8")
     with SamplerPool([first, second]).seat() as sampler:
-        moved = await run_episode(gsm8k_prompt(), sampler, environment(Gsm8kTool()), temperature=1.0)
+        moved = await run_episode(gsm8k_prompt(), sampler, environment(Gsm8kTool()))
     alone = ScriptedSampler(f"3+5=7.\n{call(7)}", "#### 8")
-    stayed = await run_episode(gsm8k_prompt(), alone, environment(Gsm8kTool()), temperature=1.0)
+    stayed = await run_episode(gsm8k_prompt(), alone, environment(Gsm8kTool()))
     assert moved.tokens.tolist() == stayed.tokens.tolist()
     assert (moved.error, moved.turns, moved.stop_reason) == (None, 2, "stop")
     assert second.prompts == [alone.prompts[1]]

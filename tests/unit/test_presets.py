@@ -72,7 +72,7 @@ def test_algo_bundle_lies_below_the_preset_and_the_flag_above_it(tmp_path: Path)
     preset = write(tmp_path, "p", 'command = "rl"\n[algo]\nname = "dr_grpo"\nnormalize_by_std = true\n')
     below = resolve("rl", preset)
     assert below.config.algo.normalize_by_std is True  # the preset's own word wins over the bundle of its algo
-    assert below.config.algo.loss_agg == "seq-mean-token-sum"
+    assert below.config.algo.loss_agg == "seq-mean-token-sum-norm"
     assert below.provenance["algo.loss_agg"] == "algo dr_grpo"
     above = resolve("rl", preset, flags={"algo.name": "dr_grpo"})
     assert above.config.algo.normalize_by_std is False

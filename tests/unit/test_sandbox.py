@@ -268,7 +268,20 @@ def test_a_slot_that_dies_is_started_again():
     sandbox.close()
 
 
-def test_where_nothing_isolates_it_refuses_with_a_hint():
+def without_namespaces(code, tmp_path):
+    """Run Python code where no further namespace can be made, with temporary files in ``tmp_path``."""
+    script = "import os, sys; open('/proc/sys/user/max_user_namespaces', 'w').write('0'); exec(sys.argv[1])"
+    return subprocess.run(
+        ["unshare", "-Ur", sys.executable, "-c", script, code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+
+
+def test_where_nothing_isolates_it_refuses_with_a_hint(tmp_path):
     """A user namespace in which no further one may be made stands for a kernel that allows none."""
     code = (
         "from posttrain.config import SandboxConfig\n"
@@ -282,15 +295,12 @@ def test_where_nothing_isolates_it_refuses_with_a_hint():
         "print(s.run('print(1)').stdout)\n"
         "s.close()\n"
     )
-    script = "import os, sys; open('/proc/sys/user/max_user_namespaces', 'w').write('0'); exec(sys.argv[1])"
-    done = subprocess.run(
-        ["unshare", "-Ur", sys.executable, "-c", script, code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = without_namespaces(code, tmp_path)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("refused no program can be isolated here: unshare"), done
     assert "hint:" in lines[1]
     assert lines[2:] == ["False ['f']", "[]", "timeout", "1", ""], done
-    assert not [p for p in os.listdir("/tmp") if p.startswith("posttrain-sandbox-")]
+    assert not [p for p in os.listdir(tmp_path) if p.startswith("posttrain-sandbox-")]
 
 
 # ------------------------------------------------------------------------------------------- tests of a solution

@@ -9,10 +9,12 @@ from posttrain.data.parquet import Conversation, sft_row, write_rows
 from posttrain.data.stream import Counts, SampleStream
 from posttrain.errors import DataError
 from posttrain.models.builtin import builtin_tokenizer
-from posttrain.sft import describe, load_validation, notes, open_stream
+from posttrain.sft import Conversations
+from posttrain.supervised import describe, load_validation, notes, open_stream
 from posttrain.types import Message
 
 TOKENIZER = builtin_tokenizer("builtin:tiny")
+SFT = Conversations()
 
 
 def chat(answer: str, question: str = "Hi", train: bool = True) -> Conversation:
@@ -26,13 +28,13 @@ def config(**data: object) -> Config:
 
 def load(file: Path, *chats: Conversation, **data: object) -> SampleStream:
     write_rows(file, map(sft_row, chats))
-    return open_stream(config(train=str(file), **{"batch_size": 1, **data}), TOKENIZER)
+    return open_stream(SFT, config(train=str(file), **{"batch_size": 1, **data}), TOKENIZER)
 
 
 def said(stream: SampleStream) -> list[str]:
     assert stream.rendered is not None
     cfg = config(truncation=getattr(stream.cfg, "truncation"))  # noqa: B009
-    return list(notes(stream.shards.name, Counts.of(stream.rendered), cfg))
+    return list(notes(SFT, stream.shards.name, Counts.of(stream.rendered), cfg))
 
 
 def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_processes_render_as_the_driver_does(tmp_path: Path) -> None:
     seen = []
     for workers in (0, 2):
         cfg = config(train=str(tmp_path), batch_size=16, stream_above=0, shuffle_rows=100, workers=workers)
-        with open_stream(cfg, tokenizer) as stream:
+        with open_stream(SFT, cfg, tokenizer) as stream:
             batches = [stream.next() for _ in range(40)]
         seen.append([(s.row, s.ids.tolist(), s.mask.tolist()) for batch in batches for s in batch.samples])
         assert stream.counts.nothing_to_learn > 100
@@ -99,7 +101,7 @@ def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"c\.parquet: no conversation with assistant tokens is left"):
         load(tmp_path / "c.parquet", silent)
     with pytest.raises(DataError, match=r"c\.parquet: no conversation with assistant tokens is left"):
-        load_validation(config(val=str(tmp_path / "c.parquet")), TOKENIZER)
+        load_validation(SFT, config(val=str(tmp_path / "c.parquet")), TOKENIZER)
     # Of data that is streamed this is known when all of it was seen.
     with load(tmp_path / "c.parquet", silent, silent, stream_above=0, workers=0) as stream:
         for _ in range(2):
@@ -122,12 +124,12 @@ def test_a_conversation_that_cannot_be_rendered_is_named(tmp_path: Path, monkeyp
 def test_the_validation_set_is_loaded_whole(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_rows(tmp_path / f"{name}.parquet", [sft_row(chat(name * n)) for n in range(1, 4)])
-    rows = load_validation(config(val=str(tmp_path), stream_above=0), TOKENIZER)
+    rows = load_validation(SFT, config(val=str(tmp_path), stream_above=0), TOKENIZER)
     assert len(rows) == 6
     assert not any(row.left_out for row in rows)
 
 
 def test_how_much_there_is(tmp_path: Path) -> None:
     many = [chat("yes")] * 12
-    assert describe(load(tmp_path / "c.parquet", *many)).startswith("12 conversations, ")
-    assert describe(load(tmp_path / "c.parquet", *many, stream_above=5)) == "12 conversations streamed from 1 file"
+    assert describe(SFT, load(tmp_path / "c.parquet", *many)).startswith("12 conversations, ")
+    assert describe(SFT, load(tmp_path / "c.parquet", *many, stream_above=5)) == "12 conversations streamed from 1 file"

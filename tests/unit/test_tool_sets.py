@@ -437,7 +437,7 @@ def test_an_episode_with_tools_of_every_kind(tmp_path, monkeypatch):
 
     async def play():
         try:
-            return await run_episode(prompt, sampler, env, temperature=1.0)
+            return await run_episode(prompt, sampler, env)
         finally:
             await close_tools(tools, pytest.fail)
 

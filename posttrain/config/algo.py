@@ -1,0 +1,238 @@
+"""RL algorithms, and the bundles of settings that `--algo` names."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
+from posttrain.config.base import PositiveInt, Section
+from posttrain.config.train import OptimConfig
+
+Positive = Annotated[float, Field(gt=0.0)]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+
+class CorrectionConfig(Section):
+    """Importance corrections for the gap between trainer and engine (algorithms.md). Any of them takes one more forward
+    pass a step, for the trainer's own log-probabilities before it."""
+
+    weight: Literal["none", "token", "sequence"] = "none"
+    """What multiplies the loss weight of a token: its ratio trainer / engine (truncated importance sampling), or the
+    product of its sequence's; none: 1."""
+    upper: Positive = 2.0
+    """Weights above it are cut to it, or are 0 where `lower` is given."""
+    lower: Positive | None = None
+    """Weights below it, and above `upper`, are 0 (IcePop); none: no lower bound."""
+    reject: Literal["none", "geometric_mean", "max_token"] = "none"
+    """Sequences to leave out: those whose geometric mean of ratios lies outside [1 / reject_above, reject_above], or
+    any of whose tokens' ratios does."""
+    reject_above: Annotated[float, Field(ge=1.0)] = 1.01
+    """See `reject`."""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is corrected."""
+        return self.weight != "none" or self.reject != "none"
+
+    @model_validator(mode="after")
+    def _no_setting_without_effect(self) -> CorrectionConfig:
+        given = self.changed
+        if self.weight == "none" and (unused := given & {"upper", "lower"}):
+            raise ValueError(f"algo.correction.{min(unused)} has no effect without algo.correction.weight")
+        if self.reject == "none" and "reject_above" in given:
+            raise ValueError("algo.correction.reject_above has no effect without algo.correction.reject")
+        if self.lower is not None and self.lower > self.upper:
+            raise ValueError("algo.correction.lower is above algo.correction.upper")
+        return self
+
+
+class CriticConfig(Section):
+    """The critic of `algo.advantage = "gae"`: a causal LM with one value a token, all of whose weights are trained."""
+
+    path: str = ""
+    """A model as `model.path`; empty: that one."""
+    value_clip: Positive = 0.5
+    """A value counts no farther than this from the one before the step's first update."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """RL steps at the start in which only the critic is trained."""
+    optim: OptimConfig = OptimConfig()
+
+
+class AlgoConfig(Section):
+    """The RL algorithm. `--algo NAME` sets a coherent bundle; each field stays open to `--set`."""
+
+    name: str = "grpo"
+    """Which bundle the other fields start from."""
+    advantage: Literal[
+        "grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+        "remax", "gae", "distill",
+    ] = "grpo"  # fmt: skip
+    """From rewards of episodes to advantages of tokens; see algorithms.md, as for the next."""
+    policy_loss: Literal["clipped", "gspo", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov"] = "clipped"
+    """From advantages and the policy's log-probabilities to a loss of tokens."""
+    normalize_by_std: bool = True
+    """Divide group-relative rewards by their standard deviation (GRPO) or not (Dr. GRPO)."""
+    gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Discount of a reward for each token of the policy before it (`gae`, `reinforce_plus_plus`)."""
+    lam: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """Lambda of `gae`: 0 trusts the critic only, 1 the returns only."""
+    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    """The ratio to the old policy counts no lower than 1 - clip_low; in `gmpo` the log-ratio, than -clip_low."""
+    clip_high: Positive = 0.2
+    """The ratio to the old policy counts no higher than 1 + clip_high; in `gmpo` the log-ratio, than clip_high."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """`clipped`: lower bound c of the objective for negative advantages (dual-clip PPO); none: off."""
+    tau_positive: Positive = 1.0
+    """`sapo`: how sharp the gate is for advantages above 0."""
+    tau_negative: Positive = 1.05
+    """`sapo`: how sharp it is for others."""
+    clip_cov_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.0002
+    """`clip_cov`: share of the tokens of an update that have no loss."""
+    clip_cov_low: float = 1.0
+    """`clip_cov`: their covariance of log-probability and advantage is above this."""
+    clip_cov_high: float = 5.0
+    """`clip_cov`: and below this."""
+    kl_cov_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.002
+    """`kl_cov`: share of the tokens, those of largest covariance, that are held back."""
+    kl_cov_coef: Annotated[float, Field(ge=0.0)] = 1.0
+    """`kl_cov`: weight of their penalty."""
+    loss_agg: Aggregation = "token-mean"
+    """How losses of tokens become one number; see algorithms.md."""
+    norm_length: PositiveInt | None = None
+    """`seq-mean-token-sum-norm`: what the sum of a sequence is divided by; none: `rollout.max_response_tokens`."""
+    entropy_coef: float = 0.0
+    """The entropy of the policy, weighted as the loss, is subtracted from it so many times."""
+    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the KL to the reference model; 0: no reference model is loaded, nor is it with LoRA, where the
+    reference is the model without its adapter."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL to the loss, or subtract it from the rewards of tokens."""
+    kl_estimator: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k2+", "k3+"] = "low_var_kl"
+    """How the KL is estimated from the sampled tokens (Schulman 2020); low_var_kl is k3. Those with `+` have the
+    gradient of k2, for a KL in the loss."""
+    kl_target: Positive | None = None
+    """KL in the reward: the coefficient, from `kl_coef` on, follows this mean KL of tokens; none: it stays."""
+    kl_horizon: PositiveInt = 10_000
+    """Episodes in which a KL far above its target raises the coefficient by 20 %."""
+    updates_per_step: PositiveInt = 1
+    """Optimizer steps made from one batch of trajectories; above 1 the clip acts on stale log-probabilities."""
+    teacher: str = ""
+    """`distill`: the model whose log-probabilities are learned, as `model.path`; of the same vocabulary."""
+    correction: CorrectionConfig = CorrectionConfig()
+
+    @model_validator(mode="after")
+    def _no_setting_without_effect(self) -> AlgoConfig:
+        given = self.changed
+        readers = {
+            "gamma": ("advantage", ("gae", "reinforce_plus_plus")),
+            "lam": ("advantage", ("gae",)),
+            "teacher": ("advantage", ("distill",)),
+            "dual_clip": ("policy_loss", ("clipped",)),
+            "norm_length": ("loss_agg", ("seq-mean-token-sum-norm",)),
+            "kl_target": ("kl_in", ("reward",)),
+            "kl_horizon": ("kl_in", ("reward",)),
+        }
+        readers |= dict.fromkeys(("tau_positive", "tau_negative"), ("policy_loss", ("sapo",)))
+        readers |= {
+            name: ("policy_loss", (name.rsplit("_", 1)[0],))
+            for name in ("clip_cov_share", "clip_cov_low", "clip_cov_high", "kl_cov_share", "kl_cov_coef")
+        }
+        for name, (key, values) in readers.items():
+            if name in given and getattr(self, key) not in values:
+                wanted = " or ".join(repr(value) for value in values)
+                raise ValueError(
+                    f"algo.{name} has no effect with algo.{key} = {getattr(self, key)!r}: it is of {wanted}"
+                )
+        if self.kl_in == "reward" and not self.kl_coef:
+            raise ValueError("algo.kl_in = 'reward' has no effect with algo.kl_coef = 0")
+        if self.clip_cov_low >= self.clip_cov_high:
+            raise ValueError("algo.clip_cov_low is not below algo.clip_cov_high")
+        return self
+
+    @model_validator(mode="after")
+    def _coherent(self) -> AlgoConfig:
+        advantage, loss = ADVANTAGES[self.advantage], POLICY_LOSSES[self.policy_loss]
+        if advantage.teacher and not self.teacher:
+            raise ValueError(f"algo.advantage = {self.advantage!r} needs algo.teacher")
+        if loss.sequences and advantage.by_token:
+            raise ValueError(
+                f"algo.policy_loss = {self.policy_loss!r} has one ratio a sequence, and algo.advantage = "
+                f"{self.advantage!r} has an advantage for each token"
+            )
+        if self.kl_in == "reward":
+            if advantage.parts or advantage.teacher:
+                raise ValueError(
+                    f"algo.kl_in = 'reward' and algo.advantage = {self.advantage!r}: the advantage has no place for it"
+                )
+            if self.kl_estimator.endswith("+"):
+                raise ValueError(
+                    f"algo.kl_estimator = {self.kl_estimator!r} differs from {self.kl_estimator[:-1]!r} in its "
+                    "gradient only, and a KL in the reward has none"
+                )
+        return self
+
+
+def algo_bundle(name: str) -> dict[str, Any]:
+    """The values by dotted key that `--algo NAME` sets: those of the bundle, and defaults for what else makes up an
+    algorithm, so that nothing of another one in a preset stays. KL, entropy, corrections and updates are not of them.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    from posttrain.errors import ConfigError
+    from posttrain.registry import nearest
+
+    if name not in ALGO_BUNDLES:
+        close = nearest(name, ALGO_BUNDLES)
+        known = ", ".join(ALGO_BUNDLES)
+        raise ConfigError(f"unknown algo {name!r}", hint=f"did you mean {close!r}?" if close else f"known: {known}")
+    kept = {"name", "kl_coef", "kl_in", "kl_estimator", "kl_target", "kl_horizon", "entropy_coef", "updates_per_step"}
+    kept |= {"teacher", "correction"}
+    defaults = {f"algo.{key}": f.default for key, f in AlgoConfig.model_fields.items() if key not in kept}
+    return defaults | ALGO_BUNDLES[name]
+
+
+ALGO_BUNDLES: dict[str, dict[str, Any]] = {
+    # The KL term is the preset's choice, here as everywhere below.
+    "grpo": {"algo.advantage": "grpo", "algo.loss_agg": "token-mean"},
+    # No division by the group's standard deviation or by length.
+    "dr_grpo": {
+        "algo.advantage": "grpo", "algo.normalize_by_std": False, "algo.loss_agg": "seq-mean-token-sum-norm",
+    },
+    # Clip-higher, dynamic sampling, token-mean. Overlong shaping needs a length: reward.overlong.buffer_tokens.
+    "dapo": {
+        "algo.advantage": "grpo", "algo.clip_high": 0.28, "algo.loss_agg": "token-mean", "rollout.filter_groups": True,
+    },
+    "gspo": {
+        "algo.advantage": "grpo", "algo.policy_loss": "gspo", "algo.clip_low": 3e-4, "algo.clip_high": 4e-4,
+        "algo.loss_agg": "seq-mean-token-mean",
+    },
+    "gmpo": {
+        "algo.advantage": "grpo", "algo.policy_loss": "gmpo", "algo.clip_low": 0.4, "algo.clip_high": 0.4,
+        "algo.loss_agg": "seq-mean-token-mean",
+    },
+    # No lower bound. The upper one is not in the paper; 5 is among those that ScaleRL (arXiv:2510.13786) found alike.
+    "cispo": {
+        "algo.advantage": "grpo", "algo.policy_loss": "cispo", "algo.clip_low": 1.0, "algo.clip_high": 4.0,
+        "algo.loss_agg": "token-mean",
+    },
+    "sapo": {"algo.advantage": "grpo", "algo.policy_loss": "sapo", "algo.loss_agg": "seq-mean-token-mean"},
+    "clip_cov": {"algo.advantage": "grpo", "algo.policy_loss": "clip_cov", "algo.loss_agg": "token-mean"},
+    "kl_cov": {"algo.advantage": "grpo", "algo.policy_loss": "kl_cov", "algo.loss_agg": "token-mean"},
+    "passk": {"algo.advantage": "grpo_passk", "algo.loss_agg": "token-mean"},
+    "rloo": {"algo.advantage": "rloo", "algo.loss_agg": "seq-mean-token-sum-norm"},
+    "reinforce++": {"algo.advantage": "reinforce_plus_plus", "algo.loss_agg": "token-mean"},
+    "reinforce++-baseline": {"algo.advantage": "reinforce_plus_plus_baseline", "algo.loss_agg": "token-mean"},
+    "remax": {"algo.advantage": "remax", "algo.loss_agg": "seq-mean-token-sum-norm"},
+    "opo": {"algo.advantage": "opo", "algo.loss_agg": "token-mean"},
+    "gpg": {"algo.advantage": "gpg", "algo.policy_loss": "gpg", "algo.loss_agg": "token-mean"},
+    "gdpo": {"algo.advantage": "gdpo", "algo.loss_agg": "token-mean"},
+    "ppo": {"algo.advantage": "gae", "algo.lam": 0.95, "algo.loss_agg": "token-mean"},
+    # On-policy distillation. It needs algo.teacher, and rewards only show how far it has come.
+    "opd": {"algo.advantage": "distill", "algo.policy_loss": "cispo", "algo.clip_low": 1.0, "algo.clip_high": 4.0,
+            "algo.loss_agg": "token-mean"},
+}  # fmt: skip
+"""Names and settings of algorithms, by their papers (algorithms.md). A loss written for one update a step is exact
+there, and is bounded by its clip where a step makes several."""

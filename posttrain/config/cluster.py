@@ -1,0 +1,84 @@
+"""Processes, checkpoints, and the smaller commands."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from posttrain.config.base import PositiveInt, Section
+
+
+class ClusterConfig(Section):
+    """Processes and their deadlines."""
+
+    workers: PositiveInt = 1
+    """Training workers (one GPU each, where there are GPUs)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs where Ray sees any, else the CPU."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """colocated: trainers and samplers take turns on the same GPUs. separate: each has its own."""
+    address: str | None = None
+    """Address of a running Ray cluster; none: start one here."""
+    start_deadline_s: Annotated[float, Field(gt=0.0)] = 300.0
+    """Longest wait for workers to come up."""
+    step_deadline_s: Annotated[float, Field(gt=0.0)] = 1800.0
+    """Longest wait for one call to a worker."""
+    silence_deadline_s: Annotated[float, Field(ge=10.0)] = 60.0
+    """A sampler at work that has said nothing for this long is taken for dead. It says something every few seconds."""
+    sampler_restarts: Annotated[int, Field(ge=0)] = 3
+    """A sampler that dies is started again at the current weights, at most so many times a run; its episodes go on at
+    another meanwhile, or wait."""
+    weight_transfer: Literal["auto", "host", "broadcast"] = "auto"
+    """How new weights come to the engines. auto: on the GPUs that they share with trainers, by broadcast to GPUs of
+    their own, through host memory on a CPU. host: through host memory. broadcast (with `placement = "separate"`): NCCL
+    from rank 0 to all engines, gloo on a CPU."""
+    sync_tolerance: Annotated[float, Field(gt=0.0)] | None = None
+    """Largest mean |log-probability difference| between trainer and engine after a weight update;
+    none: 1e-3 in float32, 0.1 in bfloat16."""
+
+
+class CheckpointConfig(Section):
+    """What a checkpoint holds and how many are kept."""
+
+    keep: PositiveInt = 2
+    """Newest checkpoints that stay."""
+    save_hf: bool = False
+    """Also write the full safetensors into `actor/huggingface`."""
+
+
+class ServerConfig(Section):
+    """An OpenAI-compatible server that samples for `generate`, in place of engines started here."""
+
+    url: str = ""
+    """Base URL, for example `http://127.0.0.1:8000/v1`; empty: none. It must take token ids at `/completions`, as vLLM
+    and SGLang do."""
+    model: str = ""
+    """Name of the model at the server; empty: the only one there. `model.path` is its tokenizer and chat template."""
+    api_key_env: str = ""
+    """Environment variable that holds the key; empty: none is sent."""
+    concurrency: PositiveInt = 256
+    """Most requests at once."""
+    retries: Annotated[int, Field(ge=0)] = 4
+    """After a refused connection, a timeout, HTTP 408, 429 or 5xx: exponential backoff, `Retry-After` respected."""
+    deadline_s: Annotated[float, Field(gt=0.0)] = 600.0
+    """Longest wait for one answer."""
+
+
+class GenerateConfig(Section):
+    """`posttrain generate`: where prompts come from and responses go."""
+
+    data: str = ""
+    """RLHF parquet with the prompts."""
+    out: str = ""
+    """Responses parquet; empty: `<run.dir>/<run.name>/responses.parquet`."""
+    limit: PositiveInt | None = None
+    """Only the first so many prompts."""
+    endpoint: ServerConfig = ServerConfig()
+
+
+class EvalConfig(Section):
+    """`posttrain eval`."""
+
+    pass_at: list[PositiveInt] = [1]
+    """k of pass@k (unbiased estimator of Chen et al. 2021, arXiv:2107.03374)."""

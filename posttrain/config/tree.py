@@ -1,0 +1,167 @@
+"""The tree, and what its sections must agree on."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from posttrain.algos.catalog import ADVANTAGES
+from posttrain.config.algo import AlgoConfig, CriticConfig
+from posttrain.config.base import Section
+from posttrain.config.cluster import CheckpointConfig, ClusterConfig, EvalConfig, GenerateConfig
+from posttrain.config.data import DataConfig, ModelConfig, RunConfig
+from posttrain.config.prefer import PreferConfig
+from posttrain.config.reward import RewardConfig, SandboxConfig
+from posttrain.config.rollout import RolloutConfig, ValConfig
+from posttrain.config.train import TrainConfig
+
+Command = Literal["sft", "prefer", "rl", "generate", "eval"]
+
+
+class Config(Section):
+    """One run of one command."""
+
+    command: Command
+    """What the preset is for."""
+    description: str = ""
+    """One line for `posttrain presets`."""
+    plugins: list[str] = []
+    """User files or modules imported in every process before names are looked up."""
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    prefer: PreferConfig = PreferConfig()
+    algo: AlgoConfig = AlgoConfig()
+    critic: CriticConfig = CriticConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    tools: dict[str, dict[str, Any]] = {}
+    """`[tools.NAME]`: a tool with its options, `{type = "search", url = ...}`, or a set of several, `{use = [...]}`;
+    see tools.md."""
+    val: ValConfig = ValConfig()
+    reward: RewardConfig = RewardConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    generate: GenerateConfig = GenerateConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        """Combinations that make no sense are refused before anything starts."""
+        if self.cluster.workers % self.train.sequence_parallel:
+            raise ValueError(
+                f"train.sequence_parallel = {self.train.sequence_parallel} does not divide "
+                f"cluster.workers = {self.cluster.workers}"
+            )
+        if self.train.shard_size is not None and self.cluster.workers % self.train.shard_size:
+            raise ValueError(
+                f"train.shard_size = {self.train.shard_size} does not divide cluster.workers = {self.cluster.workers}"
+            )
+        self._check_turns()
+        if self.command == "rl":
+            self._check_rl()
+        if self.trains_reward_model:
+            self._check_reward_model()
+        if self.train.early_stop.patience is not None:
+            self._check_early_stop()
+        if self.trains and not self.rollout.replay:
+            ranks = self.cluster.workers // self.train.sequence_parallel
+            factor, what = {
+                "sft": (1, "data.batch_size"),
+                "prefer": (2, "2 * data.batch_size"),
+                "rl": (self.rollout.n, "data.batch_size * rollout.n"),
+            }[self.command]
+            rows = self.data.batch_size * factor
+            if rows % ranks:
+                raise ValueError(
+                    f"{what} = {rows} is not divisible by {ranks} data-parallel workers "
+                    "(cluster.workers / train.sequence_parallel)"
+                )
+        return self
+
+    @property
+    def trains(self) -> bool:
+        """Whether the command takes optimizer steps."""
+        return self.command in ("sft", "prefer") or (self.command == "rl" and not self.rollout.only)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the command has engines."""
+        return self.command not in ("sft", "prefer") and not self.rollout.replay
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether what is trained is a model that scores, and not a policy."""
+        return self.command == "prefer" and self.prefer.method == "reward_model"
+
+    def _check_reward_model(self) -> None:
+        what = "prefer.method = 'reward_model'"
+        if self.train.lora.rank is not None:
+            raise ValueError(f"train.lora has no effect with {what}: its new head is trained, and so are all weights")
+        if self.data.chat_kwargs:
+            raise ValueError(
+                f"data.template_kwargs and data.enable_thinking with {what}: a reward model is used without them"
+            )
+
+    def _check_early_stop(self) -> None:
+        if self.command == "rl":
+            raise ValueError("train.early_stop is of sft and prefer only: rl has no val/loss")
+        if self.trains and not self.data.val:
+            raise ValueError("train.early_stop.patience needs data.val")
+        if self.trains and self.train.val_every is None:
+            raise ValueError("train.early_stop.patience needs train.val_every: else the last step alone is validated")
+
+    def _check_rl(self) -> None:
+        if self.rollout.only:
+            self._check_rollout_only()
+            return
+        self._check_algo()
+        if self.rollout.temperature == 0.0:
+            raise ValueError("rollout.temperature = 0 samples the same episode every time: nothing to learn from")
+        if self.rollout.top_p < 1.0 or self.rollout.top_k:
+            raise ValueError(
+                "rollout.top_p < 1 or rollout.top_k > 0 while training: the trainer's log-probabilities would be of "
+                "another distribution than the one sampled from"
+            )
+        if self.data.batch_size % self.algo.updates_per_step and not self.rollout.replay:
+            raise ValueError(
+                f"algo.updates_per_step = {self.algo.updates_per_step} does not divide "
+                f"data.batch_size = {self.data.batch_size} prompts"
+            )
+
+    def _check_algo(self) -> None:
+        facts, what = ADVANTAGES[self.algo.advantage], f"algo.advantage = {self.algo.advantage!r}"
+        if facts.group and self.rollout.n < 2 and not self.rollout.replay:
+            raise ValueError(f"rollout.n must be at least 2: {what} compares the episodes of one prompt")
+        if facts.parts and len(self.reward.weights) < 2:
+            raise ValueError(f"{what} normalises each part of the reward, and reward.weights names one: use 'grpo'")
+        if facts.greedy and self.rollout.replay:
+            raise ValueError(f"{what} needs the reward of a greedy episode of each prompt, which traces do not have")
+        if self.algo.correction.active and self.rollout.replay:
+            raise ValueError(
+                "algo.correction with rollout.replay: ratios are taken to the recorded log-probabilities already"
+            )
+        if not facts.critic and self.critic != CriticConfig():
+            raise ValueError(f"[critic] has no effect with {what}: it is of 'gae'")
+
+    def _check_turns(self) -> None:
+        if self.rollout.sleep and self.cluster.placement == "separate":
+            raise ValueError("rollout.sleep has no effect with cluster.placement = 'separate': engines share no GPU")
+        if self.cluster.weight_transfer == "broadcast" and self.cluster.placement == "colocated":
+            raise ValueError(
+                "cluster.weight_transfer = 'broadcast' needs cluster.placement = 'separate': NCCL wants a GPU for each"
+            )
+        if self.train.offload and self.train.cpu_offload:
+            raise ValueError("train.offload has no effect with train.cpu_offload: all is in host memory as it is")
+
+    def _check_rollout_only(self) -> None:
+        if self.rollout.replay:
+            raise ValueError("rollout.only and rollout.replay exclude each other: one samples, the other does not")
+        if self.run.profile:
+            raise ValueError("run.profile has no effect with rollout.only: there are no updates to trace")
+        if not self.run.traces or self.run.trace_every > 1:
+            raise ValueError(
+                "rollout.only without the traces of every step (run.traces, run.trace_every) would leave nothing behind"
+            )

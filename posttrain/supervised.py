@@ -1,0 +1,211 @@
+"""What `sft` and `prefer` share: steps over the samples of files. In each, a batch is given its loss weights, and the
+model one update. A command brings its ``Objective``."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from posttrain.cluster.cluster import Cluster
+from posttrain.config import Config
+from posttrain.data.ahead import Render, Rendered
+from posttrain.data.loader import total_steps
+from posttrain.data.pack import PackedBatch
+from posttrain.data.samples import RenderConversations
+from posttrain.data.shards import Shards
+from posttrain.data.stream import Counts, Sample, SampleStream, render_all
+from posttrain.errors import DataError
+from posttrain.presets import Resolved
+from posttrain.registry import load_plugins
+from posttrain.runs import RunDir, StopSignal
+from posttrain.startup import check_machine, check_supported, open_model
+from posttrain.train.spec import LossSpec
+from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, update_speed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from posttrain.cluster.trainers import TrainerGroup
+    from posttrain.models.load import ModelSource
+
+Samples = Sequence[Sample] | Sequence[Rendered]
+
+
+class Learner(Protocol):
+    """The models of a run, and what a step does with its samples."""
+
+    @property
+    def actor(self) -> TrainerGroup: ...
+
+    def pack(self, samples: Samples) -> PackedBatch:
+        """The samples as one batch."""
+        ...
+
+    async def weigh(self, batch: PackedBatch) -> dict[str, float]:
+        """Give a batch its loss weights. Returns metrics of the step; they replace those of the update."""
+        ...
+
+    async def validate(self) -> dict[str, float]:
+        """Metrics over the whole validation set; ``loss`` is one of them."""
+        ...
+
+
+class Objective(ABC):
+    """What a command learns from the rows of files."""
+
+    one: ClassVar[str]
+    """A sample in messages."""
+    many: ClassVar[str]
+
+    @abstractmethod
+    def shards(self, paths: str | Sequence[str]) -> Shards:
+        """The rows of the files that ``paths`` names. Raises ``DataError``."""
+
+    @abstractmethod
+    def renderer(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> Render:
+        """How a row becomes a sample under this config."""
+
+    @abstractmethod
+    async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> Learner:
+        """Start the models; ``val`` is what ``Learner.validate`` is about."""
+
+    def check(self, cfg: Config, source: ModelSource) -> None:
+        """Whether this model can be trained so. Raises ``ConfigError``."""
+        return
+
+
+def run(resolved: Resolved, objective: Objective) -> Path:
+    """Train as the config says; returns the run's folder.
+
+    Raises:
+        UserError: bad config, data or model, before anything is written. (Of streamed data a part is looked at then.)
+        RunError: a worker failed; the run can be resumed.
+    """
+    cfg = resolved.config
+    load_plugins(cfg.plugins)
+    source, tokenizer = open_model(cfg)
+    objective.check(cfg, source)
+    check_supported(cfg)
+    check_machine(cfg)
+    data = open_stream(objective, cfg, tokenizer)
+    val = load_validation(objective, cfg, tokenizer) if cfg.data.val else []
+    steps = total_steps(data.usable_rows, cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
+    check_profile(cfg, steps)
+
+    folder = RunDir.open(resolved)
+    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker, data:
+        tracker.note(f"{describe(objective, data)}, {steps} steps")
+        for name, rows in ((data.shards.name, data.rendered or []), (str(cfg.data.val), val)):
+            for note in notes(objective, name, Counts.of(rows), cfg):
+                tracker.note(note)
+        training = TrainingRun(cfg, folder, source, tracker, stop, steps)
+        try:
+            asyncio.run(_train(training, objective, data, [row for row in val if not row.left_out]))
+        finally:
+            if data.rendered is None:
+                for note in notes(objective, data.shards.name, data.counts, cfg):
+                    tracker.note(note)
+    return folder.path
+
+
+async def _train(run: TrainingRun, objective: Objective, data: SampleStream, val: Sequence[Rendered]) -> None:
+    cfg, tracker = run.cfg, run.tracker
+    async with Cluster(cfg) as cluster:
+        with tracker.phase("start"):
+            learner = await objective.start(cluster, run, val)
+        actor = learner.actor
+        if (state := await run.resume({"actor": actor})) is not None:
+            data.restore(state)
+        for step in run.steps():
+            with tracker.phase("data"):
+                batch = learner.pack(data.next().samples)
+            weighed = await learner.weigh(batch)
+            async with run.profiled(actor):
+                with tracker.phase("update"):
+                    result = await run.update(actor, batch, LossSpec())
+            metrics = (
+                _step_metrics(run, data, batch, result) | update_speed([result], batch.num_tokens, actor) | weighed
+            )
+            if val and run.due(cfg.train.val_every, step):
+                with tracker.phase("validate"):
+                    found = await learner.validate()
+                metrics |= {f"val/{name}": value for name, value in found.items()}
+                run.early_stop.validated(step, found["loss"])
+            if run.due(cfg.train.save_every, step):
+                await run.save(step, {"actor": actor}, data.state())
+            metrics["perf/data_wait"] = tracker.share("data")
+            tracker.log(step, metrics)
+        await run.save(run.step, {"actor": actor}, data.state())
+    run.raise_if_interrupted()
+
+
+def _step_metrics(
+    run: TrainingRun, data: SampleStream, batch: PackedBatch, result: Mapping[str, float]
+) -> dict[str, float]:
+    return {
+        "train/loss": result["loss"],
+        "train/grad_norm": result["grad_norm"],
+        "train/lr": result["lr"],
+        "train/tokens": float(batch.num_tokens),
+        "train/epoch": data.position / data.shards.rows,
+        **{f"data/{name}": float(count) for name, count in asdict(data.counts).items()},
+        "train/skipped_steps": float(run.skipped_steps),
+    }
+
+
+# ---------------------------------------------------------------------- samples
+
+
+def conversation_renderer(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> RenderConversations:
+    """How a conversation becomes tokens under this config."""
+    return RenderConversations(tokenizer, cfg.data.max_length, cfg.data.truncation, cfg.data.chat_kwargs)
+
+
+def open_stream(objective: Objective, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> SampleStream:
+    """The training samples: all of them rendered, or, where there are many, a look at the first.
+
+    Raises:
+        DataError: no such file, a bad row, a conversation that the chat template refuses, one that is too long under
+            ``data.truncation = "error"``, or no sample left.
+    """
+    return SampleStream(
+        objective.shards(cfg.data.train),
+        objective.renderer(cfg, tokenizer),
+        cfg.data,
+        batch_size=cfg.data.batch_size,
+        seed=cfg.run.seed,
+    )
+
+
+def load_validation(objective: Objective, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Rendered]:
+    """The validation set, whole. Raises ``DataError`` as ``open_stream`` does."""
+    shards = objective.shards(cfg.data.val)
+    rows = render_all(shards, objective.renderer(cfg, tokenizer))
+    if all(row.left_out for row in rows):
+        raise DataError(
+            f"{shards.name}: no {objective.one} with assistant tokens is left", hint="raise data.max_length"
+        )
+    return rows
+
+
+def describe(objective: Objective, data: SampleStream) -> str:
+    """How much there is to train on."""
+    if data.rendered is None:
+        files = len(data.shards.files)
+        return f"{data.shards.rows:,} {objective.many} streamed from {files} file{'s' * (files > 1)}"
+    return f"{data.usable_rows:,} {objective.many}, {sum(len(row.ids) for row in data.rendered):,} tokens"
+
+
+def notes(objective: Objective, name: str, counts: Counts, cfg: Config) -> Iterator[str]:
+    """One line for each reason why samples are not there as they were written."""
+    of = f"of {counts.drawn} {objective.many}"
+    if counts.too_long:
+        yield (f"{name}: {counts.too_long} {of} are longer than data.max_length (truncation = {cfg.data.truncation})")
+    if counts.nothing_to_learn:
+        yield f"{name}: {counts.nothing_to_learn} {of} left out: no assistant token to train on"
+    if counts.straddling:
+        yield f"{name}: {counts.straddling} tokens without loss: they are the assistant's only in part"

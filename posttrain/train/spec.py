@@ -1,0 +1,59 @@
+"""What the driver tells training workers. Importing it imports nothing that trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from posttrain.algos import losses
+
+if TYPE_CHECKING:
+    from posttrain.config import AlgoConfig, TrainConfig
+    from posttrain.models.load import ModelSource
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a group of training workers is made of. The same on every rank."""
+
+    source: ModelSource
+    device: str
+    """cpu or cuda"""
+    dtype: str
+    """compute type: float32 or bfloat16 (`train.dtype`, resolved)"""
+    seed: int
+    temperature: float
+    """Log-probabilities are of the distribution at this sampling temperature (1 in SFT)."""
+    train: TrainConfig
+    trainable: bool = True
+    """False: a frozen model (a reference)."""
+    values: bool = False
+    """The model gives values of tokens instead of log-probabilities (a critic)."""
+    total_steps: int = 1
+    """Optimizer steps of the run, for the schedule."""
+    threads: int = 0
+    """CPU threads of this process; 0: torch's default."""
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """Which loss an update minimises. ``algo`` None: negative log-likelihood; of a model of values their squared error,
+    or without returns in the batch the negative weighted sum of the values themselves."""
+
+    algo: AlgoConfig | None = None
+    off_policy: bool = False
+    """Another policy sampled the batch: the gap to ``rollout_logprobs`` is the drift from it."""
+    value_clip: float = float("inf")
+    """See ``algos.losses.value``."""
+
+
+def loss_params(algo: AlgoConfig) -> losses.LossParams:
+    """What of the config policy losses read."""
+    return losses.LossParams(
+        clip_low=algo.clip_low,
+        clip_high=algo.clip_high,
+        dual_clip=algo.dual_clip,
+        tau_positive=algo.tau_positive,
+        tau_negative=algo.tau_negative,
+        kl_cov_coef=algo.kl_cov_coef,
+    )

@@ -1,0 +1,199 @@
+"""What an engine costs on the trainer's GPU: updates with their proof, sleep and wake, tokens per second beside the raw
+engine in the same process.
+
+    python scripts/bench_rollout_gpu.py --engine sglang --shape 0.5b
+    python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --models /tmp/posttrain-bench
+
+The model is a random Qwen2.5 shape (`bench_train.py` writes it). "Raw" are the same requests, given to the engine's own
+Python API at once, in its process, without our driver: no episodes, no Ray. Multi-turn: each turn samples, and then
+reads a tool's answer; raw, the same tokens without decoding, parsing and templates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_train import model_folder
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.sync import WeightSync
+from posttrain.config import Config
+from posttrain.models.load import ModelSource
+from posttrain.types import SamplingParams
+
+NO_STOP = 151_935
+"""A token that random weights hardly ever sample."""
+
+
+def config(args: argparse.Namespace) -> Config:
+    rollout = {
+        "engine": args.engine,
+        "memory_fraction": args.memory_fraction,
+        "max_prompt_tokens": args.prompt,
+        "max_response_tokens": 4096 - args.prompt,
+        "max_concurrent": args.requests,
+        "sleep": True,
+        "tensor_parallel": args.tensor_parallel,
+        "engine_options": args.options,
+    }
+    train = {"param_dtype": "bfloat16", "offload": True, "optim": {"stochastic_rounding": True}}
+    if args.shape == "7b":
+        train = {"param_dtype": "bfloat16", "offload": True}
+    cluster = {"workers": args.tensor_parallel, "device": "cuda", "start_deadline_s": 400.0}
+    return Config.model_validate({"command": "rl", "rollout": rollout, "train": train, "cluster": cluster})
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(150_000, (count, length), generator=generator).tolist()
+
+
+def used_gib() -> float:
+    """Of the first GPU, by all processes."""
+    free, total = torch.cuda.mem_get_info(0)
+    return (total - free) / 2**30
+
+
+class Clock:
+    """Seconds of named things, each time that they happened."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    async def __call__(self, name: str, work: Any) -> Any:
+        begun = time.perf_counter()
+        result = await work
+        self.seconds.setdefault(name, []).append(time.perf_counter() - begun)
+        return result
+
+    def median(self, name: str, skip: int = 1) -> float:
+        return statistics.median(self.seconds[name][skip:] or self.seconds[name])
+
+
+async def ours(sampler: Any, asked: list[list[int]], new: int, turns: int, answer: int) -> float:
+    """Seconds of all episodes through the driver's handle."""
+    params = SamplingParams(new, 1.0)
+    told = list(range(1000, 1000 + answer))
+
+    async def episode(ids: list[int]) -> None:
+        for _ in range(turns):
+            sample = await sampler.generate(ids, params)
+            ids = [*ids, *sample.ids, *told]
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(episode(ids) for ids in asked))
+    return time.perf_counter() - begun
+
+
+async def raw(sampler: Any, asked: list[list[int]], new: int, turns: int, answer: int) -> float:
+    """The same in the engine's process, by its own API."""
+
+    async def work(self: Any, asked: list[list[int]]) -> float:
+        import asyncio
+        import time
+
+        engine, told = self.engine, list(range(1000, 1000 + answer))
+
+        async def one_vllm(ids: list[int], name: str) -> list[int]:
+            from vllm import SamplingParams as Params
+            from vllm import TokensPrompt
+            from vllm.sampling_params import RequestOutputKind
+
+            params = Params(
+                temperature=1.0, max_tokens=new, logprobs=0, detokenize=False, ignore_eos=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )  # fmt: skip
+            async for output in engine.llm.generate(TokensPrompt(prompt_token_ids=ids), params, name):
+                last = output
+            return list(last.outputs[0].token_ids)
+
+        async def one_sglang(ids: list[int], name: str) -> list[int]:
+            params = {"temperature": 1.0, "max_new_tokens": new, "ignore_eos": True}
+            output = await engine.engine.async_generate(input_ids=ids, sampling_params=params, return_logprob=True)
+            return list(output["output_ids"])
+
+        one = one_vllm if hasattr(engine, "llm") else one_sglang
+
+        async def episode(ids: list[int], number: int) -> None:
+            for turn in range(turns):
+                ids = [*ids, *await one(ids, f"raw{time.monotonic_ns()}-{number}-{turn}"), *told]
+
+        begun = time.perf_counter()
+        await asyncio.gather(*(episode(ids, n) for n, ids in enumerate(asked)))
+        return time.perf_counter() - begun
+
+    def run(self: Any) -> float:  # in a thread of its own
+        return asyncio.run_coroutine_threadsafe(work(self, asked), self.loop).result()
+
+    seconds: float = await sampler.actor.__ray_call__.remote(run)
+    return seconds
+
+
+async def measure(args: argparse.Namespace) -> list[tuple[str, str]]:
+    cfg, clock = config(args), Clock()
+    source = ModelSource(str(args.model))
+    canary = prompts(4, 64)
+    async with Cluster(cfg) as cluster:
+        actor = await clock("start of the trainer", cluster.trainer("actor", source, total_steps=100))
+        sync = WeightSync(cluster, actor, [actor])
+        await clock("start of the engine", sync.start(source, [NO_STOP]))
+        [sampler] = sync.pool.samplers
+        memory, gaps = [], []
+        for version in range(1, args.updates + 1):
+            await clock("update with proof", sync.publish(version, canary)) if version > 1 else None
+            metrics = await clock("update, proof, trainer away", sync.publish(version, canary))
+            gaps.append(metrics["sync/canary_gap"])
+            await ours(sampler, prompts(32, args.prompt), 16, 1, 0)
+            memory.append(used_gib())
+            await clock("sleep", sampler.sleep())
+            await clock("trainer back", sync.to_trainers())
+            await clock("wake", sampler.wake())
+        await sync.publish(99, canary)
+        rows = [(name, f"{clock.median(name):.3f} s") for name in clock.seconds]
+        rows.append(("canary gap", f"{max(gaps):.4f}"))
+        rows.append(("GPU memory after each update", ", ".join(f"{x:.1f}" for x in memory) + " GiB"))
+        for what, new, turns, answer in (("single-turn", args.new, 1, 0), ("5 turns", args.new // 4, 5, 32)):
+            rates: dict[str, list[float]] = {"ours": [], "raw": []}
+            for seed in range(3):
+                for name, play in (("ours", ours), ("raw", raw)):
+                    asked = [[seed, *ids[1:]] for ids in prompts(args.requests, args.prompt)]
+                    seconds = await play(sampler, asked, new, turns, answer)
+                    rates[name].append(args.requests * new * turns / seconds)
+            best = {name: max(found[1:]) for name, found in rates.items()}
+            rows.append((f"{what}: tokens/s ours, raw", f"{best['ours']:,.0f}, {best['raw']:,.0f}"))
+            rows.append((f"{what}: ours / raw", f"{best['ours'] / best['raw']:.3f}"))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["hf", "sglang", "vllm"], required=True)
+    parser.add_argument("--shape", choices=["0.5b", "7b"], default="0.5b")
+    parser.add_argument("--models", type=Path, default=Path("/tmp/posttrain-bench"))
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--memory-fraction", type=float, default=0.5)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--options", type=json.loads, default={}, help="JSON: rollout.engine_options")
+    args = parser.parse_args()
+    args.model = model_folder(args.models, args.shape)
+    torch.cuda.empty_cache()
+    table = Table(f"{args.engine}, {args.shape}", "measured", title=torch.cuda.get_device_name())
+    for row in asyncio.run(measure(args)):
+        table.add_row(*row)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""vLLM as the engine, on the CPU: samples, scores, new weights while it samples, death. See scripts/test_vllm."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from posttrain import generate, prep, rl, sft
+from posttrain.cluster.cluster import Cluster, local_ray
+from posttrain.cluster.routes import ByBroadcast, Router
+from posttrain.cluster.sync import publish
+from posttrain.config import Config
+from posttrain.errors import RunError, WeightSyncError
+from posttrain.evaluate import evaluate
+from posttrain.models.buckets import Outlet, views
+from posttrain.models.builtin import builtin_tokenizer
+from posttrain.models.load import ModelSource, load_model
+from posttrain.presets import resolve
+from posttrain.rollout.pool import SamplerPool
+from posttrain.types import SamplingParams
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
+vllm = pytest.importorskip("vllm")
+
+SOURCE = ModelSource("builtin:tiny")
+EOS = builtin_tokenizer("tiny").eos_token_id
+ROLLOUT = {"engine": "vllm", "kv_tokens": 8192, "max_prompt_tokens": 256, "max_response_tokens": 512}
+CONFIG = Config.model_validate({"command": "rl", "run": {"seed": 1}, "rollout": ROLLOUT})
+SPREAD = Config.model_validate(
+    {
+        "command": "rl",
+        "run": {"seed": 1},
+        "rollout": ROLLOUT | {"tensor_parallel": 2},
+        "cluster": {"placement": "separate", "weight_transfer": "broadcast"},
+    }
+)
+"""An engine of two processes, which get weights by gloo as two GPUs would by NCCL."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with local_ray():
+        cluster = Cluster(CONFIG)
+        asyncio.run(cluster.__aenter__())
+        yield cluster
+        asyncio.run(cluster.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def spread(cluster):
+    """In the same Ray."""
+    spread = Cluster(SPREAD)
+    asyncio.run(spread.__aenter__())
+    yield spread
+    asyncio.run(spread.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def sampler(cluster):
+    return asyncio.run(cluster.sampler(SOURCE, [EOS], 0))
+
+
+def prompt(length, seed=0):
+    return torch.randint(1000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def whole_model(seed):
+    model = load_model(SOURCE, dtype=torch.float32, seed=seed)
+    model.set_attn_implementation("eager")
+    return model
+
+
+MODELS = [whole_model(seed) for seed in (1, 2)]
+"""What the engine starts with, and what it gets."""
+
+
+def logprobs_of(model, ids, temperature=1.0):
+    """[T] as the trainer defines them."""
+    with torch.no_grad():
+        rows = (model(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
+    return [0.0, *rows[:-1].gather(1, torch.tensor(ids)[1:, None]).flatten().tolist()]
+
+
+async def send(sampler, version, weights):
+    outlet = Outlet(weights.items(), torch.float32, "host", bucket_bytes=1 << 20)
+    try:
+        while (bucket := outlet.next(0)) is not None:
+            await sampler.load_bucket(bucket)
+    finally:
+        outlet.close()
+    await sampler.finish_update(version)
+
+
+def weights_of(model):
+    return {name: p.data for name, p in model.named_parameters()}
+
+
+def close(found, expected):
+    return found == pytest.approx(expected, abs=1e-4)
+
+
+async def test_samples_and_scores_are_of_the_models_own_weights(sampler):
+    ids = prompt(40)
+    for temperature in (1.0, 0.6):
+        sample = await sampler.generate(ids, SamplingParams(32, temperature))
+        whole = [*ids, *sample.ids]
+        assert sample.version == 0
+        assert sample.finish_reason == "length" or sample.ids[-1] == EOS
+        assert close(sample.logprobs, logprobs_of(MODELS[0], whole, temperature)[40:])
+    [scored] = await sampler.score([whole])
+    assert close(scored, logprobs_of(MODELS[0], whole))
+
+
+async def test_greedy_is_the_most_likely_token(sampler):
+    ids = prompt(30, seed=3)
+    sample = await sampler.generate(ids, SamplingParams(8, 0.0))
+    with torch.no_grad():
+        rows = MODELS[0](torch.tensor([[*ids, *sample.ids]])).logits[0, 29:-1]
+    assert sample.ids == rows.argmax(-1).tolist()
+
+
+async def test_a_request_that_cannot_fit_is_refused_and_names_why(sampler):
+    with pytest.raises(RunError, match="vLLM refuses a request of 900 tokens"):
+        await sampler.generate(prompt(900), SamplingParams(8, 1.0))
+
+
+async def test_top_p_and_top_k_are_of_each_request(sampler):
+    ids = prompt(30, seed=3)
+    wide, *narrow = await asyncio.gather(
+        sampler.generate(ids, SamplingParams(24, 1.0)),
+        sampler.generate(ids, SamplingParams(24, 1.0, top_k=1)),
+        sampler.generate(ids, SamplingParams(24, 1.0, top_p=1e-4)),
+        sampler.generate(ids, SamplingParams(24, 0.0)),
+    )
+    assert narrow[0].ids == narrow[1].ids == narrow[2].ids != wide.ids
+
+
+async def test_cancelling_aborts_the_request(sampler):
+    task = asyncio.create_task(sampler.generate(prompt(20), SamplingParams(500, 1.0)))
+    while not await running(sampler):
+        await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(20):
+        while await running(sampler):
+            await asyncio.sleep(0.05)
+
+
+async def running(sampler):
+    """Requests that vLLM has at work."""
+    return await sampler.actor.__ray_call__.remote(lambda self: len(self.engine.gate.running))
+
+
+async def test_an_update_amid_generation(sampler):
+    """What was sampled comes back at once, and is of the old weights. What is asked for then is of the new ones."""
+    prompts = [prompt(20 + n, seed=n) for n in range(8)]
+    tasks = [asyncio.create_task(sampler.generate(ids, SamplingParams(400, 1.0))) for ids in prompts]
+    while await running(sampler) == 0:
+        await asyncio.sleep(0.01)
+    update = asyncio.create_task(send(sampler, 5, weights_of(MODELS[1])))
+    cut = await asyncio.gather(*tasks)
+    rest = [sampler.generate([*ids, *s.ids], SamplingParams(16, 1.0)) for ids, s in zip(prompts, cut, strict=True)]
+    new = await asyncio.gather(*rest)
+    await update
+    assert any(sample.finish_reason == "abort" and sample.ids for sample in cut)
+    for ids, before, after in zip(prompts, cut, new, strict=True):
+        assert (before.version, after.version) == (0, 5)
+        whole = [*ids, *before.ids, *after.ids]
+        start, end = len(ids), len(ids) + len(before.ids)
+        assert close(before.logprobs, logprobs_of(MODELS[0], whole)[start:end])
+        assert close(after.logprobs, logprobs_of(MODELS[1], whole)[end:])
+
+
+async def test_an_engine_that_slept_samples_with_what_came_after(sampler):
+    ids = prompt(40, seed=6)
+    task = asyncio.create_task(sampler.generate(ids, SamplingParams(300, 1.0)))
+    while not await running(sampler):
+        await asyncio.sleep(0.02)
+    await sampler.sleep()
+    before = await task
+    assert before.finish_reason == "abort"
+    assert await parameters_of(sampler) == 0
+    waiting = asyncio.create_task(sampler.generate([*ids, *before.ids], SamplingParams(8, 1.0)))
+    await sampler.wake()
+    assert await parameters_of(sampler) > 500_000
+    await send(sampler, 5, weights_of(MODELS[1]))
+    after = await waiting
+    assert after.version == 5
+    whole = [*ids, *before.ids, *after.ids]
+    assert close(after.logprobs, logprobs_of(MODELS[1], whole)[-len(after.ids) :])
+
+
+async def parameters_of(sampler):
+    """How many the engine's worker has room for."""
+
+    def ask(self):  # in a thread of its own
+        asked = self.engine.llm.collective_rpc("elements")
+        return asyncio.run_coroutine_threadsafe(asked, self.loop).result()[0]
+
+    return await sampler.actor.__ray_call__.remote(ask)
+
+
+async def test_prefixes_of_old_weights_are_not_served(sampler):
+    ids = prompt(120, seed=9)
+    await sampler.generate(ids, SamplingParams(1, 1.0))
+    await send(sampler, 6, weights_of(MODELS[0]))
+    sample = await sampler.generate(ids, SamplingParams(8, 1.0))
+    assert close(sample.logprobs, logprobs_of(MODELS[0], [*ids, *sample.ids])[120:])
+
+
+async def test_weights_that_do_not_fit_or_are_missing_are_refused(sampler):
+    weights = weights_of(MODELS[1])
+    norm = weights.pop("model.norm.weight")
+    with pytest.raises(WeightSyncError, match=r"1 parameters of the engine were not sent, among them model\.norm"):
+        await send(sampler, 7, weights)
+    with pytest.raises(WeightSyncError, match=r"the trainer sent nobody \(128,\); the engine has None"):
+        await send(sampler, 7, {"nobody": norm})
+    await send(sampler, 7, weights_of(MODELS[1]))
+    [scored] = await sampler.score([prompt(50)])
+    assert close(scored, logprobs_of(MODELS[1], prompt(50)))
+
+
+async def test_the_proof_finds_one_wrong_tensor(sampler, cluster, monkeypatch):
+    """The trainer sends all of its weights; one of them gets another sign on its way."""
+    actor = await cluster.trainer("actor", SOURCE)
+    canary = [prompt(24, seed=4), prompt(60, seed=5)]
+    args = {"canary": canary, "tolerance": cluster.sync_tolerance}
+    router = Router(cluster.cfg.cluster, cluster.device)
+    assert (await publish(actor, [sampler], router, version=8, **args))["sync/canary_gap"] < 1e-5
+    loaded = sampler.load_bucket
+
+    async def flipped(bucket, data=None):
+        tensor = dict(
+            views(
+                torch.from_file(bucket.path, shared=True, size=os.path.getsize(bucket.path), dtype=torch.uint8),
+                bucket.entries,
+            )
+        )
+        tensor["model.layers.1.mlp.down_proj.weight"].neg_()
+        await loaded(bucket, data)
+
+    monkeypatch.setattr(sampler, "load_bucket", flipped)
+    with pytest.raises(WeightSyncError, match="sampler 0 does not hold weight version 9"):
+        await publish(actor, [sampler], router, version=9, **args)
+
+
+async def test_an_engine_of_two_processes(spread):
+    """Tokens, scores, and weights that come to both at once and of which each takes its share."""
+    sampler = await spread.sampler(SOURCE, [EOS], 0)
+    ids = prompt(40)
+    sample = await sampler.generate(ids, SamplingParams(32, 1.0))
+    assert close(sample.logprobs, logprobs_of(MODELS[0], [*ids, *sample.ids])[40:])
+    spread.cfg = SPREAD.model_copy(update={"run": SPREAD.run.model_copy(update={"seed": 2})})
+    actor = await spread.trainer("actor", SOURCE)
+    router = Router(spread.cfg.cluster, spread.device)
+    assert isinstance(router.route(actor, [sampler]), ByBroadcast)
+    canary = [prompt(24, seed=4), prompt(60, seed=5)]
+    for version in (1, 2):
+        metrics = await publish(actor, [sampler], router, version=version, canary=canary, tolerance=1e-4)
+        assert metrics["sync/canary_gap"] < 1e-5
+    [scored] = await sampler.score([ids])
+    assert close(scored, logprobs_of(MODELS[1], ids))
+    sample = await sampler.generate(ids, SamplingParams(32, 1.0))
+    assert sample.version == 2
+    assert close(sample.logprobs, logprobs_of(MODELS[1], [*ids, *sample.ids])[40:])
+
+
+@pytest.mark.parametrize(("of", "name"), [("cluster", "EngineCore"), ("spread", "Worker")])
+async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced(of, name, request):
+    cluster = request.getfixturevalue(of)
+    sampler = await cluster.sampler(SOURCE, [EOS], 0)
+    pool = SamplerPool([sampler], lambda index: cluster.sampler(SOURCE, [EOS], index), restarts=1)
+    pid = sampler.process[1]
+    doomed = [p for p in psutil.Process(pid).children(recursive=True) if name in " ".join([p.name(), *p.cmdline()])]
+    assert doomed
+    with pool.seat() as seat:
+        task = asyncio.create_task(seat.generate(prompt(20), SamplingParams(300, 1.0)))
+        while not await running(sampler):
+            await asyncio.sleep(0.05)
+        started = time.monotonic()
+        for process in doomed:
+            process.kill()
+        while pool.deaths == 0:
+            await asyncio.sleep(0.1)
+        assert time.monotonic() - started < 60
+        sample = await task
+    assert sample.logprobs
+    assert (pool.deaths, pool.moved) == (1, 1)
+    assert not psutil.pid_exists(pid)
+    await pool.close()
+
+
+# ---------------------------------------------------------------------- whole runs
+
+
+def test_generate_by_a_server(tmp_path):
+    """vLLM's own server, with the tiny model: greedy episodes are those of an engine of ours."""
+    prep.run("arith", out=str(tmp_path / "data"), seed=0)
+    model = load_model(SOURCE, dtype=torch.float32, seed=1)
+    model.save_pretrained(tmp_path / "model")
+    builtin_tokenizer("tiny").save_pretrained(tmp_path / "model")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path / "model"), "--dtype", "float32"]
+    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enforce-eager", "--max-model-len", "1024"]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    server = subprocess.Popen([sys.executable, *command], env=environment)
+    try:
+        deadline = time.monotonic() + 240
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            assert time.monotonic() < deadline
+            assert server.poll() is None
+            time.sleep(0.5)
+        flags = {"model.path": str(tmp_path / "model"), "generate.data": str(tmp_path / "data" / "test.parquet")}
+        flags |= {"generate.limit": 6, "rollout.n": 1, "rollout.temperature": 0.0}
+        found = []
+        for name, url in (("served", f"http://127.0.0.1:{port}/v1"), ("ours", "")):
+            more = {"generate.out": str(tmp_path / name), "generate.endpoint.url": url}
+            file = generate.run(resolve("generate", "tiny-arith-generate", flags=flags | more))
+            found.append(pq.read_table(file).select(["response_ids", "stop_reasons", "errors"]).to_pylist())
+        assert found[0] == found[1]
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_rl_learns_as_with_the_embedded_engine(cluster, tmp_path):
+    """`tiny-arith` with fewer steps, by each engine from the same model; `generate` reads a checkpoint of ours."""
+    prep.run("arith", out=str(tmp_path / "data"), seed=0)
+    data = {name: str(tmp_path / "data" / f"{name}.parquet") for name in ("sft_train", "train", "test")}
+    folders = {"run.dir": str(tmp_path)}
+    flags = folders | {"run.name": "sft", "data.train": data["sft_train"]}
+    sft.run(resolve("sft", "tiny-arith-sft", ["train.steps=800"], flags))
+    learned = {}
+    for engine in ("hf", "vllm"):
+        flags = folders | {"run.name": engine, "data.train": data["train"], "model.path": "run:sft"}
+        folder = rl.run(resolve("rl", "tiny-arith", ["train.steps=16", f"rollout.engine={engine}"], flags))
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert all(step["sync/canary_gap"] < 1e-4 for step in steps)
+        assert all(step["rollout_gap/mean_abs"] < 1e-4 for step in steps)
+        assert all(step["rollout/failed"] == 0 for step in steps)
+        scores = [step["critic/score/mean"] for step in steps]
+        learned[engine] = sum(scores[-4:]) / 4 - sum(scores[:2]) / 2
+        assert learned[engine] > 0.15
+    assert learned["vllm"] == pytest.approx(learned["hf"], abs=0.2)
+    flags = folders | {"run.name": "answers", "model.path": "run:vllm", "generate.data": data["test"]}
+    sets = ["rollout.engine=vllm", "rollout.n=2", "generate.limit=50"]
+    file = generate.run(resolve("generate", "tiny-arith-generate", sets, flags))
+    assert float(evaluate(file, (1,)).overall["pass@1"]) > 0.3

@@ -1,0 +1,122 @@
+"""The ways from trainers to engines of GPUs of their own, as far as a CPU has them: gloo stands for NCCL."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from posttrain.cluster.cluster import Cluster, local_ray
+from posttrain.cluster.routes import ByBroadcast, Router, ThroughTheHost
+from posttrain.cluster.sync import WeightSync, publish
+from posttrain.cluster.trainers import canary_batch
+from posttrain.config import Config
+from posttrain.errors import WeightSyncError
+from posttrain.models.load import ModelSource
+from posttrain.types import SamplingParams
+
+SOURCE = ModelSource("builtin:tiny")
+CANARY = [list(range(5, 45)), [3, 1, 2], list(range(90, 300, 2))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_here():
+    with local_ray():
+        yield
+
+
+def config(transfer="broadcast", seed=0, **more):
+    cluster = {"device": "cpu", "workers": 2, "placement": "separate", "weight_transfer": transfer, **more}
+    rollout = {"replicas": 2, "kv_tokens": 8192}
+    return Config.model_validate({"command": "rl", "run": {"seed": seed}, "cluster": cluster, "rollout": rollout})
+
+
+async def gap(actor, samplers):
+    """Largest difference of any sampler to the trainer."""
+    expected = (await actor.logprobs(canary_batch(CANARY), temperature=1.0)).tolist()
+    scored = [[x for s in await sampler.score(CANARY) for x in s] for sampler in samplers]
+    return max(abs(a - b) for found in scored for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("transfer", "kind"), [("host", ThroughTheHost), ("broadcast", ByBroadcast)])
+def test_two_workers_bring_their_weights_to_two_engines(transfer, kind):
+    async def main():
+        async with Cluster(config(transfer)) as cluster:
+            actor = await cluster.trainer("actor", SOURCE)
+            samplers = await other_weights(cluster, transfer)
+            assert await gap(actor, samplers) > 0.1
+            router = Router(cluster.cfg.cluster, cluster.device)
+            for version in (1, 2):
+                metrics = await publish(actor, samplers, router, version=version, canary=CANARY, tolerance=1e-4)
+                assert metrics["sync/canary_gap"] < 1e-5
+            assert await gap(actor, samplers) < 1e-4
+            assert [(await s.generate([1, 2, 3], SamplingParams(4))).version for s in samplers] == [2, 2]
+            route = router.route(actor, samplers)
+            assert isinstance(route, kind)
+            assert (route is router.route(actor, samplers)) == (kind is ByBroadcast)  # its group lives on
+
+    asyncio.run(main())
+
+
+async def other_weights(cluster, transfer):
+    """Engines with other weights than the trainer's."""
+    cluster.cfg = config(transfer, seed=7)
+    samplers = await cluster.samplers(SOURCE, [0])
+    cluster.cfg = config(transfer)
+    return samplers
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_one_that_is_lost_in_a_broadcast_is_replaced(how, monkeypatch):
+    """The other waits for it in the middle of a broadcast, and so does the trainer; all go on without it."""
+
+    async def main():
+        async with Cluster(config(silence_deadline_s=10.0, step_deadline_s=15.0)) as cluster:
+            actor = await cluster.trainer("actor", SOURCE)
+            sync = WeightSync(cluster, actor, [actor])
+            pool = await sync.start(SOURCE, [0])
+            await sync.publish(1, CANARY)
+            doomed, other = pool.samplers
+            load = doomed.load_bucket
+
+            async def dying(bucket, data=None):
+                os.kill(doomed.process[1], how)
+                await load(bucket, data)
+
+            monkeypatch.setattr(doomed, "load_bucket", dying)
+            metrics = await sync.publish(2, CANARY)
+            assert metrics["sync/canary_gap"] < 1e-5
+            assert pool.deaths == 1
+            replaced, same = pool.samplers
+            assert same is other
+            assert replaced is not doomed
+            assert [(await s.generate([1, 2, 3], SamplingParams(4))).version for s in pool.samplers] == [2, 2]
+            assert await gap(actor, pool.samplers) < 1e-4
+            await sync.publish(3, CANARY)
+            await pool.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_refuses_weights_leaves_nobody_waiting(monkeypatch):
+    async def main():
+        async with Cluster(config()) as cluster:
+            actor = await cluster.trainer("actor", SOURCE)
+            samplers = await cluster.samplers(SOURCE, [0])
+            router = Router(cluster.cfg.cluster, cluster.device)
+            options = {"canary": CANARY, "tolerance": 1e-4}
+            await publish(actor, samplers, router, version=1, **options)
+
+            async def refuse(bucket, data=None):
+                raise WeightSyncError("no")
+
+            began = time.monotonic()
+            with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match=r"^no$"):
+                patch.setattr(samplers[0], "load_bucket", refuse)
+                await publish(actor, samplers, router, version=2, **options)
+            assert time.monotonic() - began < 20  # and not cluster.silence_deadline_s
+            await publish(actor, samplers, router, version=3, **options)
+            assert await gap(actor, samplers) < 1e-4
+
+    asyncio.run(main())

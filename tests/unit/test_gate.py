@@ -1,0 +1,101 @@
+"""Requests and updates of an engine: who waits for whom, and what an update must bring."""
+
+import asyncio
+
+import pytest
+
+from posttrain.errors import RunError, WeightSyncError
+from posttrain.rollout import gate as module
+from posttrain.rollout.gate import WeightGate
+
+SHAPES = {"a": (2, 3), "b": (4,)}
+
+
+class Engine:
+    """Requests run until they are aborted or released."""
+
+    def __init__(self):
+        self.gate = WeightGate("it", SHAPES, self.abort)
+        self.ends = asyncio.Event()
+        self.aborts = 0
+
+    async def abort(self):
+        self.aborts += 1
+        self.ends.set()
+
+    async def request(self):
+        async with self.gate.request() as version:
+            await self.ends.wait()
+            return version
+
+    async def update(self, version, shapes=SHAPES):
+        async with self.gate.loading(shapes):
+            self.ends.clear()
+        async with self.gate.finish(version):
+            assert not self.gate.running
+
+
+async def test_an_update_sends_requests_back_and_holds_new_ones():
+    engine = Engine()
+    old = [asyncio.create_task(engine.request()) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert len(engine.gate.running) == 3
+    async with engine.gate.loading({"a": (2, 3)}):
+        assert await asyncio.gather(*old) == [0, 0, 0]
+        new = asyncio.create_task(engine.request())
+        await asyncio.sleep(0.01)
+        assert not engine.gate.running
+    async with engine.gate.loading({"b": (4,)}):
+        pass
+    assert engine.aborts == 1
+    async with engine.gate.finish(7):
+        assert not new.done()
+    assert await new == 7
+
+
+async def test_without_requests_nothing_is_aborted():
+    engine = Engine()
+    await engine.update(1)
+    assert engine.aborts == 0
+    assert engine.gate.version == 1
+
+
+@pytest.mark.parametrize(("shapes", "message"), [
+    ({"c": (1,)}, r"the trainer sent c \(1,\); the engine has None"),
+    ({"a": (3, 2)}, r"the trainer sent a \(3, 2\); the engine has \(2, 3\)"),
+    ({"b": (4,)}, "1 parameters of the engine were not sent, among them a"),
+])  # fmt: skip
+async def test_an_update_that_is_not_whole_is_refused_until_one_is(shapes, message):
+    engine = Engine()
+    engine.ends.set()
+    with pytest.raises(WeightSyncError, match=message):
+        await engine.update(1, shapes)
+    with pytest.raises(RunError, match=f"it has no whole set of weights: {message}"):
+        await engine.request()
+    with pytest.raises(WeightSyncError, match="were not sent"):  # what came before the failure does not count
+        await engine.update(2, {"a": (2, 3)} if "b" in shapes else {"b": (4,)})
+    await engine.update(3)
+    engine.ends.set()
+    assert await engine.request() == 3
+
+
+async def test_requests_that_wait_hear_of_a_failure():
+    engine = Engine()
+    async with engine.gate.loading({"a": (2, 3)}):
+        waiting = asyncio.create_task(engine.request())
+        await asyncio.sleep(0)
+    with pytest.raises(WeightSyncError):
+        await engine.update(1, {"c": (1,)})
+    with pytest.raises(RunError, match="no whole set of weights"):
+        await waiting
+
+
+async def test_requests_that_do_not_come_back_end_the_update(monkeypatch):
+    monkeypatch.setattr(module, "_QUIET_S", 0.05)
+    engine = Engine()
+    engine.gate = WeightGate("it", SHAPES, lambda: asyncio.sleep(0))
+    task = asyncio.create_task(engine.request())
+    await asyncio.sleep(0)
+    with pytest.raises(WeightSyncError, match=r"it still had 1 requests 0\.05 s after they were aborted"):
+        await engine.update(1)
+    task.cancel()
