@@ -35,7 +35,6 @@ def check_supported(cfg: Config) -> None:
         ConfigError: naming every such key.
     """
     refused = {
-        f"rollout.engine = {cfg.rollout.engine!r}": cfg.rollout.engine == "sglang",
         f"rollout.tensor_parallel = {cfg.rollout.tensor_parallel} with rollout.engine 'hf'": (
             cfg.rollout.tensor_parallel > 1 and cfg.rollout.engine == "hf"
         ),

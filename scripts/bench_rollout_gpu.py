@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,7 @@ def config(args: argparse.Namespace) -> Config:
         "tensor_parallel": args.tensor_parallel,
         "engine_options": args.options,
     }
-    train = {"param_dtype": "bfloat16", "offload": True, "optim": {"stochastic_rounding": True}}
-    if args.shape == "7b":
-        train = {"param_dtype": "bfloat16", "offload": True}
+    train = {"param_dtype": "bfloat16"}
     cluster = {"workers": args.tensor_parallel, "device": "cuda", "start_deadline_s": 400.0}
     return Config.model_validate({"command": "rl", "rollout": rollout, "train": train, "cluster": cluster})
 
@@ -72,7 +71,9 @@ class Clock:
     async def __call__(self, name: str, work: Any) -> Any:
         begun = time.perf_counter()
         result = await work
-        self.seconds.setdefault(name, []).append(time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        self.seconds.setdefault(name, []).append(seconds)
+        print(f"{time.strftime('%X')} {name}: {seconds:.3f} s", file=sys.stderr, flush=True)
         return result
 
     def median(self, name: str, skip: int = 1) -> float:
@@ -149,15 +150,15 @@ async def measure(args: argparse.Namespace) -> list[tuple[str, str]]:
         [sampler] = sync.pool.samplers
         memory, gaps = [], []
         for version in range(1, args.updates + 1):
-            await clock("update with proof", sync.publish(version, canary)) if version > 1 else None
-            metrics = await clock("update, proof, trainer away", sync.publish(version, canary))
+            metrics = await clock("update with proof", sync.publish(version, canary))
             gaps.append(metrics["sync/canary_gap"])
+            await clock("trainer away", actor.offload())
             await ours(sampler, prompts(32, args.prompt), 16, 1, 0)
             memory.append(used_gib())
             await clock("sleep", sampler.sleep())
-            await clock("trainer back", sync.to_trainers())
-            await clock("wake", sampler.wake())
-        await sync.publish(99, canary)
+            await clock("trainer back", actor.onload())
+            await clock("wake", sampler.wake())  # room for weights; for the KV cache it is part of the update
+            await clock("update with proof after it", sync.publish(version, canary))
         rows = [(name, f"{clock.median(name):.3f} s") for name in clock.seconds]
         rows.append(("canary gap", f"{max(gaps):.4f}"))
         rows.append(("GPU memory after each update", ", ".join(f"{x:.1f}" for x in memory) + " GiB"))

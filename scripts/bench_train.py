@@ -101,7 +101,8 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     train = {
         "param_dtype": args.param_dtype, "attention": args.attention, "compile": args.compile,
         "activation_checkpointing": args.checkpointing, "sequence_parallel": args.sequence_parallel,
-        "reduce_gradients": args.reduce, "optim": {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0},
+        "reduce_gradients": args.reduce, "gather_weights": args.gather,
+        "optim": {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0},
     }  # fmt: skip
     spec = WorkerSpec(
         ModelSource(str(args.model)), "cuda", "bfloat16", 0, 1.0, TrainConfig.model_validate(train), total_steps=1000
@@ -311,6 +312,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", default="none")
     parser.add_argument("--param-dtype", default="bfloat16")
     parser.add_argument("--reduce", default="microbatch")
+    parser.add_argument("--gather", default="pass")
     parser.add_argument("--sequence-parallel", type=int, default=1)
     parser.add_argument("--data", help="chats: a parquet file of SFT rows")
     parser.add_argument("--tokenizer", help="chats: a tokenizer's folder")

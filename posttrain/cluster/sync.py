@@ -61,6 +61,7 @@ class WeightSync:
         """Bring the trainer's weights to all samplers as ``version``. Metrics and errors as ``publish``'s."""
         await self.pool.settled()
         self.version, self._canary = version, canary
+        await self._back()  # a second update without work of the trainers in between
         # An engine that starts again on the same GPU sizes its KV cache by what is free.
         await asyncio.gather(*(trainer.free_cache() for trainer in self._trainers))
         return await self._publish(self.pool.samplers, self.pool.replace)
@@ -78,6 +79,9 @@ class WeightSync:
     async def _to_trainers(self, samplers: Sequence[Any]) -> None:
         if self._sleep:
             await asyncio.gather(*(_if_alive(sampler.sleep()) for sampler in samplers))
+        await self._back()
+
+    async def _back(self) -> None:
         if self._away:
             self._away = False
             for trainer in self._trainers:

@@ -127,6 +127,9 @@ class TrainConfig(Section):
     reduce_gradients: Literal["microbatch", "step"] = "microbatch"
     """When gradients of several workers are summed. After every micro-batch each worker holds its share only; once a
     step takes less communication, and memory for all gradients in float32 on every worker."""
+    gather_weights: Literal["pass", "step"] = "pass"
+    """When several workers gather the weights of a layer: for each pass through it, forward and backward; or once a
+    step, which takes less communication, and memory for all weights in the compute type on every worker."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory at all times, and step there (FSDP2's offloading)."""
     offload: bool = False

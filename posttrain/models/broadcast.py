@@ -6,6 +6,7 @@ A group lives as long as its members do. One that loses a member is of no use to
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -148,4 +149,8 @@ class Member:
         if Member._current is self:
             Member._current = None
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._backend.abort()
+        # In a thread, to which alone it then belongs: with gloo its destructor waits, up to the group's deadline, for
+        # bytes that a member who has not left does not take.
+        held = [self._backend]
+        del self._backend
+        threading.Thread(target=lambda: held.pop().abort(), name="leave-group", daemon=True).start()

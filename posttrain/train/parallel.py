@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from posttrain.errors import ModelError
@@ -30,6 +30,7 @@ def parallelize(
     dtype: torch.dtype,
     activation_checkpointing: str,
     compiled: bool,
+    keep_gathered: bool = False,
     cpu_offload: bool = False,
 ) -> PackedLM:
     """Apply to every decoder layer, then to the rest as one.
@@ -40,6 +41,7 @@ def parallelize(
         dtype: compute type. Parameters keep theirs; gradients are reduced in float32.
         activation_checkpointing: none, selective or full (`train.activation_checkpointing`).
         compiled: whether layers run through ``torch.compile``.
+        keep_gathered: leave the weights whole after a pass, for the next one, until ``reshard``.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
     """
     layers = decoder_layers(lm.model)
@@ -56,9 +58,20 @@ def parallelize(
     on_gpu = mesh.device_type == "cuda"
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    fully_shard(lm, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=not keep_gathered)
+    fully_shard(lm, mesh=mesh, mp_policy=policy, offload_policy=offload).set_reshard_after_backward(not keep_gathered)
     return lm
+
+
+def reshard(lm: PackedLM) -> None:
+    """Give up whole weights. They are in the compute type, the optimizer does not know them, and the next forward pass
+    would use them again: so after the last pass before weights change, or are read.
+
+    After a backward pass there are none unless ``keep_gathered``; after a forward pass alone the root module's stay.
+    """
+    for module in lm.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def sharding_mesh(device: str, world_size: int, shard_size: int | None) -> DeviceMesh:

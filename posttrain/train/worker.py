@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +42,7 @@ from posttrain.train.optim import (
     seed_rounding,
     take_step,
 )
-from posttrain.train.parallel import parallelize, sharding_mesh
+from posttrain.train.parallel import parallelize, reshard, sharding_mesh
 from posttrain.train.profile import Profiler
 from posttrain.train.spec import LossSpec, WorkerSpec, loss_params
 
@@ -119,6 +119,7 @@ class TrainWorker:
             dtype=self.dtype,
             activation_checkpointing=train.activation_checkpointing if spec.trainable else "none",
             compiled=self.compiled,
+            keep_gathered=train.gather_weights == "step",
             cpu_offload=train.cpu_offload,
         )
         materialize(lm, self.device, parameters_on=torch.device("cpu") if train.cpu_offload else None)
@@ -139,7 +140,7 @@ class TrainWorker:
         the ``WorkerSpec``.
         """
         columns = []
-        with torch.no_grad(), nullcontext() if adapter else lora.switched_off(self.lm.model):
+        with self._no_backward(), nullcontext() if adapter else lora.switched_off(self.lm.model):
             for batch in shard:
                 micro = self._micro_batch(batch)
                 values = self._forward(micro, temperature=temperature)[0]
@@ -154,7 +155,7 @@ class TrainWorker:
     def evaluate(self, shard: Sequence[PackedBatch]) -> dict[str, float]:
         """Sums of the weighted negative log-likelihood over the shard, without a gradient."""
         total = 0.0
-        with torch.no_grad():
+        with self._no_backward():
             for batch in shard:
                 micro = self._micro_batch(batch)
                 values, _ = self._forward(micro)
@@ -179,6 +180,8 @@ class TrainWorker:
                 cast(FSDPModule, self.lm).set_requires_gradient_sync(i == len(micros) - 1)
             for key, value in self._backward(micro, loss).items():
                 sums[key] = sums[key] + value if key in sums else value
+        if self.spec.train.gather_weights == "step":
+            reshard(self.lm)
         grad_norm = clip_gradients(self.parameters.values(), self.spec.train.optim.grad_clip)
         rate = learning_rate(self.spec.train.optim, self.step, self.spec.total_steps)
         skipped = not torch.isfinite(grad_norm)
@@ -217,6 +220,12 @@ class TrainWorker:
     def _name_nonfinite(self) -> list[str]:
         gradients = ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
         return [name for name, grad in gradients if not torch.isfinite(local(grad)).all()]
+
+    @contextmanager
+    def _no_backward(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+        reshard(self.lm)
 
     def _micro_batch(self, batch: PackedBatch) -> MicroBatch:
         return MicroBatch.build(batch, self.device, self.kernel, self.parallel)
@@ -295,7 +304,6 @@ class TrainWorker:
     def open_outlet(self, where: Where | None) -> None:
         """Begin to hand out the full weights in the compute type, adapters merged into them: every rank with the same
         weights, in buckets that lie where they are read, or are sent to a group; None: nobody reads this rank's."""
-        self._reshard()
         self.outlet = Outlet(lora.whole_weights(self.lm.model), self.dtype, where, self.device)
 
     def next_bucket(self, slot: int) -> Bucket | None:
@@ -326,7 +334,6 @@ class TrainWorker:
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory, freeing the GPU for a sampler."""
         if self.spec.device == "cuda" and not self.spec.train.cpu_offload:
-            self._reshard()
             states = self.optimizer.state.values() if self.optimizer is not None else ()
             moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
             on_gpu = [t for t in (*self.lm.parameters(), *moments) if t.device.type == "cuda"]
@@ -349,7 +356,6 @@ class TrainWorker:
 
         Of the model what is trained: of a LoRA run the adapter, which also goes into ``folder/adapter``, whole.
         """
-        self._reshard()
         checkpoint.save_shards(Path(folder), self.lm.model, self.optimizer, self.step)
         if self.adapted:
             place = Path(folder) / "adapter"
@@ -357,14 +363,7 @@ class TrainWorker:
 
     def load(self, folder: str) -> None:
         """Read model and optimizer from ``folder``, written at any world size. A collective."""
-        self._reshard()
         self.step = checkpoint.load_shards(Path(folder), self.lm.model, self.optimizer)
-
-    def _reshard(self) -> None:
-        """After a forward pass without a backward the root's parameters are whole ones, in the compute type, that the
-        optimizer does not know, and that the next forward pass would use again."""
-        if self.sharded:
-            cast(FSDPModule, self.lm).reshard()
 
     def _memory_gib(self) -> float:
         if self.spec.device == "cuda":

@@ -106,6 +106,9 @@ WAYS = {
     "one worker, 8 micro-batches": (1, {"tokens_per_microbatch": BUDGET // 8, "activation_checkpointing": "full"}),
     "two workers": (2, {}),
     "two workers, 4 micro-batches": (2, {"tokens_per_microbatch": BUDGET // 4, "reduce_gradients": "step"}),
+    "two workers, 4 micro-batches, weights gathered once": (
+        2, {"tokens_per_microbatch": BUDGET // 4, "gather_weights": "step"},
+    ),
     "two replicas": (2, {"shard_size": 1, "activation_checkpointing": "selective"}),
     "two workers share sequences": (2, {"sequence_parallel": 2}),
     "two workers share sequences, 8 micro-batches": (
