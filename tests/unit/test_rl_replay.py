@@ -110,8 +110,8 @@ def test_sampling_only_needs_nothing_of_what_trains() -> None:
     changes = {"train": {"sequence_parallel": 2}, "cluster": {"workers": 2}, "data": {"batch_size": 3}}
     check_supported(Config.model_validate({"command": "rl", "rollout": rollout, **changes}))
     with pytest.raises(ConfigError) as error:
-        check_supported(Config.model_validate({"command": "rl", "rollout": {**rollout, "engine": "sglang"}}))
-    assert error.value.message == "not supported by this version: rollout.engine = 'sglang'"
+        check_supported(Config.model_validate({"command": "rl", "rollout": {**rollout, "tensor_parallel": 2}}))
+    assert "rollout.tensor_parallel = 2 with rollout.engine 'hf'" in error.value.message
 
 
 @pytest.mark.parametrize(

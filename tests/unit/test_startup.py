@@ -11,7 +11,7 @@ from posttrain.config import Config
 from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource
-from posttrain.presets import resolve
+from posttrain.presets import list_presets, resolve
 from posttrain.rollout import engines
 from posttrain.startup import (
     build_environment,
@@ -48,8 +48,6 @@ def test_the_defaults_are_supported(command):
     ("command", "sections", "named"),
     [
         ("rl", {"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel = 2 with rollout.engine 'hf'"),
-        ("rl", {"rollout": {"engine": "sglang"}}, "rollout.engine = 'sglang'"),
-        ("generate", {"rollout": {"engine": "sglang"}}, "rollout.engine = 'sglang'"),
     ],
 )
 def test_unsupported_keys_are_refused_by_name(command, sections, named):
@@ -68,6 +66,14 @@ def installed(monkeypatch, **versions):
         return versions[package]
 
     monkeypatch.setattr(engines.metadata, "version", version)
+
+
+@pytest.mark.parametrize("command", ["rl", "generate"])
+def test_sglang_needs_a_gpu(monkeypatch, command):
+    installed(monkeypatch, sglang="0.5.16")
+    with pytest.raises(ConfigError, match=r"rollout\.engine = sglang needs a GPU") as error:
+        check_machine(config(command, rollout={"engine": "sglang"}, cluster={"device": "cpu"}))
+    assert "rollout.engine=vllm" in error.value.hint
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch):
@@ -103,10 +109,9 @@ def test_a_key_of_another_command_does_not_matter():
     check_supported(config("sft", rollout={"engine": "vllm", "tensor_parallel": 4}))
 
 
-@pytest.mark.parametrize("preset", ["qwen2.5-0.5b-dapo", "qwen3-4b-gsm8k-multiturn", "qwen2.5-3b-gsm8k-multiturn"])
-def test_a_shipped_preset_that_needs_more_says_so(preset):
-    with pytest.raises(ConfigError, match="not supported by this version"):
-        check_supported(resolve("rl", preset).config)
+@pytest.mark.parametrize("preset", list_presets(), ids=lambda preset: preset.name)
+def test_every_shipped_preset_is_supported(preset):
+    check_supported(resolve(preset.command, preset.name).config)
 
 
 def test_the_environment():
