@@ -1,0 +1,188 @@
+"""Run the GPU tests and benchmarks of this repository side by side on the GPUs of this machine, each with a time limit.
+
+    python scripts/gpu_jobs.py --list
+    python scripts/gpu_jobs.py --out /tmp/gpu --limit 540 sglang-start sglang-rl rl-lora
+    python scripts/gpu_jobs.py --out /tmp/gpu training            a whole group
+
+Jobs start in the order given, as soon as enough GPUs are free. Logs go into `--out`; of each job the rows that it
+printed, its errors and its last lines are shown at the end. `POSTTRAIN_GPU_TOKENIZER` and `POSTTRAIN_GPU_CHATS` say
+where a tokenizer and conversations are (see tests/gpu).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command with GPUs of its own."""
+
+    name: str
+    command: tuple[str, ...]
+    gpus: int = 1
+    limit_s: float = 300.0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def _test(name: str, file: str, select: str, *, gpus: int = 1, limit_s: float = 300.0, **env: str) -> Job:
+    options = ("-o", "addopts=", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider", "-q", "-s", "-m", "gpu")
+    return Job(
+        name, (sys.executable, "-m", "pytest", *options, f"tests/gpu/{file}.py", "-k", select), gpus, limit_s, env
+    )
+
+
+def _bench(name: str, text: str, *, gpus: int = 1, limit_s: float = 300.0) -> Job:
+    return Job(name, (sys.executable, *text.split()), gpus, limit_s)
+
+
+_QUICK_START = {
+    # Without torch.compile and tuning vLLM starts in seconds; how fast it samples then is the benchmark's business.
+    "vllm": json.dumps({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}),
+    "sglang": "{}",
+}
+
+
+def _engine(engine: str) -> list[Job]:
+    env = {"POSTTRAIN_GPU_ENGINE": engine, "POSTTRAIN_GPU_ENGINE_OPTIONS": _QUICK_START[engine]}
+    bench = f"scripts/bench_rollout_gpu.py --engine {engine} --updates 3"
+    return [
+        _bench(f"{engine}-0.5b", f"{bench} --shape 0.5b", limit_s=280),
+        _bench(f"{engine}-7b", f"{bench} --shape 7b", limit_s=400),
+        _test(f"{engine}-rl", "test_engines_gpu", "in_turns_for", limit_s=300, **env),
+        _test(f"{engine}-kill", "test_engines_gpu", "killed", limit_s=240, **env),
+        _test(f"{engine}-two", "test_engines_gpu", "two_gpus or from_gpu", gpus=2, limit_s=300, **env),
+    ]
+
+
+_SHARDS = "scripts/bench_train.py shards --shape 7b --steps 4 --gather step"
+_LONG = f"{_SHARDS} --length 32768 --tokens-per-microbatch 32768"
+_TWO = "--sequence-parallel 2 --checkpointing selective"
+GROUPS: dict[str, list[Job]] = {
+    "kernels": [
+        _test("kernels", "test_training_kernels", "test", limit_s=240),
+        _test("lora", "test_lora_gpu", "test", limit_s=180),
+    ],
+    "sft": [_test("sft", "test_sft_gpu", "test", gpus=2)],
+    "rl": [
+        _test(f"rl-{select.lower()}", "test_rl_gpu", select, limit_s=240)
+        for select in ("PPO", "reference", "offloaded", "GSPO", "LoRA")
+    ],
+    "training": [
+        _bench("head", "scripts/bench_train.py head", limit_s=120),
+        _bench("rows-7b", "scripts/bench_train.py rows --shape 7b"),
+        _bench("rows-0.5b", "scripts/bench_train.py rows --tokens-per-microbatch 32768 --peer-rows 4"),
+    ],
+    "training-2": [
+        _bench("shards-2", f"{_SHARDS} --gpus 2 --rows 8", gpus=2, limit_s=120),
+        _bench("long-2", f"{_LONG} --gpus 2 --rows 2 {_TWO}", gpus=2, limit_s=120),
+    ],
+    "training-4": [
+        _bench("shards-4", f"{_SHARDS} --gpus 4 --rows 16", gpus=4, limit_s=150),
+        _bench("long-4-sp1", f"{_LONG} --gpus 4 --rows 4 --checkpointing full", gpus=4, limit_s=150),
+        _bench("long-4-sp2", f"{_LONG} --gpus 4 --rows 4 {_TWO}", gpus=4, limit_s=150),
+        _bench("long-4-sp4", f"{_LONG} --gpus 4 --rows 4 --sequence-parallel 4", gpus=4, limit_s=150),
+    ],
+    "sglang": _engine("sglang"),
+    "vllm": _engine("vllm"),
+}  # fmt: skip
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    gpus: list[str]
+    began: float
+
+
+def run(jobs: Sequence[Job], gpus: Sequence[str], out: Path, limit_s: float) -> dict[str, tuple[int | None, float]]:
+    """Run all that fit into ``limit_s`` seconds.
+
+    Returns:
+        name of a job -> (exit status, None where it ran out of time; seconds), of those that were started.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    waiting, running, free = list(jobs), [], list(gpus)
+    done: dict[str, tuple[int | None, float]] = {}
+    deadline = time.monotonic() + limit_s
+    while (waiting and time.monotonic() < deadline) or running:
+        now = time.monotonic()
+        for one in list(running):
+            late = now - one.began > one.job.limit_s or now > deadline
+            if one.process.poll() is None and late:
+                os.killpg(one.process.pid, signal.SIGKILL)
+                one.process.wait()
+            if one.process.poll() is not None:
+                running.remove(one)
+                free += one.gpus
+                done[one.job.name] = (None if late else one.process.returncode, now - one.began)
+        while waiting and waiting[0].gpus <= len(free) and now < deadline:
+            job = waiting.pop(0)
+            mine, free = free[: job.gpus], free[job.gpus :]
+            running.append(_Running(job, _start(job, mine, out), mine, now))
+        time.sleep(0.1)
+    return done
+
+
+def _start(job: Job, gpus: list[str], out: Path) -> subprocess.Popen[bytes]:
+    # Temporary files in memory: writing checkpoints to a slow disk is not what is measured.
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    env = dict(os.environ) | {
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus), "TMPDIR": tempfile.mkdtemp(prefix="job-", dir=memory),
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1", **job.env,
+    }  # fmt: skip
+    with (out / f"{job.name}.log").open("wb") as log:
+        return subprocess.Popen(
+            job.command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def report(job: str, found: tuple[int | None, float], out: Path, lines: int = 12) -> str:
+    """What a job printed that matters."""
+    text = (out / f"{job}.log").read_text(errors="replace").splitlines()
+    text = [line[:600] for line in text if line.strip() and "logging.cc" not in line and "AbslFailure" not in line]
+    rows = [line for line in text if line.startswith(("|", "{", "E  ", "│"))][-30:]
+    ended = "out of time" if found[0] is None else f"exit status {found[0]}"
+    return "\n".join([f"#### {job}: {ended}, {found[1]:.0f} s", *rows, "...", *text[-lines:]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="*", help="jobs, or groups of them")
+    parser.add_argument("--list", action="store_true", help="show them")
+    parser.add_argument("--out", type=Path, default=Path("/tmp/posttrain-gpu"))
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all")
+    args = parser.parse_args()
+    if args.list:
+        for name, group in GROUPS.items():
+            print(f"{name}: {', '.join(f'{job.name} ({job.gpus} GPU)' for job in group)}")
+        return
+    known = {job.name: [job] for group in GROUPS.values() for job in group} | GROUPS
+    if unknown := [name for name in args.jobs if name not in known]:
+        parser.error(f"no such job: {', '.join(unknown)}; --list shows them")
+    jobs = [job for name in args.jobs for job in known[name]]
+    import torch
+
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    if too_large := [job.name for job in jobs if job.gpus > len(gpus)]:
+        parser.error(f"more GPUs than the {len(gpus)} of this machine: {', '.join(too_large)}")
+    done = run(jobs, gpus, args.out, args.limit)
+    for job in jobs:
+        print(report(job.name, done[job.name], args.out) if job.name in done else f"#### {job.name}: not started")
+
+
+if __name__ == "__main__":
+    main()
