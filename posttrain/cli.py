@@ -322,12 +322,25 @@ def merge_ckpt(
     checkpoint: Annotated[str, typer.Argument(help="A run's name, its folder, or a global_step_N folder.")],
     out: Annotated[str, typer.Option(help="Hugging Face folder to write.")],
     adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA run's adapter alone, for peft.")] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of the weights that are written.")
+    ] = "float32",
+    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Merge a sharded checkpoint into a Hugging Face folder."""
+    """Merge a sharded checkpoint, ours or verl's, into a Hugging Face folder. Takes memory for the largest weight."""
     from posttrain import merge_ckpt
 
-    typer.echo(merge_ckpt.run(checkpoint, out, overwrite=overwrite, adapter=adapter))
+    typer.echo(
+        merge_ckpt.run(
+            checkpoint,
+            out,
+            overwrite=overwrite,
+            adapter=adapter,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+        )
+    )
 
 
 @app.command()

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import ModelError
-from posttrain.models.load import ModelSource, load_config, load_shards, load_tokenizer
+from posttrain.models.load import ModelSource, load_config, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 VALUE_HEAD = "lm_head.weight"
 """The head's weight while the model is trained."""
-_CLASSIFIER_HEAD = "score.weight"
+NAMES_IN_SHARDS = {"score.weight": VALUE_HEAD}
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
@@ -50,13 +50,13 @@ def classifier_config(source: ModelSource) -> PreTrainedConfig:
     return config
 
 
-def load_classifier(source: ModelSource, *, dtype: Any) -> PreTrainedModel:
-    """The classifier with the weights of a checkpoint of ours, on the CPU. Raises ``ModelError``."""
+def build_classifier(source: ModelSource, *, dtype: Any) -> PreTrainedModel:
+    """The classifier without weights, on the meta device."""
+    from accelerate import init_empty_weights
     from transformers import AutoModelForSequenceClassification
 
-    assert source.shards is not None
-    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(load_config(source), dtype=dtype)
-    load_shards(model, source.shards, {_CLASSIFIER_HEAD: VALUE_HEAD})
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(load_config(source), dtype=dtype)
     return model
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from posttrain.errors import DataError
-from posttrain.models.classifier import classifier_config, is_classifier, load_classifier
-from posttrain.models.load import ModelSource, load_config, load_model, load_tokenizer
+from posttrain.models.classifier import NAMES_IN_SHARDS, build_classifier, classifier_config, is_classifier
+from posttrain.models.load import ModelSource, build, load_config, load_generation_config, load_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import GenerationConfig, PreTrainedModel
 
 
 def save_text_side(source: ModelSource, folder: Path, *, reward_model: bool = False) -> None:
@@ -22,29 +27,67 @@ def save_text_side(source: ModelSource, folder: Path, *, reward_model: bool = Fa
     """
     folder.mkdir(parents=True, exist_ok=True)
     (classifier_config(source) if reward_model else load_config(source)).save_pretrained(folder)
+    if not reward_model and (generation := load_generation_config(source)) is not None:
+        _save_generation_config(generation, folder)
     load_tokenizer(source).save_pretrained(folder)
 
 
-def save_whole(source: ModelSource, folder: Path) -> None:
+def save_whole(source: ModelSource, folder: Path, *, dtype: str = "float32", max_shard_size: str = "5GB") -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, or of a reward model
-    ``AutoModelForSequenceClassification``: float32 safetensors, config, tokenizer."""
-    import torch
+    ``AutoModelForSequenceClassification``: safetensors, config, tokenizer.
 
-    load = load_classifier if is_classifier(load_config(source)) else load_model
-    model = load(source, dtype=torch.float32)
+    Weights are read and written one after another: they take memory for the largest of them, or 256 MiB.
+
+    Args:
+        dtype: of the weights: float32, bfloat16 or float16.
+        max_shard_size: of a file, as "5GB".
+    """
+    import torch
+    from transformers.dynamic_module_utils import custom_object_save
+
+    from posttrain.models import safetensors_writer
+    from posttrain.models.fill import stream
+
+    folder.mkdir(parents=True, exist_ok=True)
+    kind: torch.dtype = getattr(torch, dtype)
+    scores = is_classifier(load_config(source))
+    model = (build_classifier if scores else build)(source, dtype=kind)
     model.set_attn_implementation("sdpa")  # ours is registered in our own processes only
-    model.save_pretrained(folder)
+    weights = stream(model, source, dtype=kind, renamed=NAMES_IN_SHARDS if scores else None)
+    shapes = {name: tuple(t.shape) for name, t in _as_stored(model, model.named_parameters())}
+    safetensors_writer.write(folder, shapes, _as_stored(model, weights), kind, max_shard_size)
+    model.config.architectures, model.config.dtype = [type(model).__name__], dtype
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=cast(Any, model.config))
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        _save_generation_config(load_generation_config(source) or model.generation_config, folder)
     load_tokenizer(source).save_pretrained(folder)
 
 
-def export(source: ModelSource, out: Path, *, overwrite: bool) -> None:
+def _save_generation_config(config: GenerationConfig, folder: Path) -> None:
+    """As it is: its own ``save_pretrained`` refuses what some releases say."""
+    config.to_json_file(folder / "generation_config.json")
+
+
+def _as_stored(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same under the names, and in the pieces, that files on the hub have: experts of a mixture one by one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in weights:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+def export(
+    source: ModelSource, out: Path, *, overwrite: bool, dtype: str = "float32", max_shard_size: str = "5GB"
+) -> None:
     """``save_whole`` under a temporary name, then renamed.
 
     Raises:
         DataError: ``out`` exists and ``overwrite`` is false, or ``out`` is neither empty nor a model's folder.
     """
     check_replaceable(out, overwrite, "a model", _holds_model)
-    _replace(out, lambda folder: save_whole(source, folder))
+    _replace(out, lambda folder: save_whole(source, folder, dtype=dtype, max_shard_size=max_shard_size))
 
 
 def export_adapter(source: ModelSource, out: Path, *, overwrite: bool) -> None:

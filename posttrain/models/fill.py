@@ -11,7 +11,7 @@ one by one and live in one parameter). Its own rules are used here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from posttrain.errors import ModelError
-from posttrain.models import lora
+from posttrain.models import lora, shards
 from posttrain.models.load import ModelSource, not_loadable
+from posttrain.models.shards import copy_held, held
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,30 +60,67 @@ def fill(model: PreTrainedModel, source: ModelSource, seed: int, *, leave: froze
         ModelError: a weight is missing or of another shape, or a file cannot be read.
     """
     parameters = {n: p for n, p in lora.base_names(dict(model.named_parameters())).items() if n not in leave}
+    _fill(model, parameters, source, seed)
+    for parameter, value in lora.initial(model, seed):
+        copy_held(parameter, value)
+
+
+def stream(
+    model: PreTrainedModel,
+    source: ModelSource,
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+    renamed: Mapping[str, str] | None = None,
+    chunk_bytes: int = 256 << 20,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole weight on the CPU) of each parameter of a model that stays on the meta device, in its order.
+
+    Args:
+        dtype: of the weights; adapters of ``source`` are added to them.
+        seed: of a built-in model.
+        renamed: parameter of the model -> its name in the source's shards, where the two differ.
+        chunk_bytes: so much is read at once, or one weight.
+
+    Raises:
+        ModelError: as ``fill``.
+    """
+    names = renamed or {}
+
+    def filled() -> Iterator[tuple[str, Tensor]]:
+        _fill(model, {names.get(name, name): tensor for name, tensor in chunk.items()}, source, seed)
+        while chunk:  # each is let go of before the next is asked for
+            name = next(iter(chunk))
+            yield name, chunk.pop(name)
+
+    chunk: dict[str, Tensor] = {}
+    size = 0
+    for name, parameter in model.named_parameters():
+        nbytes = parameter.numel() * dtype.itemsize
+        if chunk and size + nbytes > chunk_bytes:
+            yield from filled()
+            size = 0
+        chunk[name] = torch.empty(parameter.shape, dtype=dtype)
+        size += nbytes
+    yield from filled()
+
+
+def _fill(model: PreTrainedModel, parameters: Mapping[str, Tensor], source: ModelSource, seed: int) -> None:
+    """Overwrite some of the model's parameters, or tensors in their place."""
     if source.builtin:
         from posttrain.models.builtin import create_builtin
 
         whole = create_builtin(source.builtin, seed if source.seed is None else source.seed).state_dict()
         for name, parameter in parameters.items():
-            _copy(parameter, whole[name])
+            copy_held(parameter, whole[name])
     elif source.shards:
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        try:
-            load({name: p.data for name, p in parameters.items()}, checkpoint_id=source.shards)
-        except (OSError, RuntimeError, CheckpointException) as error:
-            raise ModelError(
-                f"cannot read the checkpoint shards in {source.shards}: {error}", hint="use an earlier checkpoint"
-            ) from error
+        shards.read(parameters, source.shards)
     else:
         try:
             _fill_from_files(model, parameters, _safetensors(source), source)
         except (OSError, ValueError) as error:
             raise not_loadable(source, error) from error
-    merge_adapters(model, source)
-    for parameter, value in lora.initial(model, seed):
-        _copy(parameter, value)
+    _merge_adapters(model, parameters, source)
 
 
 def merge_adapters(model: nn.Module, source: ModelSource) -> None:
@@ -92,14 +129,18 @@ def merge_adapters(model: nn.Module, source: ModelSource) -> None:
     Raises:
         ModelError: an adapter cannot be read, or is of another model.
     """
-    parameters = lora.base_names(dict(model.named_parameters()))
+    _merge_adapters(model, lora.base_names(dict(model.named_parameters())), source)
+
+
+def _merge_adapters(model: nn.Module, parameters: Mapping[str, Tensor], source: ModelSource) -> None:
+    known = lora.base_names(dict(model.named_parameters())) if source.adapters else {}
     for folder in source.adapters:
         for name, update in lora.read(folder):
-            parameter = parameters.get(name)
-            if parameter is None or parameter.shape != (len(update.up), update.down.shape[1]):
+            if name not in known or known[name].shape != (len(update.up), update.down.shape[1]):
                 raise ModelError(f"the adapter in {folder} is of another model: {name} does not fit")
-            part, (rows, columns) = _held(parameter)
-            part.copy_(update.added_to(part, rows, columns))
+            if name in parameters:
+                part, (rows, columns) = held(parameters[name])
+                part.copy_(update.added_to(part, rows, columns))
 
 
 def _safetensors(source: ModelSource) -> list[Path]:
@@ -156,18 +197,25 @@ class _Target:
     sources: list[tuple[str, str]] = field(default_factory=list)
     """(name on disk, pattern of the rule it matched)"""
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other parameter is made of the same tensors."""
+        return self.converter is None or len(self.converter.target_patterns) == 1
+
 
 def _fill_from_files(
-    model: PreTrainedModel, parameters: dict[str, nn.Parameter], files: list[Path], source: ModelSource
+    model: PreTrainedModel, parameters: Mapping[str, Tensor], files: list[Path], source: ModelSource
 ) -> None:
     reader = _Files(files)
     targets = _targets(model, reader.file_of)
     filled: set[str] = set()
     for name in sorted(targets, key=lambda name: reader.file_of[targets[name].sources[-1][0]]):
+        if name not in parameters and targets[name].alone:
+            continue
         for full, tensor in _tensors(model, name, targets[name], reader):
             if full in parameters:
                 _check_shape(full, parameters[full], tensor, source)
-                _copy(parameters[full], tensor)
+                copy_held(parameters[full], tensor)
                 filled.add(full)
     missing = [name for name in parameters if name not in filled]
     if missing:
@@ -225,21 +273,3 @@ def _check_shape(name: str, parameter: Tensor, found: Any, source: ModelSource) 
             f"{source.path}: {name} is {shape}, and the config makes it {tuple(parameter.shape)}",
             hint="is config.json that of these weights?",
         )
-
-
-def _copy(parameter: nn.Parameter, whole: Any) -> None:
-    """Write the rows that this process holds; ``whole`` is a tensor or a lazy slice of a file."""
-    part, place = _held(parameter)
-    if part.numel():
-        part.copy_(whole[place])
-
-
-def _held(parameter: nn.Parameter) -> tuple[Tensor, tuple[slice, ...]]:
-    """What this process holds of a parameter, and where in the whole that is."""
-    data = parameter.detach()
-    if not isinstance(data, DTensor):
-        return data, tuple(slice(0, size) for size in data.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
-    return data.to_local(), tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from posttrain.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class ModelSource:
     path: str
     """What `model.path` resolved to: a folder, a hub id, or ``builtin:NAME``."""
     shards: str | None = None
-    """Folder of torch.distributed.checkpoint shards that hold the weights; None: the weights are beside the config."""
+    """Folder of shards that hold the weights, see ``models.shards``; None: the weights are beside the config."""
     trust_remote_code: bool = False
     adapters: tuple[str, ...] = ()
     """Folders of LoRA adapters that are merged into the weights, one after the other."""
@@ -66,10 +65,14 @@ def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
         return ModelSource(path)
     folder = Path(path)
     if folder.is_dir():
+        from posttrain.models import shards
+
         actor = folder / "actor" if (folder / "actor").is_dir() else folder
         for adapter in (actor / "adapter", folder):
             if (adapter / "base.json").is_file():
                 return _with_adapter(adapter, trust_remote_code)
+        if (verl := shards.find_verl(folder)) is not None and (verl / "huggingface" / "config.json").is_file():
+            return ModelSource(str(verl / "huggingface"), shards=str(verl), trust_remote_code=trust_remote_code)
         if (actor / "model").is_dir() and (actor / "huggingface" / "config.json").is_file():
             return ModelSource(
                 str(actor / "huggingface"), shards=str(actor / "model"), trust_remote_code=trust_remote_code
@@ -130,6 +133,18 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise not_loadable(source, error) from error
     return config
+
+
+def load_generation_config(source: ModelSource) -> GenerationConfig | None:
+    """What the model's makers say about sampling, above all which tokens end a turn; None: nothing."""
+    from transformers import GenerationConfig
+
+    if source.builtin:
+        return None
+    try:
+        return GenerationConfig.from_pretrained(source.path)
+    except OSError:  # there is no such file
+        return None
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -220,35 +235,25 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
 
 
 def load_shards(model: PreTrainedModel, folder: str, renamed: Mapping[str, str] | None = None) -> None:
-    """Fill a whole (unsharded) model from torch.distributed.checkpoint shards, written at any world size.
+    """Fill a whole (unsharded) model from a checkpoint's shards, written at any world size.
 
     ``renamed``: parameter of the model -> its name in the shards, where the two differ.
 
     Raises:
         ModelError: the shards lack a parameter of the model, or cannot be read.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load
+    from posttrain.models import shards
 
-    # The tensors are the model's own: loading writes into them. A tied weight has one name on both sides.
+    # The tensors are the model's own: reading writes into them. A tied weight has one name on both sides.
     names = renamed or {}
-    state = {names.get(name, name): parameter.data for name, parameter in model.named_parameters()}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(state, checkpoint_id=folder, no_dist=True)
-    except (OSError, RuntimeError, CheckpointException) as error:
-        raise ModelError(
-            f"cannot read the checkpoint shards in {folder}: {error}", hint="use an earlier checkpoint"
-        ) from error
+    shards.read({names.get(name, name): parameter.data for name, parameter in model.named_parameters()}, folder)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> list[int]:
     """Ids that end a turn: the tokenizer's and the model's generation config's, since they differ in some releases."""
     ids = {int(tokenizer.eos_token_id)}
-    file = Path(source.path) / "generation_config.json"
-    if file.is_file():
-        declared = json.loads(file.read_text()).get("eos_token_id") or []
+    if (config := load_generation_config(source)) is not None:
+        declared = config.eos_token_id or []
         ids |= set(declared if isinstance(declared, list) else [declared])
     return sorted(ids)
 
