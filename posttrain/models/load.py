@@ -172,7 +172,7 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights, on the meta device, with packed attention installed. Buffers are real. See ``fill``.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: there is no such model, or buffers are part of its weights.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -192,6 +192,14 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise not_loadable(source, error) from error
     model.tie_weights()  # moving each parameter to the meta device parted them
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if state := sorted(set(model.state_dict()) - parameters):
+        # They would keep their first values: only parameters are read, saved and sent to engines.
+        raise ModelError(
+            f"{source.path}: models of type {config.model_type} store more than parameters, for example {state[0]}, "
+            "and this version does not read that",
+            hint="dense models, Qwen3-MoE and Mixtral store parameters only",
+        )
     return model
 
 
