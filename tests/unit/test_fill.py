@@ -73,8 +73,8 @@ def test_buffers_that_are_part_of_the_weights_are_refused(tmp_path):
     DeepseekV3Config(
         vocab_size=96, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, n_group=2, topk_group=1,
-        num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, v_head_dim=8, qk_nope_head_dim=8,
-        architectures=["DeepseekV3ForCausalLM"],
+        num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8,
+        v_head_dim=8, qk_nope_head_dim=8, architectures=["DeepseekV3ForCausalLM"],
     ).save_pretrained(tmp_path)  # fmt: skip
     with pytest.raises(ModelError, match=r"deepseek_v3 store more than parameters, .*e_score_correction_bias"):
         build(ModelSource(str(tmp_path)), dtype=torch.float32)
