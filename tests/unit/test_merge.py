@@ -190,6 +190,21 @@ def test_shards_of_verl_are_joined(of_three, tmp_path):
     assert all(torch.equal(model.get_parameter(name), parameter) for name, parameter in expected.items())
 
 
+def test_the_command(of_three, tmp_path):
+    command = [sys.executable, "-m", "posttrain", "merge-ckpt", str(of_three), "--out", str(tmp_path / "out")]
+    options = ["--dtype", "bfloat16", "--max-shard-size"]
+    refused = subprocess.run([*command, *options, "5"], capture_output=True, text=True, check=False)
+    assert (refused.returncode, (tmp_path / "out").exists()) == (2, False)
+    assert "'5' is not a size" in refused.stderr
+    done = subprocess.run([*command, *options, "200KB"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "out")
+    found, expected = stored(tmp_path / "out"), dict(create_builtin("tiny", 3).named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], parameter.bfloat16()) for name, parameter in expected.items())
+    assert len(list(tmp_path.glob("out/*.safetensors"))) > 3
+
+
 @pytest.mark.slow
 def test_replicas_of_verl_are_joined_once(tmp_path):
     actor = verl_checkpoint(tmp_path / "global_step_1", 4, replicas=2)
