@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from posttrain.errors import ConfigError
 from posttrain.models.export import export, export_adapter
-from posttrain.models.load import locate
-from posttrain.models.safetensors_writer import check_size
-from posttrain.models.shards import find_verl
+from posttrain.models.load import find_verl, locate
 from posttrain.runs import find_run
 from posttrain.train import checkpoint
 
@@ -35,14 +34,20 @@ def run(
         UserError: no sound checkpoint there, no adapter in it, or ``out`` exists (with ``overwrite``: and is not a
             model's folder).
     """
+    check_size(max_shard_size)
     folder = Path(path) if Path(path).is_dir() else find_run(runs, path)
     place = find_verl(folder) or checkpoint.find(folder).path
     source = locate(str(place))
     if not adapter:
-        check_size(max_shard_size)
         export(source, Path(out), overwrite=overwrite, dtype=dtype, max_shard_size=max_shard_size)
     elif source.adapters:
         export_adapter(source, Path(out), overwrite=overwrite)
     else:
         raise ConfigError(f"{place} holds no adapter: the run trained all weights", hint="merge without --adapter")
     return Path(out)
+
+
+def check_size(text: str) -> None:
+    """Whether ``text`` is a size of files, as "5GB". Raises ``ConfigError``."""
+    if not re.fullmatch(r"[1-9]\d*\s*[KMGT]B", text.strip().upper()):
+        raise ConfigError(f"--max-shard-size: {text!r} is not a size", hint="write it as 500MB, 5GB or 1TB")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,7 @@ class _Running:
     job: Job
     process: subprocess.Popen[bytes]
     gpus: list[str]
+    temporary: str
     began: float
 
 
@@ -127,21 +129,22 @@ def run(jobs: Sequence[Job], gpus: Sequence[str], out: Path, limit_s: float) -> 
                 one.process.wait()
             if one.process.poll() is not None:
                 running.remove(one)
+                shutil.rmtree(one.temporary, ignore_errors=True)
                 free += one.gpus
                 done[one.job.name] = (None if late else one.process.returncode, now - one.began)
         while waiting and waiting[0].gpus <= len(free) and now < deadline:
             job = waiting.pop(0)
             mine, free = free[: job.gpus], free[job.gpus :]
-            running.append(_Running(job, _start(job, mine, out), mine, now))
+            # Temporary files in memory: writing checkpoints to a slow disk is not what is measured.
+            temporary = tempfile.mkdtemp(prefix="job-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+            running.append(_Running(job, _start(job, mine, temporary, out), mine, temporary, now))
         time.sleep(0.1)
     return done
 
 
-def _start(job: Job, gpus: list[str], out: Path) -> subprocess.Popen[bytes]:
-    # Temporary files in memory: writing checkpoints to a slow disk is not what is measured.
-    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+def _start(job: Job, gpus: list[str], temporary: str, out: Path) -> subprocess.Popen[bytes]:
     env = dict(os.environ) | {
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus), "TMPDIR": tempfile.mkdtemp(prefix="job-", dir=memory),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus), "TMPDIR": temporary,
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1", **job.env,
     }  # fmt: skip
     with (out / f"{job.name}.log").open("wb") as log:

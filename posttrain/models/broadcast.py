@@ -145,12 +145,13 @@ class Member:
         raise MemberLost(f"rank {self.rank} of {self.group.size} gave up a broadcast of weights: {why}")
 
     def leave(self) -> None:
-        """Out of the group, in the middle of a broadcast too."""
+        """Out of the group, in the middle of a broadcast too, and for good."""
         if Member._current is self:
             Member._current = None
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         # In a thread, to which alone it then belongs: with gloo its destructor waits, up to the group's deadline, for
         # bytes that a member who has not left does not take.
-        held = [self._backend]
-        del self._backend
+        held, self._backend = [self._backend], None
+        if held[0] is None:  # it has left: two buckets were on their way
+            return
         threading.Thread(target=lambda: held.pop().abort(), name="leave-group", daemon=True).start()

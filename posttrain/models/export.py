@@ -36,13 +36,15 @@ def save_whole(source: ModelSource, folder: Path, *, dtype: str = "float32", max
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, or of a reward model
     ``AutoModelForSequenceClassification``: safetensors, config, tokenizer.
 
-    Weights are read and written one after another: they take memory for the largest of them, or 256 MiB.
+    Weights are read and written one after another: they take memory for the largest of them, or 256 MiB. Only models
+    that files hold joined, as query, key and value in one, are in memory whole.
 
     Args:
         dtype: of the weights: float32, bfloat16 or float16.
         max_shard_size: of a file, as "5GB".
     """
     import torch
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.dynamic_module_utils import custom_object_save
 
     from posttrain.models import safetensors_writer
@@ -54,8 +56,14 @@ def save_whole(source: ModelSource, folder: Path, *, dtype: str = "float32", max
     model = (build_classifier if scores else build)(source, dtype=kind)
     model.set_attn_implementation("sdpa")  # ours is registered in our own processes only
     weights = stream(model, source, dtype=kind, renamed=NAMES_IN_SHARDS if scores else None)
-    shapes = {name: tuple(t.shape) for name, t in _as_stored(model, model.named_parameters())}
-    safetensors_writer.write(folder, shapes, _as_stored(model, weights), kind, max_shard_size)
+    stored = [(name, tuple(tensor.shape)) for name, tensor in _as_stored(model, model.named_parameters())]
+    whole = {
+        name: tuple(t.shape) for name, t in revert_weight_conversion(model, dict(model.named_parameters())).items()
+    }
+    pieces = _as_stored(model, weights)
+    if sorted(stored) != sorted(whole.items()):  # a file's tensor is made of several of the model's
+        stored, pieces = list(whole.items()), revert_weight_conversion(model, dict(weights)).items()
+    safetensors_writer.write(folder, dict(stored), pieces, kind, max_shard_size)
     model.config.architectures, model.config.dtype = [type(model).__name__], dtype
     if model.is_remote_code():
         custom_object_save(model, folder, config=cast(Any, model.config))

@@ -60,7 +60,7 @@ def fill(model: PreTrainedModel, source: ModelSource, seed: int, *, leave: froze
         ModelError: a weight is missing or of another shape, or a file cannot be read.
     """
     parameters = {n: p for n, p in lora.base_names(dict(model.named_parameters())).items() if n not in leave}
-    _fill(model, parameters, source, seed)
+    _fill(model, parameters, source, seed, shards.reader(source.shards) if source.shards else None)
     for parameter, value in lora.initial(model, seed):
         copy_held(parameter, value)
 
@@ -86,9 +86,10 @@ def stream(
         ModelError: as ``fill``.
     """
     names = renamed or {}
+    read = shards.reader(source.shards) if source.shards else None
 
     def filled() -> Iterator[tuple[str, Tensor]]:
-        _fill(model, {names.get(name, name): tensor for name, tensor in chunk.items()}, source, seed)
+        _fill(model, {names.get(name, name): tensor for name, tensor in chunk.items()}, source, seed, read)
         while chunk:  # each is let go of before the next is asked for
             name = next(iter(chunk))
             yield name, chunk.pop(name)
@@ -105,16 +106,22 @@ def stream(
     yield from filled()
 
 
-def _fill(model: PreTrainedModel, parameters: Mapping[str, Tensor], source: ModelSource, seed: int) -> None:
-    """Overwrite some of the model's parameters, or tensors in their place."""
+def _fill(
+    model: PreTrainedModel,
+    parameters: Mapping[str, Tensor],
+    source: ModelSource,
+    seed: int,
+    read: shards.Reader | None,
+) -> None:
+    """Overwrite some of the model's parameters, or tensors in their place. ``read``: of the source's shards."""
     if source.builtin:
         from posttrain.models.builtin import create_builtin
 
         whole = create_builtin(source.builtin, seed if source.seed is None else source.seed).state_dict()
         for name, parameter in parameters.items():
             copy_held(parameter, whole[name])
-    elif source.shards:
-        shards.read(parameters, source.shards)
+    elif read is not None:
+        read(parameters)
     else:
         try:
             _fill_from_files(model, parameters, _safetensors(source), source)

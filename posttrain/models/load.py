@@ -65,13 +65,11 @@ def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
         return ModelSource(path)
     folder = Path(path)
     if folder.is_dir():
-        from posttrain.models import shards
-
         actor = folder / "actor" if (folder / "actor").is_dir() else folder
         for adapter in (actor / "adapter", folder):
             if (adapter / "base.json").is_file():
                 return _with_adapter(adapter, trust_remote_code)
-        if (verl := shards.find_verl(folder)) is not None and (verl / "huggingface" / "config.json").is_file():
+        if (verl := find_verl(folder)) is not None and (verl / "huggingface" / "config.json").is_file():
             return ModelSource(str(verl / "huggingface"), shards=str(verl), trust_remote_code=trust_remote_code)
         if (actor / "model").is_dir() and (actor / "huggingface" / "config.json").is_file():
             return ModelSource(
@@ -87,6 +85,19 @@ def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
             f"model folder not found: {path}", hint="give an existing folder, a hub id (org/name) or builtin:tiny"
         )
     return ModelSource(path, trust_remote_code=trust_remote_code)
+
+
+def is_verl(folder: Path) -> bool:
+    """Whether verl's FSDP shards lie in ``folder``."""
+    return any(folder.glob("model_world_size_*_rank_*.pt"))
+
+
+def find_verl(folder: Path) -> Path | None:
+    """The folder with verl's shards that ``folder`` stands for: itself, its ``actor``, or that of a run's last step."""
+    latest = folder / "latest_checkpointed_iteration.txt"
+    if latest.is_file():
+        folder = folder / f"global_step_{latest.read_text().strip()}"
+    return next((place for place in (folder, folder / "actor") if is_verl(place)), None)
 
 
 def _with_adapter(folder: Path, trust_remote_code: bool) -> ModelSource:
@@ -136,14 +147,20 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
 
 
 def load_generation_config(source: ModelSource) -> GenerationConfig | None:
-    """What the model's makers say about sampling, above all which tokens end a turn; None: nothing."""
+    """What the model's makers say about sampling, above all which tokens end a turn; None: nothing.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
     from transformers import GenerationConfig
 
     if source.builtin:
         return None
     try:
         return GenerationConfig.from_pretrained(source.path)
-    except OSError:  # there is no such file
+    except OSError as error:
+        if (Path(source.path) / "generation_config.json").is_file():
+            raise not_loadable(source, error) from error
         return None
 
 
@@ -254,7 +271,8 @@ def load_shards(model: PreTrainedModel, folder: str, renamed: Mapping[str, str] 
 
     # The tensors are the model's own: reading writes into them. A tied weight has one name on both sides.
     names = renamed or {}
-    shards.read({names.get(name, name): parameter.data for name, parameter in model.named_parameters()}, folder)
+    read = shards.reader(folder)
+    read({names.get(name, name): parameter.data for name, parameter in model.named_parameters()})
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> list[int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,8 +14,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
-
-from posttrain.errors import ConfigError
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 Shape = tuple[int, ...]
@@ -37,9 +34,7 @@ def write(
 
     Raises:
         ValueError: other tensors come than ``shapes`` says.
-        ConfigError: ``max_shard_size`` is no size.
     """
-    check_size(max_shard_size)
     plan = split_state_dict_into_shards_factory(
         dict(shapes),
         get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
@@ -56,15 +51,11 @@ def write(
                     raise ValueError(f"{arrived} {tuple(tensor.shape)} came instead of {member} {shapes[member]}")
                 flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
                 flat.view(torch.uint8).numpy().tofile(file)
+    if (left := next(arriving, None)) is not None:
+        raise ValueError(f"{left[0]} came instead of the end")
     if len(plan.filename_to_tensors) > 1:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def check_size(text: str) -> None:
-    """Whether ``text`` is a size of files, as "5GB". Raises ``ConfigError``."""
-    if not re.fullmatch(r"[1-9]\d*\s*[KMGT]B", text.strip().upper()):
-        raise ConfigError(f"{text!r} is not a size", hint="write it as 500MB, 5GB or 1TB")
 
 
 def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> bytes:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from posttrain.errors import ModelError
+from posttrain.models.load import is_verl
+
+Reader = Callable[[Mapping[str, Tensor]], None]
+"""Overwrites tensors, which may be sharded, with those of the same names. A collective where they are. Raises
+``ModelError``: one is missing or of another shape, or the shards cannot be read."""
 
 
-def read(tensors: Mapping[str, Tensor], folder: str) -> None:
-    """Overwrite tensors, which may be sharded, with those of the same names in ``folder``. A collective where they are.
+def reader(folder: str) -> Reader:
+    """Of the shards in ``folder``, opened once. Raises ``ModelError``."""
+    return VerlShards(Path(folder)).read if is_verl(Path(folder)) else partial(_read, folder)
 
-    Raises:
-        ModelError: one is missing or of another shape, or the shards cannot be read.
-    """
-    if is_verl(Path(folder)):
-        shards = VerlShards(Path(folder))
-        for name, tensor in tensors.items():
-            copy_held(tensor, shards.whole(name, tuple(tensor.shape)))
-        return
+
+def _read(folder: str, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -44,19 +45,6 @@ def read(tensors: Mapping[str, Tensor], folder: str) -> None:
 
 
 # ---------------------------------------------------------------------- verl
-
-
-def is_verl(folder: Path) -> bool:
-    """Whether verl's FSDP shards lie in ``folder``."""
-    return any(folder.glob("model_world_size_*_rank_*.pt"))
-
-
-def find_verl(folder: Path) -> Path | None:
-    """The folder with verl's shards that ``folder`` stands for: itself, its ``actor``, or that of a run's last step."""
-    latest = folder / "latest_checkpointed_iteration.txt"
-    if latest.is_file():
-        folder = folder / f"global_step_{latest.read_text().strip()}"
-    return next((place for place in (folder, folder / "actor") if is_verl(place)), None)
 
 
 class VerlShards:
@@ -83,6 +71,11 @@ class VerlShards:
                 f"the checkpoint in {folder} has a LoRA adapter beside its weights",
                 hint="merge it with verl's own merger first",
             )
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """A ``Reader``."""
+        for name, tensor in tensors.items():
+            copy_held(tensor, self.whole(name, tuple(tensor.shape)))
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A parameter's value. Raises ``ModelError`` where there is none of that shape."""

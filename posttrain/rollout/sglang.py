@@ -120,7 +120,8 @@ class SGLangEngine:
         await self.gate.close()
         if not self.released:
             self.released = {"kv_cache", "weights"}
-            await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(list(self.released)), None)
+            request = ReleaseMemoryOccupationReqInput(tags=sorted(self.released))
+            await self.manager.release_memory_occupation(request, None)
 
     async def wake(self) -> None:
         await self._bring_back("weights")
@@ -130,7 +131,7 @@ class SGLangEngine:
 
         if tag in self.released:
             self.released.remove(tag)
-            await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput([tag]), None)
+            await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]), None)
 
     async def load_bucket(self, bucket: Bucket) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput

@@ -110,6 +110,25 @@ def test_whoever_waits_for_a_lost_member_gives_up(receivers):
         Member.of(meeting.group, 0, torch.device("cpu"))
 
 
+def test_whoever_has_two_buckets_on_their_way_leaves_once(receivers):
+    """The wait for the second one ends in the same way, and not in the ruins of the group that the first one left."""
+    meeting = Meeting("127.0.0.1", 2, 30.0)
+    [other] = receivers(1)
+    outlet = Outlet(((f"w{i}", torch.ones(1000)) for i in range(3)), torch.float32, meeting.group, bucket_bytes=4000)
+    first = outlet.next(0)
+    other.stdin.write(pickle.dumps(dataclasses.replace(first, first_rank=1)).hex() + "\n")
+    other.stdin.flush()
+    outlet.send(0)
+    assert other.stdout.readline() == "{'w0': 1000.0}\n"
+    for slot in (1, 0):
+        assert outlet.next(slot) is not None
+        outlet.send(slot)  # nobody receives these
+    meeting.announce_loss("the other")
+    began = time.monotonic()
+    outlet.close()
+    assert time.monotonic() - began < 20
+
+
 def test_who_comes_to_a_meeting_alone_is_told(receivers):
     meeting = Meeting("127.0.0.1", 2, 1.0)
     with pytest.raises(MemberLost, match="rank 0 of 2 could not join the others"):

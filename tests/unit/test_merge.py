@@ -79,10 +79,32 @@ def test_tokens_that_end_a_turn_stay_with_the_model(tmp_path):
     assert GenerationConfig.from_pretrained(tmp_path / "out").top_k == 20
 
 
+def test_tensors_that_files_hold_joined(tmp_path):
+    """Gate, query, key and value are one tensor on disk: not every weight can be written alone."""
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    torch.manual_seed(0)
+    model = HrmTextForCausalLM(HrmTextConfig(**COMMON))
+    model.save_pretrained(tmp_path / "model")
+    builtin_tokenizer("tiny").save_pretrained(tmp_path / "model")
+    export(ModelSource(str(tmp_path / "model")), tmp_path / "out", overwrite=False)
+    wanted, found = stored(tmp_path / "model"), stored(tmp_path / "out")
+    assert any("gqkv_proj" in name for name in wanted)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_generation_config_that_cannot_be_read_is_an_error(tmp_path):
+    saved("qwen2", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, ')
+    with pytest.raises(ModelError, match="cannot load the model in"):
+        stop_token_ids(builtin_tokenizer("tiny"), ModelSource(str(tmp_path)))
+
+
 @pytest.mark.parametrize("size", ["5", "0GB", "five GB", "", "-1MB", "5 gigabytes"])
 def test_what_is_no_size(size):
     with pytest.raises(ConfigError, match="is not a size") as error:
-        safetensors_writer.check_size(size)
+        merge_ckpt.check_size(size)
     assert "5GB" in error.value.hint
 
 
