@@ -46,7 +46,12 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="Folder, hub id
 SeedOption = Annotated[int | None, typer.Option("--seed", help="run.seed")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 ResumeOption = Annotated[
-    Literal["auto", "never"] | None, typer.Option("--resume", help="Go on with an unfinished run, or refuse to.")
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="auto|never|PATH",
+        help="Go on with an unfinished run, refuse to, or go on from a checkpoint.",
+    ),
 ]
 StepsOption = Annotated[int | None, typer.Option("--steps", help="train.steps")]
 WorkersOption = Annotated[int | None, typer.Option("--workers", help="Training workers (cluster.workers).")]
@@ -73,7 +78,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort):
             raise
         except Interrupted as stopped:
-            _fail(f"{stopped}; the same command goes on from there", None, 130)
+            _fail(f"{stopped}; the same command goes on from there", None, stopped.exit_code)
         except KeyboardInterrupt:
             _fail("interrupted", None, 130)
         except PosttrainError as error:

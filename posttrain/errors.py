@@ -65,4 +65,12 @@ class WeightSyncError(RunError):
 
 
 class Interrupted(Exception):
-    """The user asked to stop, and the run saved itself: the same command goes on from there. The CLI exits with 130."""
+    """Somebody asked to stop, and the run saved itself: the same command goes on from there.
+
+    Args:
+        exit_code: 130 after Ctrl-C; 0 after SIGTERM, by which a scheduler that will start the job again ends it.
+    """
+
+    def __init__(self, message: str, *, exit_code: int = 130) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

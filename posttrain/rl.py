@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,7 +49,7 @@ from posttrain.startup import (
 )
 from posttrain.tools.sets import close_tools
 from posttrain.track.examine import examine
-from posttrain.training import TrainingRun, check_profile, open_tracker, recorded
+from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, train
 from posttrain.types import GREEDY
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def run(resolved: Resolved) -> Path:
             if cfg.rollout.only:
                 asyncio.run(_sample_only(training, prompts, env, graders))
             else:
-                asyncio.run(_train(training, prompts, val, env, graders))
+                train(training, lambda attempt: _train(attempt, prompts, val, env, graders))
     return folder.path
 
 
@@ -106,7 +106,7 @@ async def _train(
     cfg, tracker = run.cfg, run.tracker
     sampling, val_sampling = sampling_of(cfg.rollout), sampling_of(cfg.val)
     greedy = ADVANTAGES[cfg.algo.advantage].greedy
-    async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
+    async with Cluster(cfg) as cluster, run, AsyncExitStack() as closing:
         with tracker.phase("start"):
             learner = await Learner.open(cluster, run)
             weights = WeightSync(cluster, learner.actor, learner.models)
@@ -122,14 +122,18 @@ async def _train(
             learner.restore(state["learner"])
         traces.drop_after(run.step)
 
-        async def save(step: int) -> None:
-            await run.save(step, learner.trained, {**batches.state(), "learner": learner.state()})
+        def position() -> dict[str, Any]:
+            return {**batches.state(), "learner": learner.state()}
+
+        reached = position()
 
         # Engines load the starting weights by themselves: prove that they are the trainer's, or bring a resumed run's.
         await weights.publish(run.step, [env.prompt_ids(p) for p in prompts[:_CANARIES]])
         for step in run.steps():
             with tracker.phase("gen"):
-                groups = await batches.next()
+                groups = await run.unless_stopped(batches.next())
+                if groups is None:
+                    break
                 await pool.settled()
                 metrics = rollout_metrics(groups, source)
                 baselines = await greedy_rewards(source, groups) if greedy else None
@@ -139,8 +143,9 @@ async def _train(
             await weights.to_trainers()
             kept, of_updates = await learner.learn(groups, version=weights.version, baselines=baselines)
             metrics |= of_updates
+            reached = position()
             if run.due(cfg.train.save_every, step):
-                await save(step)
+                await run.save(step, learner.trained, reached)
             with tracker.phase("sync"):
                 metrics |= await weights.publish(step, [t.tokens for t in kept[:_CANARIES]])
             if val and run.due(cfg.train.val_every, step):
@@ -148,10 +153,10 @@ async def _train(
                     groups, accuracy = await validate(source, val, cfg.val.n, val_sampling)
                 await traces.write(step, groups, temperature=val_sampling.temperature, kind="val")
                 metrics |= accuracy
-            tracker.log(step, metrics)
-        if run.step > run.saved_step:  # stopped by the user
+            run.finished(step, metrics)
+        if run.step > run.saves.step:  # asked to stop
             await weights.to_trainers()
-            await save(run.step)
+            await run.save(run.step, learner.trained, reached)
     run.raise_if_interrupted()
 
 

@@ -7,7 +7,6 @@ that its engine recorded, and the clip acts on how far the two have drifted apar
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from posttrain.cluster.cluster import Cluster
@@ -22,7 +21,7 @@ from posttrain.rl_metrics import episode_metrics
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_algo, check_machine, check_supported, open_model
 from posttrain.track.examine import examine
-from posttrain.training import TrainingRun, check_profile, open_tracker, recorded
+from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, train
 
 
 def run(resolved: Resolved) -> Path:
@@ -50,13 +49,13 @@ def run(resolved: Resolved) -> Path:
         tracker.note(f"replay of {traces.name}: {len(traces.steps)} recorded steps, {steps} steps")
         if cfg.data.val:
             tracker.note("data.val is not used: a replay has no sampler to validate with")
-        asyncio.run(_train(TrainingRun(cfg, folder, source, tracker, stop, steps), traces))
+        train(TrainingRun(cfg, folder, source, tracker, stop, steps), lambda attempt: _train(attempt, traces))
     return folder.path
 
 
 async def _train(run: TrainingRun, traces: Traces) -> None:
     cfg, tracker = run.cfg, run.tracker
-    async with Cluster(cfg) as cluster:
+    async with Cluster(cfg) as cluster, run:
         with tracker.phase("start"):
             learner = await Learner.open(cluster, run)
         recorded_steps = len(traces.steps)
@@ -82,8 +81,8 @@ async def _train(run: TrainingRun, traces: Traces) -> None:
             metrics |= episode_metrics(groups)
             if run.due(cfg.train.save_every, step):
                 await save(step)
-            tracker.log(step, metrics)
-        if run.step > run.saved_step:  # stopped by the user
+            run.finished(step, metrics)
+        if run.step > run.saves.step:  # stopped by the user
             await save(run.step)
     run.raise_if_interrupted()
 

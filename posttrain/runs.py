@@ -12,6 +12,8 @@ A folder is created whole or not at all, and one that is not a run is never dele
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -21,11 +23,12 @@ import socket
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 import tomli
 
@@ -33,19 +36,30 @@ from posttrain import __version__
 from posttrain.errors import ConfigError
 from posttrain.presets import Resolved, dump_toml, flatten_config, flatten_tree
 from posttrain.registry import nearest
+from posttrain.train import checkpoint
+from posttrain.train.checkpoint import Checkpoint
 
 Status = Literal["finished", "failed", "interrupted"]
 
 MAY_CHANGE = frozenset(
     {
-        *("description", "run.dir", "run.resume", "run.overwrite", "run.logger"),
+        *("description", "run.dir", "run.resume", "run.restarts", "run.overwrite", "run.logger"),
         *("run.traces", "run.trace_every", "run.profile", "reward.examine"),
         *("train.steps", "train.save_every", "train.val_every", "train.max_skipped_steps"),
         *("data.workers", "data.prefetch", "data.deadline_s"),
+        *("checkpoint.keep", "checkpoint.best", "checkpoint.best_mode", "checkpoint.save_hf", "checkpoint.background"),
         *("cluster.address", "cluster.workers", "cluster.start_deadline_s", "cluster.step_deadline_s"),
+        *("cluster.silence_deadline_s", "cluster.sampler_restarts", "train.sequence_parallel", "train.shard_size"),
     }
 )
 """Keys in which a resumed run may differ from the run it goes on with."""
+
+MUST_AGREE = (
+    *("command", "model.path", "train.lora.", "train.optim.name", "prefer.method"),
+    *("data.train", "data.shuffle", "data.batch_size", "run.seed"),
+)
+"""Keys, or beginnings of keys, in which a new run must agree with the checkpoint that it begins with: what the weights
+are, and what its place in the data means."""
 
 VERSIONED = ("torch", "transformers", "ray", "numpy", "pyarrow")
 
@@ -60,6 +74,13 @@ class RunDir:
     path: Path
     resumed: bool
     """True when the folder was there already: look for a checkpoint in it."""
+    start: Checkpoint | None = None
+    """What a run without a checkpoint of its own begins with."""
+    changes: tuple[str, ...] = ()
+    """`key: old -> new` of the config, where it goes on from another."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of the packages that it runs with."""
+    _lock: RunLock | None = field(default=None, repr=False, compare=False)
 
     @property
     def checkpoints(self) -> Path:
@@ -71,30 +92,51 @@ class RunDir:
         """Create the run's folder, or reopen the unfinished one of the same name and config.
 
         Raises:
-            ConfigError: the folder exists and is finished, in use, of another config, or not a run; or it cannot be
-                created. Nothing is left behind then, and nothing is deleted.
+            ConfigError: the folder exists and is finished, in use, of another config, or not a run; it cannot be
+                created; or `run.resume` names a checkpoint that this run cannot begin with. Nothing is left behind
+                then, and nothing is deleted.
+            UserError: `run.resume` names no sound checkpoint.
         """
         run = resolved.config.run
         if not run.name or run.name in (".", "..") or "/" in run.name:
             raise ConfigError(f"run.name = {run.name!r} is not a folder name", hint="give one with --name NAME")
         path = Path(run.dir) / run.name
-        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-            _create(path, resolved)
-            return cls(path, resumed=False)
-        state = _read_state(path)
-        _check_owner(path, state)
-        if run.overwrite:
-            _create(path, resolved, replace=True)
-            return cls(path, resumed=False)
-        _check_resumable(path, state, resolved)
-        state |= {"status": "running", "resumed": _now(), **_process()}
-        _write_files(path, resolved, state)
-        return cls(path, resumed=True)
+        start = _find_start(run.resume)
+        versions = {"posttrain": __version__, "python": platform.python_version(), **_versions()}
+        exists = path.exists() and not (path.is_dir() and not any(path.iterdir()))
+        if exists:
+            state = _read_state(path)
+            _check_owner(path, state)
+        if not exists or run.overwrite:
+            changes = _branch(start, resolved)
+            lock = RunLock.take(path) if exists else None
+            lock = _create(path, resolved, versions, replaced=lock)
+            return cls(path, False, start, changes, versions, lock)
+        lock = RunLock.take(path)
+        try:
+            if start is not None and start.path.parent.resolve() == (path / "checkpoints").resolve():
+                changes = _go_back(path, start, resolved)
+            else:
+                changes = tuple(_check_resumable(path, state, resolved))
+            state |= {"status": "running", "resumed": _now(), "versions": versions, **_process()}
+            _write_files(path, resolved, state)
+        except OSError as error:
+            lock.release()
+            raise ConfigError(
+                f"cannot write to run folder {path}: {error.strerror or error}",
+                hint="choose a place: --set run.dir=DIR",
+            ) from error
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, True, start, changes, versions, lock)
 
     def finish(self, status: Status) -> None:
         """Record how the run ended. After ``finished`` it cannot be resumed."""
         state = _read_state(self.path)
         _write_text(self.path / "run.json", _json(state | {"status": status, "ended": _now()}))
+        if self._lock is not None:
+            self._lock.release()
 
 
 def find_run(root: str | Path, name: str) -> Path:
@@ -129,14 +171,17 @@ def latest_run(root: str | Path) -> Path:
 class StopSignal:
     """Ctrl-C and SIGTERM as a wish first, and as an exception when that takes too long.
 
-    The first signal sets ``requested``: the loop ends after the current step and saves. ``grace_s`` seconds later, or
-    at a second signal, ``KeyboardInterrupt`` is raised in the main thread. Outside the main thread nothing is
-    installed, because Python allows handlers there only.
+    The first signal sets ``requested``: the loop ends after the current step and saves. ``grace_s`` seconds after
+    Ctrl-C, or at a second signal, ``KeyboardInterrupt`` is raised in the main thread. SIGTERM has no such limit: the
+    scheduler that sends it has one of its own. Outside the main thread nothing is installed, because Python allows
+    handlers there only.
     """
 
     def __init__(self, grace_s: float = _GRACE_S) -> None:
         self.grace_s = grace_s
         self.requested = False
+        self.terminated = False
+        """By SIGTERM."""
         self._old: dict[int, Any] = {}
         self._timer: tuple[float, float] | None = None
 
@@ -159,22 +204,56 @@ class StopSignal:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self._timer = signal.setitimer(signal.ITIMER_REAL, self.grace_s)
+        self.terminated = number == signal.SIGTERM
+        if not self.terminated:
+            self._timer = signal.setitimer(signal.ITIMER_REAL, self.grace_s)
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
-def _create(path: Path, resolved: Resolved, *, replace: bool = False) -> None:
-    """Write the new folder beside its place, then rename it: it is there whole or not at all."""
+class RunLock:
+    """A run folder's file lock, held as long as the process that uses it lives, on whichever host. It belongs to the
+    process and not to the open file: programs that are started meanwhile do not hold it."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    @classmethod
+    def take(cls, folder: Path) -> RunLock:
+        """Lock a run's folder. Raises ``ConfigError`` where another process has it, or it cannot be written to."""
+        try:
+            file = (folder / ".lock").open("a")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to run folder {folder}: {error.strerror or error}",
+                hint="choose a place: --set run.dir=DIR",
+            ) from error
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.close()
+                raise ConfigError(f"run {folder} is in use", hint="wait for it, or give --name NAME") from error
+            # A file system without locks: the process id in run.json is all there is.
+        return cls(file)
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def _create(path: Path, resolved: Resolved, versions: Mapping[str, str], *, replaced: RunLock | None = None) -> RunLock:
+    """Write the new folder beside its place, then rename it: it is there whole or not at all. ``replaced``: the lock of
+    the folder that is there already."""
     made_root = not path.parent.exists()
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
         temporary.chmod(0o755)
-        _write_files(temporary, resolved, _new_state(resolved))
-        if replace:
+        lock = RunLock.take(temporary)
+        _write_files(temporary, resolved, _new_state(resolved, versions))
+        if replaced is not None:
             shutil.rmtree(path)
         temporary.rename(path)
     except OSError as error:
@@ -182,10 +261,16 @@ def _create(path: Path, resolved: Resolved, *, replace: bool = False) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
         if made_root and path.parent.is_dir() and not any(path.parent.iterdir()):
             path.parent.rmdir()
+        if path.is_dir() and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise ConfigError(f"run {path} is in use: it was started just now", hint="give --name NAME") from error
         reason = error.strerror or str(error)
         raise ConfigError(
             f"cannot create run folder {path}: {reason}", hint="choose a place: --set run.dir=DIR"
         ) from error
+    finally:
+        if replaced is not None:
+            replaced.release()
+    return lock
 
 
 def _write_files(path: Path, resolved: Resolved, state: dict[str, Any]) -> None:
@@ -218,7 +303,20 @@ def _check_owner(path: Path, state: dict[str, Any]) -> None:
         raise ConfigError(f"run {path} is in use by process {pid}", hint="wait for it, or give --name NAME")
 
 
-def _check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> None:
+def _find_start(resume: str) -> Checkpoint | None:
+    """The checkpoint that `run.resume` names. Raises ``UserError``."""
+    if resume in ("auto", "never"):
+        return None
+    if not Path(resume).exists() and Path(resume).name != "best":
+        close = nearest(resume, ["auto", "never"])
+        hint = f"did you mean {close!r}?" if close else "give auto, never, or the folder of a run or a checkpoint"
+        raise ConfigError(f"run.resume = {resume!r}: there is no such folder", hint=hint)
+    return checkpoint.find(resume)
+
+
+def _check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> list[str]:
+    """Raise ``ConfigError`` where the run in ``path`` is not one that this config goes on with. Changes that do no
+    harm."""
     config = resolved.config
     again = "--overwrite to start it again, or --name NAME for another folder"
     if state.get("status") == "finished":
@@ -227,35 +325,72 @@ def _check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> N
         raise ConfigError(f"output folder exists: {path} holds an unfinished run", hint=f"--resume auto, {again}")
     if state.get("command") != config.command:
         raise ConfigError(f"output folder exists: {path} is a run of `posttrain {state.get('command')}`", hint=again)
-    changes = _changes(path, resolved)
-    if changes:
-        shown = "\n".join(f"  {change}" for change in changes[:5])
-        more = f"\n  and {len(changes) - 5} more" if len(changes) > 5 else ""
+    changes = _changes(_stored_config(path), resolved)
+    refused = {key: text for key, text in changes.items() if key not in MAY_CHANGE}
+    if refused:
         raise ConfigError(
-            f"{path} holds an unfinished run of another config:\n{shown}{more}", hint=f"give the same values, {again}"
+            f"{path} holds an unfinished run of another config:\n{_shown(refused)}",
+            hint=f"give the same values, {again} (--resume {path} begins there with what this run has learned)",
         )
+    return list(changes.values())
 
 
-def _changes(path: Path, resolved: Resolved) -> list[str]:
-    """`key: old -> new` for each key that differs from the stored config, except those that may."""
+def _go_back(path: Path, start: Checkpoint, resolved: Resolved) -> tuple[str, ...]:
+    """A run goes on, by name of its own checkpoint: only from the last one, because it would write the later ones
+    again."""
+    newest, _ = checkpoint.newest(path / "checkpoints")
+    if newest is not None and newest.step > start.step:
+        raise ConfigError(
+            f"run.resume = {str(start.path)!r}: run {path} has gone on to step {newest.step} since",
+            hint="give --name NAME for a run that branches off there, or remove the later checkpoints",
+        )
+    return _branch(start, resolved)
+
+
+def _branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
+    """What changes against the config of the checkpoint that a run begins with. Raises ``ConfigError`` where that would
+    make the result meaningless."""
+    if start is None:
+        return ()
+    stored = {key: value for key, value in flatten_tree(start.read("meta.json")["config"]).items() if value is not None}
+    changes = _changes(stored, resolved)
+    refused = {key: text for key, text in changes.items() if key.startswith(MUST_AGREE)}
+    if refused:
+        raise ConfigError(
+            f"{start.path} was made with another config:\n{_shown(refused)}",
+            hint="give the same values; to train its weights on something else, start from them: --model PATH",
+        )
+    return tuple(text for key, text in changes.items() if not key.startswith(("run.", "description")))
+
+
+def _stored_config(path: Path) -> dict[str, Any]:
     try:
-        stored = tomli.loads((path / "config.toml").read_text(encoding="utf-8"))
+        return flatten_tree(tomli.loads((path / "config.toml").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path / 'config.toml'} cannot be read: {error}", hint="--overwrite or --name NAME"
         ) from error
-    old, new = flatten_tree(stored), flatten_config(resolved.config)
-    keys = [key for key in dict.fromkeys([*old, *new]) if key not in MAY_CHANGE and old.get(key) != new.get(key)]
-    return [f"{key}: {old.get(key, 'none')!r} -> {new.get(key, 'none')!r}" for key in keys]
 
 
-def _new_state(resolved: Resolved) -> dict[str, Any]:
+def _changes(old: Mapping[str, Any], resolved: Resolved) -> dict[str, str]:
+    """key -> `key: old -> new` for each key that differs from the stored config."""
+    new = flatten_config(resolved.config)
+    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    return {key: f"{key}: {old.get(key, 'none')!r} -> {new.get(key, 'none')!r}" for key in keys}
+
+
+def _shown(changes: Mapping[str, str], count: int = 5) -> str:
+    lines = [f"  {text}" for text in changes.values()]
+    return "\n".join(lines[:count] + ([f"  and {len(lines) - count} more"] if len(lines) > count else []))
+
+
+def _new_state(resolved: Resolved, versions: Mapping[str, str]) -> dict[str, Any]:
     return {
         "command": resolved.config.command,
         "preset": resolved.preset_name,
         "status": "running",
         **_process(),
-        "versions": {"posttrain": __version__, "python": platform.python_version(), **_versions()},
+        "versions": dict(versions),
         "started": _now(),
     }
 

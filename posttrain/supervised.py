@@ -3,12 +3,11 @@ model one update. A command brings its ``Objective``."""
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
@@ -24,7 +23,7 @@ from posttrain.registry import load_plugins
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_machine, check_supported, open_model
 from posttrain.train.spec import LossSpec
-from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, update_speed
+from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, train, update_speed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +103,8 @@ def run(resolved: Resolved, objective: Objective) -> Path:
                 tracker.note(note)
         training = TrainingRun(cfg, folder, source, tracker, stop, steps)
         try:
-            asyncio.run(_train(training, objective, data, [row for row in val if not row.left_out]))
+            usable, beginning = [row for row in val if not row.left_out], data.state()
+            train(training, lambda attempt: _train(attempt, objective, data, beginning, usable))
         finally:
             if data.rendered is None:
                 for note in notes(objective, data.shards.name, data.counts, cfg):
@@ -112,14 +112,16 @@ def run(resolved: Resolved, objective: Objective) -> Path:
     return folder.path
 
 
-async def _train(run: TrainingRun, objective: Objective, data: SampleStream, val: Sequence[Rendered]) -> None:
+async def _train(
+    run: TrainingRun, objective: Objective, data: SampleStream, beginning: Mapping[str, Any], val: Sequence[Rendered]
+) -> None:
+    """``beginning``: state of ``data`` before the first step."""
     cfg, tracker = run.cfg, run.tracker
-    async with Cluster(cfg) as cluster:
+    async with Cluster(cfg) as cluster, run:
         with tracker.phase("start"):
             learner = await objective.start(cluster, run, val)
         actor = learner.actor
-        if (state := await run.resume({"actor": actor})) is not None:
-            data.restore(state)
+        data.restore(await run.resume({"actor": actor}) or beginning)
         for step in run.steps():
             with tracker.phase("data"):
                 batch = learner.pack(data.next().samples)
@@ -138,7 +140,7 @@ async def _train(run: TrainingRun, objective: Objective, data: SampleStream, val
             if run.due(cfg.train.save_every, step):
                 await run.save(step, {"actor": actor}, data.state())
             metrics["perf/data_wait"] = tracker.share("data")
-            tracker.log(step, metrics)
+            run.finished(step, metrics)
         await run.save(run.step, {"actor": actor}, data.state())
     run.raise_if_interrupted()
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from posttrain.config import Config
-from posttrain.errors import ConfigError, Interrupted, RunError
-from posttrain.models.export import save_text_side, save_whole
-from posttrain.models.load import ModelSource, locate
+from posttrain.errors import ConfigError, DeadlineError, Interrupted, RunError, WorkerError
+from posttrain.models.load import ModelSource
 from posttrain.runs import RunDir, StopSignal
+from posttrain.saving import Saves, check_room
 from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
 
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
     from posttrain.data.pack import PackedBatch
     from posttrain.train.spec import LossSpec
+
+
+T = TypeVar("T")
+
+_LOOK_S = 0.1
+"""Between two looks whether somebody asked to stop."""
 
 
 @dataclass
@@ -69,7 +77,6 @@ class TrainingRun:
     stop: StopSignal
     total_steps: int
     step: int = 0
-    saved_step: int = 0
     skipped_steps: int = 0
     """Updates left out so far because their gradient was not finite."""
     skipped_in_a_row: int = 0
@@ -77,20 +84,58 @@ class TrainingRun:
     def __post_init__(self) -> None:
         early_stop = self.cfg.train.early_stop
         self.early_stop = EarlyStop(early_stop.patience, early_stop.min_delta)
+        self.saves = Saves(self.cfg, self.folder.checkpoints, self.source, self.tracker)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """Finish the checkpoint that is being written, while the workers are still there; not where they may not
+        answer, nor where the user would wait for it."""
+        if error is None:
+            await self.saves.settle()
+        elif isinstance(error, Exception) and not isinstance(error, WorkerError | DeadlineError):
+            try:
+                await self.saves.settle()
+            except RunError as failure:
+                error.add_note(f"besides: {failure}")
+        else:
+            self.saves.drop()
 
     async def resume(self, models: Mapping[str, TrainerGroup]) -> dict[str, Any] | None:
-        """Load the newest sound checkpoint of a reopened run into ``models``, by the names of their folders; its loader
-        state, or None when there is none."""
-        if not self.folder.resumed:
-            return None
-        found, problems = checkpoint.newest(self.folder.checkpoints)
-        for problem in problems:
-            self.tracker.note(f"warning: {problem}")
-        self.step = self.saved_step = found.step if found else 0
-        self.tracker.rewind(self.step)
+        """Load the newest sound checkpoint of a reopened run, or the one that the run is to begin with, into
+        ``models``, by the names of their folders.
+
+        Returns:
+            Its loader state, or None when there is none.
+
+        Raises:
+            ConfigError: there is no room for checkpoints.
+        """
+        if (warning := check_room(self.cfg, self.folder.checkpoints, models)) is not None:
+            self.tracker.note(f"warning: {warning}")
+        for change in self.folder.changes:
+            self.tracker.note(f"config: {change}")
+        found = self.folder.start
+        if self.folder.resumed:
+            own, problems = checkpoint.newest(self.folder.checkpoints)
+            for problem in problems:
+                self.tracker.note(f"warning: {problem}")
+            found = own or found
+            self.tracker.rewind(found.step if found else 0)
+        self.step = found.step if found else 0
+        self.saves.resumed(self.step)
         if found is None:
-            self.tracker.note("resuming from the start: no checkpoint yet")
+            if self.folder.resumed:
+                self.tracker.note("resuming from the start: no checkpoint yet")
             return None
+        for name in models:
+            if not (found.path / name).is_dir():
+                raise ConfigError(
+                    f"{found.path} has no {name}", hint="it was made by an algorithm without one: start from its model"
+                )
         for name, group in models.items():
             await group.load(str(found.path / name))
         meta = found.read("meta.json")
@@ -130,6 +175,7 @@ class TrainingRun:
         Raises:
             RunError: that happened `train.max_skipped_steps` times in a row. The last batch is in the run's folder.
         """
+        await self.saves.check()
         result = await actor.update(batch, loss)
         if not result["skipped"]:
             self.skipped_in_a_row = 0
@@ -165,32 +211,64 @@ class TrainingRun:
             await actor.stop_profile(str(folder), step)
         self.tracker.note(f"wrote the trace of step {step} to {folder}")
 
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What ``work`` returns, or None if somebody asks to stop first: then it is cancelled."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done() and not self.stop.requested:
+                await asyncio.wait([task], timeout=_LOOK_S)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        return None if task.cancelled() else task.result()
+
     def due(self, every: int | None, step: int) -> bool:
         """Whether something that happens every so many steps, and after the last one, happens after this step."""
         return step == self.total_steps or (every is not None and step % every == 0)
 
     async def save(self, step: int, models: Mapping[str, TrainerGroup], loader: Mapping[str, Any]) -> None:
-        """Write the checkpoint of a finished step: of each of ``models`` a folder, ``actor`` among them."""
-        if step == self.saved_step:
+        """Begin the checkpoint of a finished step, if there is none: of each of ``models`` a folder, ``actor`` among
+        them. Waits until training may go on; see ``Saves``."""
+        if step == self.saves.step:
             return
         with self.tracker.phase("save"):
-            folder = checkpoint.begin(self.folder.checkpoints, step)
-            for name, group in models.items():
-                await group.save(str(folder / name))
-            texts = folder / "actor" / "huggingface"
-            save_text_side(self.source, texts, reward_model=self.cfg.trains_reward_model)
-            if self.cfg.checkpoint.save_hf:
-                written = locate(str(folder), trust_remote_code=self.source.trust_remote_code)
-                save_whole(written, texts)
-            meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "world_size": len(models["actor"].actors)}
+            meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "versions": self.folder.versions}
+            meta |= {"world_size": len(models["actor"].actors)}
             meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
-            states = {"loader.json": loader, "meta.json": meta}
-            checkpoint.commit(folder, step, states, self.cfg.checkpoint.keep)
-        self.saved_step = step
+            await self.saves.begin(step, models, {"loader.json": loader, "meta.json": meta})
+
+    def finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a finished step; they may make its checkpoint the best."""
+        self.saves.scored(step, metrics)
+        self.tracker.log(step, metrics)
+
+    def again(self) -> TrainingRun:
+        """The same run, to be started again from its last checkpoint."""
+        folder = replace(self.folder, resumed=True, changes=())
+        return TrainingRun(self.cfg, folder, self.source, self.tracker, self.stop, self.total_steps)
 
     def raise_if_interrupted(self) -> None:
         if self.step < self.total_steps and not self.early_stop.reached:
-            raise Interrupted(f"stopped after step {self.step} of {self.total_steps}")
+            by = " by SIGTERM" if self.stop.terminated else ""
+            raise Interrupted(
+                f"stopped{by} after step {self.step} of {self.total_steps}",
+                exit_code=0 if self.stop.terminated else 130,
+            )
+
+
+def train(run: TrainingRun, loop: Callable[[TrainingRun], Coroutine[Any, Any, None]]) -> None:
+    """Run a command's loop, again from the last checkpoint where a worker died or hung, `run.restarts` times."""
+    left = run.cfg.run.restarts
+    while True:
+        try:
+            return asyncio.run(loop(run))
+        except (WorkerError, DeadlineError) as error:
+            if not left or run.stop.requested:
+                raise
+            left -= 1
+            run.tracker.note(f"{error}\nstarting again from the last checkpoint; run.restarts allows {left} more")
+            run = run.again()
 
 
 def open_tracker(cfg: Config, folder: RunDir, total_steps: int) -> Tracker:

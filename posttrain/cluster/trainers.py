@@ -66,8 +66,8 @@ class TrainerGroup:
     sequence_parallel: int = 1
     """Neighbouring workers that get the same batches and share their sequences."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What rank 0 told: ``parameters``, how many of them are ``trained``, ``device``, ``attention``, ``peak_flops`` of
-    the device (None: not known)."""
+    """What rank 0 told: ``parameters``, how many of them are ``trained``, ``checkpoint_bytes`` on disk, ``device``,
+    ``attention``, ``peak_flops`` of the device (None: not known)."""
 
     node: str = ""
     """Of rank 0."""
@@ -164,8 +164,14 @@ class TrainerGroup:
         ref = getattr(self.actors[0], method).remote(*args)
         return (await gather([ref], self.names[:1], method, self.deadline_s))[0]
 
-    async def save(self, folder: str) -> None:
-        await self.call("save", [(folder,)] * len(self.actors))
+    async def save(self, folder: str, *, background: bool = False) -> None:
+        """Write all shards into ``folder``, or in the ``background`` begin to; see ``TrainWorker.save``."""
+        await self.call("save", [(folder, background)] * len(self.actors))
+
+    async def saved(self) -> dict[str, Any] | None:
+        """Name in the folder -> digest of the files that workers have written; None while one still writes."""
+        files = await self.call("saved")
+        return None if None in files else {name: digest for of_worker in files for name, digest in of_worker.items()}
 
     async def load(self, folder: str) -> None:
         await self.call("load", [(folder,)] * len(self.actors))

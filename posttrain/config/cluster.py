@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from posttrain.config.base import PositiveInt, Section
 
@@ -43,8 +43,24 @@ class CheckpointConfig(Section):
 
     keep: PositiveInt = 2
     """Newest checkpoints that stay."""
+    best: str = ""
+    """A metric of the run's steps, as `val/loss`: the checkpoint of the step where it was best also stays. Empty: none
+    does."""
+    best_mode: Literal["min", "max"] | None = None
+    """Whether the lowest or the highest value of `best` is."""
     save_hf: bool = False
     """Also write the full safetensors into `actor/huggingface`."""
+    background: bool = True
+    """Training waits only for a copy to host memory, and goes on while that is written. false: it waits for the files,
+    and host memory is spared."""
+
+    @model_validator(mode="after")
+    def _best_has_a_mode(self) -> CheckpointConfig:
+        if bool(self.best) != (self.best_mode is not None):
+            raise ValueError(
+                "checkpoint.best and checkpoint.best_mode go together: best = 'val/loss', best_mode = 'min'"
+            )
+        return self
 
 
 class ServerConfig(Section):

@@ -19,8 +19,11 @@ class RunConfig(Section):
     """Folder that holds runs."""
     seed: int = 0
     """Seeds data order, sampling and model initialisation."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: an unfinished run of this name and config goes on from its last checkpoint. never: it is an error."""
+    resume: str = "auto"
+    """auto: an unfinished run of this name and config goes on from its last checkpoint. never: it is an error. A path:
+    begin with that checkpoint (of a run, its last sound one), optimizer, order of the data and all."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How often the run starts its workers again by itself, from its last checkpoint, after one died or hung."""
     overwrite: bool = False
     """Delete an existing run of this name first."""
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl"]

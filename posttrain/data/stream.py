@@ -157,7 +157,7 @@ class SampleStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken. Before the first ``next``.
+        """Go on where ``state`` was taken.
 
         Raises:
             DataError: the data is not what it was then.
@@ -173,6 +173,10 @@ class SampleStream:
         self._order = self._make_order(state["shuffle_rows"])
         self.position = state["position"]
         self.counts = Counts(**state["counts"])
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+            self._renderer.restart()
         if self.rendered is not None:
             self._batches = self._assemble()
 

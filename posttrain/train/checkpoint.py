@@ -1,14 +1,18 @@
-"""Checkpoints: what workers write (shards of model and optimizer) and what the driver makes of it.
+"""Checkpoints as folders: how one comes to be whole, how it is checked, and which of them are kept.
 
     runs/<name>/checkpoints/global_step_N/
         actor/model, actor/optim     torch.distributed.checkpoint shards, readable at any world size
+        actor/random                 state of every worker's random number generators
         actor/adapter                LoRA only: the adapter as peft writes it; actor/model then holds nothing else
         actor/huggingface            config and tokenizer; the full safetensors too with checkpoint.save_hf
+        critic/...                   the same of a critic
         meta.json  loader.json       run state of the driver
-        COMPLETE                     size and sha256 of every other file
-    runs/<name>/checkpoints/latest   the newest folder's name
+        COMPLETE                     size and sha256 of every other file, and of itself
+    runs/<name>/checkpoints/latest      the newest folder's name
+    runs/<name>/checkpoints/best.json   the best one's step, by `checkpoint.best`
 
-A checkpoint is written under a temporary name and renamed once ``COMPLETE`` is in it.
+A checkpoint is written under a temporary name and renamed once ``COMPLETE`` is in it. What workers write is in
+``train.saver``.
 """
 
 from __future__ import annotations
@@ -18,74 +22,18 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posttrain.errors import UserError
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+Digest = dict[str, Any]
+"""``bytes`` and ``sha256`` of a file"""
 
-
-# ---------------------------------------------------------------------- on the workers
-
-
-def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
-    """Write ``folder/model`` and ``folder/optim``. A collective over the default process group."""
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    save(_trained(model), checkpoint_id=folder / "model")
-    if optimizer is not None:
-        state = _plain(_optimizer_state(model, optimizer))
-        save({"state": state, "step": step}, checkpoint_id=folder / "optim")
-
-
-def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Read what ``save_shards`` wrote, at any world size. Returns the optimizer step. A collective."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    from posttrain.train.optim import is_quantized, quantize
-
-    load(_trained(model), checkpoint_id=folder / "model")
-    if optimizer is None:
-        return 0
-    state = _optimizer_state(model, optimizer)
-    read: dict[str, Any] = {"state": _plain(state), "step": 0}
-    load(read, checkpoint_id=folder / "optim")  # writes into the optimizer's own tensors, where they are plain
-    for name, tensors in state.items():
-        for key, tensor in tensors.items():
-            if is_quantized(tensor):
-                quantize(tensor, read["state"][name][key])
-    return int(read["step"])
-
-
-def _trained(model: nn.Module) -> dict[str, Any]:
-    """All parameters, or those of the adapter in a LoRA run. A tied weight is listed once; buffers follow from the
-    config."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's own tensors by parameter name, sharded as the parameters are."""
-    from posttrain.train.optim import init_state
-
-    init_state(optimizer)
-    return {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _plain(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The same with copies of quantized tensors in float32."""
-    from posttrain.train.optim import dequantized, is_quantized
-
-    return {
-        name: {key: dequantized(t) if is_quantized(t) else t for key, t in tensors.items()}
-        for name, tensors in state.items()
-    }
-
-
-# ---------------------------------------------------------------------- on the driver
+_READERS = 8
+"""Files that are hashed at the same time."""
 
 
 @dataclass(frozen=True)
@@ -97,56 +45,159 @@ class Checkpoint:
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the checkpoint."""
-        return dict(json.loads((self.path / name).read_text()))
+        return dict(json.loads((self.path / name).read_text(encoding="utf-8")))
+
+
+# ---------------------------------------------------------------------- writing
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """An empty temporary folder for the checkpoint of ``step``; leftovers of a killed save are removed."""
+    """An empty temporary folder for the checkpoint of ``step``; leftovers of killed saves are removed."""
+    for left in checkpoints.glob(".tmp_global_step_*"):
+        shutil.rmtree(left)
     folder = checkpoints / f".tmp_global_step_{step}"
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 
 
-def commit(folder: Path, step: int, states: Mapping[str, Mapping[str, Any]], keep: int) -> Checkpoint:
-    """Finish a checkpoint whose shards are written: driver state, ``COMPLETE``, rename, ``latest``, remove old ones."""
+def commit(
+    folder: Path,
+    step: int,
+    states: Mapping[str, Mapping[str, Any]],
+    keep: int,
+    written: Mapping[str, Digest] | None = None,
+) -> Checkpoint:
+    """Finish a checkpoint whose shards are written: driver state, ``COMPLETE``, rename, ``latest``, remove old ones.
+
+    Args:
+        written: digests of files in it that are known already; the others are read.
+    """
     for name, state in states.items():
-        (folder / name).write_text(json.dumps(state, indent=1))
-    files = {str(p.relative_to(folder)): _digest(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    (folder / "COMPLETE").write_text(json.dumps({"step": step, "files": files}, indent=1))
+        write_synced(folder / name, json.dumps(state, indent=1))
+    known = dict(written or {})
+    files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    known |= _digests({name: path for name, path in files.items() if name not in known})
+    write_synced(folder / "COMPLETE", _manifest(step, {name: known[name] for name in files}))
+    for place in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
+        _sync(place)
     final = folder.parent / f"global_step_{step}"
     shutil.rmtree(final, ignore_errors=True)
     os.replace(folder, final)
-    pointer = folder.parent / ".latest.tmp"
-    pointer.write_text(final.name)
-    os.replace(pointer, folder.parent / "latest")
-    # A later one that the run could not resume from does not count: it must not push out what was just written.
-    for old in [f for f in _folders(folder.parent) if _step(f) <= step][keep:]:
-        shutil.rmtree(old)
+    _replace(folder.parent / "latest", final.name)
+    _sync(folder.parent)
+    _drop_old(folder.parent, step, keep)
     return Checkpoint(final, step)
 
 
-def _digest(path: Path) -> dict[str, Any]:
+def _drop_old(checkpoints: Path, step: int, keep: int) -> None:
+    """Remove all but the newest ``keep`` and the best. A later one that the run could not resume from does not count:
+    it must not push out what was just written."""
+    best = read_best(checkpoints)
+    older = [folder for folder in _folders(checkpoints) if _step(folder) <= step]
+    for folder in older[keep:]:
+        if best is None or _step(folder) != best.step:
+            # First out of sight: a removal that is cut short must not leave a folder that looks damaged.
+            doomed = checkpoints / f".tmp_{folder.name}"
+            os.replace(folder, doomed)
+            shutil.rmtree(doomed)
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Write a file, and wait until it is on the disk."""
+    with file.open("w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file aside, then put it in its place."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    write_synced(temporary, text)
+    os.replace(temporary, file)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(path: Path) -> Digest:
+    """Size and hash of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
-    manifest = path / "COMPLETE"
-    if not manifest.is_file():
-        return "it is not complete"
+def _digests(files: Mapping[str, Path]) -> dict[str, Digest]:
+    with ThreadPoolExecutor(_READERS) as pool:
+        return dict(zip(files, pool.map(digest, files.values()), strict=True))
+
+
+def _manifest(step: int, files: Mapping[str, Digest]) -> str:
+    """What ``COMPLETE`` says; its last entry is the hash of the others."""
+    content = {"step": step, "files": files}
+    own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps(content | {"sha256": own}, indent=1)
+
+
+# ---------------------------------------------------------------------- the best one
+
+
+@dataclass(frozen=True)
+class Best:
+    """The step whose checkpoint is kept as the best, and why."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def write_best(checkpoints: Path, best: Best) -> None:
+    """Remember it, in the place of the one before."""
+    _replace(checkpoints / "best.json", json.dumps(asdict(best)))
+
+
+def read_best(checkpoints: Path) -> Best | None:
+    """The step that was written last; None where there is none, or its file is damaged."""
     try:
-        files = dict(json.loads(manifest.read_text())["files"])
-    except (ValueError, KeyError, TypeError):
+        return Best(**json.loads((checkpoints / "best.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def verify(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None. Reads all of it."""
+    try:
+        text = (path / "COMPLETE").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return "it is not complete"
+    except (OSError, ValueError):
         return "COMPLETE is damaged"
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if _digest(file) != expected:
-            return f"{name} is damaged"
-    return None
+    try:
+        content = json.loads(text)
+        step, files = int(content["step"]), dict(content["files"])
+        intact = text == _manifest(step, files)
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        return "COMPLETE is damaged"
+    if step != _step(path):
+        return f"it is the checkpoint of step {step}"
+    if missing := next((name for name in files if not (path / name).is_file()), None):
+        return f"{missing} is missing"
+    # Sizes first: they cost nothing.
+    other = (name for name, expected in files.items() if (path / name).stat().st_size != expected["bytes"])
+    if (cut := next(other, None)) is not None:
+        return f"{cut} is damaged: its size is another"
+    found = _digests({name: path / name for name in files})
+    return next((f"{name} is damaged" for name, expected in files.items() if found[name] != expected), None)
 
 
 def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -161,23 +212,39 @@ def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find(path: str | Path) -> Checkpoint:
-    """The checkpoint that a run folder, its ``checkpoints`` folder or a ``global_step_N`` folder stands for.
+    """The checkpoint that a run folder, its ``checkpoints`` folder or a ``global_step_N`` folder stands for; with
+    ``/best`` behind one of the first two the best one, by `checkpoint.best`.
 
     Raises:
         UserError: there is none.
     """
     folder = Path(path)
+    if folder.name == "best" and not folder.exists():
+        folder = _find_best(folder.parent)
     if folder.name.startswith("global_step_") and folder.is_dir():
         problem = verify(folder)
         if problem is not None:
             raise UserError(f"checkpoint {folder} is not usable: {problem}", hint="use an earlier checkpoint")
         return Checkpoint(folder, _step(folder))
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    checkpoint, problems = newest(root)
+    checkpoint, problems = newest(_root(folder))
     if checkpoint is None:
         detail = "; ".join(problems) or "no global_step_N folder in it"
         raise UserError(f"no checkpoint in {path}: {detail}", hint="give a run folder or a global_step_N folder")
     return checkpoint
+
+
+def _find_best(folder: Path) -> Path:
+    best = read_best(_root(folder))
+    if best is None:
+        raise UserError(
+            f"no best checkpoint in {folder}", hint="a run keeps one where checkpoint.best names a metric of its steps"
+        )
+    return _root(folder) / f"global_step_{best.step}"
+
+
+def _root(folder: Path) -> Path:
+    """The folder of checkpoints that a run's folder, or this folder itself, is."""
+    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 
 def _folders(checkpoints: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from posttrain.models.fill import fill, materialize
 from posttrain.models.load import build
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.ulysses import SequenceParallel, check_heads
-from posttrain.train import checkpoint
+from posttrain.train import checkpoint, saver
 from posttrain.train.flops import ModelFlops, peak_flops
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM, PackedValues
@@ -86,9 +86,11 @@ class TrainWorker:
         self.flops = ModelFlops(self.lm.model)
         self.profiler = Profiler(self.device)
         self.parking = HostParking()
+        self.saver = saver.ShardSaver(timeout_s)
         return {
             "parameters": sum(p.numel() for p in self.parameters.values()),
             "trained": sum(p.numel() for p in self.parameters.values() if p.requires_grad),
+            "checkpoint_bytes": self._checkpoint_bytes(),
             "device": spec.device,
             "attention": self.kernel.title,
             "peak_flops": peak_flops(self.device),
@@ -351,19 +353,38 @@ class TrainWorker:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, folder: str) -> None:
-        """Write this rank's shards of model and optimizer into ``folder/{model,optim}``. A collective.
+    def save(self, folder: str, background: bool) -> None:
+        """Begin to write this rank's shards of model and optimizer into ``folder/{model,optim}``, and the state of its
+        random number generators into ``folder/random``. A collective.
 
         Of the model what is trained: of a LoRA run the adapter, which also goes into ``folder/adapter``, whole.
+
+        Args:
+            background: return as soon as there is a copy in host memory, instead of when all is written.
         """
-        checkpoint.save_shards(Path(folder), self.lm.model, self.optimizer, self.step)
-        if self.adapted:
-            place = Path(folder) / "adapter"
-            lora.save(self.lm.model, place, self.spec.source, self.spec.seed, write=self.rank == 0)
+        place = Path(folder)
+        try:
+            saver.save_random_state(place / "random", self.rank, self.world_size)
+            if self.adapted:
+                lora.save(self.lm.model, place / "adapter", self.spec.source, self.spec.seed, write=self.rank == 0)
+        except OSError as error:
+            raise saver.not_written(place, error) from error
+        self.saver.start(place, saver.shards_of(self.lm.model, self.optimizer, self.step), background=background)
+
+    def _checkpoint_bytes(self) -> int:
+        """About what a checkpoint of this model takes on disk: weights and two moments, of all ranks."""
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        moment = 4 if self.spec.train.optim.name == "adamw_8bit" else None  # written as float32
+        return sum(p.numel() * (p.element_size() + 2 * (moment or p.element_size())) for p in trained)
+
+    def saved(self) -> dict[str, checkpoint.Digest] | None:
+        """The files of the last ``save`` that this rank wrote; None while it still does. Raises ``RunError``."""
+        return self.saver.finish()
 
     def load(self, folder: str) -> None:
         """Read model and optimizer from ``folder``, written at any world size. A collective."""
-        self.step = checkpoint.load_shards(Path(folder), self.lm.model, self.optimizer)
+        self.step = saver.load_shards(Path(folder), self.lm.model, self.optimizer)
+        saver.load_random_state(Path(folder) / "random", self.rank, self.world_size)
 
     def _memory_gib(self) -> float:
         if self.spec.device == "cuda":

@@ -8,7 +8,7 @@ from posttrain.errors import ModelError, UserError
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource, load_model, load_shards, locate
-from posttrain.train import checkpoint
+from posttrain.train import checkpoint, saver
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -184,7 +184,7 @@ def test_a_later_broken_one_does_not_push_out_the_one_just_written(tmp_path):
 
 def test_shards_hold_the_model(tmp_path):
     model = create_builtin("tiny", 3)
-    checkpoint.save_shards(tmp_path, model, None, 0)
+    saver.save_shards(tmp_path, model, None, 0)
     assert not (tmp_path / "optim").exists()
     other = create_builtin("tiny", 4)
     load_shards(other, str(tmp_path / "model"))
@@ -194,7 +194,7 @@ def test_shards_hold_the_model(tmp_path):
 
 def test_shards_that_lack_a_parameter_are_an_error(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    checkpoint.save_shards(tmp_path, model, None, 0)
+    saver.save_shards(tmp_path, model, None, 0)
     with pytest.raises(ModelError, match="cannot read the checkpoint shards"):
         load_shards(create_builtin("tiny", 0), str(tmp_path / "model"))
 
@@ -215,10 +215,10 @@ def test_optimizer_state_comes_back(tmp_path):
 
     model, optimizer = fresh()
     train(model, optimizer, 3, seed=1)
-    checkpoint.save_shards(tmp_path, model, optimizer, 3)
+    saver.save_shards(tmp_path, model, optimizer, 3)
     train(model, optimizer, 3, seed=2)
     again, its_optimizer = fresh()
-    assert checkpoint.load_shards(tmp_path, again, its_optimizer) == 3
+    assert saver.load_shards(tmp_path, again, its_optimizer) == 3
     train(again, its_optimizer, 3, seed=2)
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, dict(model.named_parameters())[name])
@@ -227,8 +227,8 @@ def test_optimizer_state_comes_back(tmp_path):
 def test_an_optimizer_that_never_stepped_can_be_saved(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    checkpoint.save_shards(tmp_path, model, optimizer, 0)
-    assert checkpoint.load_shards(tmp_path, model, optimizer) == 0
+    saver.save_shards(tmp_path, model, optimizer, 0)
+    assert saver.load_shards(tmp_path, model, optimizer) == 0
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
 
@@ -237,7 +237,7 @@ def test_locate_reads_our_layout(tmp_path):
     done = write(tmp_path / "run" / "checkpoints", 3)
     shutil.rmtree(done.path / "actor" / "model")
     model = create_builtin("tiny", 3)
-    checkpoint.save_shards(done.path / "actor", model, None, 3)
+    saver.save_shards(done.path / "actor", model, None, 3)
     save_text_side(ModelSource("builtin:tiny"), done.path / "actor" / "huggingface")
     for path in (done.path, done.path / "actor"):
         loaded = load_model(locate(str(path)), dtype=torch.float32)

@@ -14,7 +14,7 @@ from posttrain.models.fill import fill, materialize
 from posttrain.models.load import ModelSource, build, load_config, load_tokenizer
 from posttrain.models.reward import RewardModel
 from posttrain.startup import find_model, open_model
-from posttrain.train import checkpoint
+from posttrain.train import checkpoint, saver
 from posttrain.train.model import PackedValues
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -33,7 +33,7 @@ def trained(tmp_path):
     with torch.no_grad():
         lm.model.get_output_embeddings().weight.normal_(generator=generator)
     folder = checkpoint.begin(tmp_path / "r" / "checkpoints", 1)
-    checkpoint.save_shards(folder / "actor", lm.model, None, 1)
+    saver.save_shards(folder / "actor", lm.model, None, 1)
     save_text_side(TINY, folder / "actor" / "huggingface", reward_model=True)
     return checkpoint.commit(folder, 1, {"meta.json": {"step": 1}}, 1).path, lm
 

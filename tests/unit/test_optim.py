@@ -14,7 +14,7 @@ from torch import nn
 from posttrain import startup
 from posttrain.config import Config, OptimConfig
 from posttrain.errors import ConfigError
-from posttrain.train import checkpoint
+from posttrain.train import saver
 from posttrain.train.optim import (
     build_optimizer,
     dequantized,
@@ -165,11 +165,11 @@ def test_a_run_that_goes_on_is_the_same_to_the_bit(cfg: OptimConfig, dtype: torc
     model = network(dtype)
     optimizer = build_optimizer(model, cfg)
     train(model, optimizer, range(3))
-    checkpoint.save_shards(tmp_path, model, optimizer, 3)
+    saver.save_shards(tmp_path, model, optimizer, 3)
     train(model, optimizer, range(3, 6))
     again = network(dtype)
     its_optimizer = build_optimizer(again, cfg)
-    assert checkpoint.load_shards(tmp_path, again, its_optimizer) == 3
+    assert saver.load_shards(tmp_path, again, its_optimizer) == 3
     assert any(is_quantized(t) for s in its_optimizer.state.values() for t in s.values()) == (cfg is EIGHT_BIT)
     train(again, its_optimizer, range(3, 6))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))

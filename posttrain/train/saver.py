@@ -1,0 +1,227 @@
+"""What a training worker does for a checkpoint: its shards to disk while training goes on, and back.
+
+``ShardSaver.start`` copies to host memory, which is all that training waits for; a thread writes. Ranks agree on who
+writes what over a gloo group of their own, so that collectives of training may run meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from posttrain.errors import RunError
+from posttrain.train.checkpoint import Digest, digest
+from posttrain.train.optim import dequantized, init_state, is_quantized, quantize
+
+_FILES = 4
+"""Files of one rank, written at the same time: one thread does not fill a fast disk."""
+
+State = dict[str, Any]
+
+
+class ShardSaver:
+    """Saves of one worker, one after the other.
+
+    Args:
+        deadline_s: longest wait of a rank for the others, when all have written their part.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline = timedelta(seconds=deadline_s)
+        self._stager: DefaultStager | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._writing: Future[dict[str, Digest]] | None = None
+
+    def start(self, folder: Path, states: Mapping[str, State], *, background: bool) -> int:
+        """Write each of ``states`` into the folder of its name in ``folder``. A collective.
+
+        Args:
+            background: return when they are copied, and write meanwhile; ``finish`` tells the end.
+
+        Returns:
+            Bytes of them on this rank.
+
+        Raises:
+            RunError: they could not be written.
+        """
+        if dist.is_initialized() and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=self._deadline)
+        if background:
+            states = self._copied(states)
+        self._writing = self._thread.submit(_write, folder, states, self._group)
+        if not background:
+            self._writing.result()
+        return sum(part.numel() * part.element_size() for part in _local_parts(states))
+
+    def finish(self) -> dict[str, Digest] | None:
+        """The files that this rank has written, by name relative to the folder; None while it is still at it.
+
+        Raises:
+            RunError: they could not be written, here or by another rank.
+        """
+        if self._writing is None or not self._writing.done():
+            return None
+        return self._writing.result()
+
+    def _copied(self, states: Mapping[str, State]) -> Mapping[str, State]:
+        """A copy in host memory, where the next step does not change it. The memory is kept for the next save, pinned
+        where there is a GPU: the first copy is slower."""
+        if self._stager is None:
+            cuda = torch.cuda.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+                )
+            )
+        copied = self._stager.stage(dict(states))
+        assert not isinstance(copied, Future)
+        return copied
+
+
+def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, State]:
+    """What is saved: ``model`` holds what is trained, ``optim`` the optimizer's state and its step."""
+    states: dict[str, State] = {"model": _trained(model)}
+    if optimizer is not None:
+        states["optim"] = {"state": _plain(_optimizer_state(model, optimizer)), "step": step}
+    return states
+
+
+def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+    """Write ``folder/model`` and ``folder/optim``, and wait for it. A collective over the default process group."""
+    saver = ShardSaver(deadline_s=600.0)
+    saver.start(folder, shards_of(model, optimizer, step), background=False)
+
+
+def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Read what was saved, at any world size. Returns the optimizer step. A collective."""
+    load(_trained(model), checkpoint_id=folder / "model")
+    if optimizer is None:
+        return 0
+    state = _optimizer_state(model, optimizer)
+    read: dict[str, Any] = {"state": _plain(state), "step": 0}
+    load(read, checkpoint_id=folder / "optim")  # writes into the optimizer's own tensors, where they are plain
+    for name, tensors in state.items():
+        for key, tensor in tensors.items():
+            if is_quantized(tensor):
+                quantize(tensor, read["state"][name][key])
+    return int(read["step"])
+
+
+def _trained(model: nn.Module) -> State:
+    """All parameters, or those of the adapter in a LoRA run. A tied weight is listed once; buffers follow from the
+    config."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer's own tensors by parameter name, sharded as the parameters are."""
+    init_state(optimizer)
+    return {name: dict(optimizer.state[p]) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _plain(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The same with copies of quantized tensors in float32."""
+    return {
+        name: {key: dequantized(t) if is_quantized(t) else t for key, t in tensors.items()}
+        for name, tensors in state.items()
+    }
+
+
+# ---------------------------------------------------------------------- files
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer, whose threads keep what went wrong in them to themselves: a full disk would go unnoticed."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        done = super().write_data(plan, planner)
+        missing = len(plan.items) - len(done.value())
+        if missing:
+            raise RunError(
+                f"{missing} of {len(plan.items)} tensors could not be written to {self.path}",
+                hint="is the disk full? the checkpoint before is whole",
+            )
+        return done
+
+
+def _write(folder: Path, states: Mapping[str, State], group: dist.ProcessGroup | None) -> dict[str, Digest]:
+    rank = dist.get_rank(group) if group is not None else 0
+    try:
+        for name, state in states.items():
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                save(state, storage_writer=_Writer(folder / name, thread_count=_FILES), process_group=group)
+    except CheckpointException as error:
+        (first, _), *_ = error.failures.values()
+        raise not_written(folder, first) from error
+    written = [file for name in states for file in sorted((folder / name).glob(f"__{rank}_*.distcp"))]
+    with ThreadPoolExecutor(_FILES) as pool:
+        return dict(zip((str(f.relative_to(folder)) for f in written), pool.map(digest, written), strict=True))
+
+
+def not_written(folder: Path, error: BaseException) -> RunError:
+    """What a person is told when files of a checkpoint could not be written."""
+    if isinstance(error, RunError):
+        return error
+    return RunError(
+        f"the checkpoint {folder} could not be written: {type(error).__name__}: {error}",
+        hint="is the disk full or gone? the checkpoint before is whole",
+    )
+
+
+def _local_parts(tree: Any) -> Iterable[torch.Tensor]:
+    """This rank's parts of the tensors in nested dicts."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _local_parts(value)
+    elif isinstance(tree, torch.Tensor):
+        yield tree.to_local() if isinstance(tree, DTensor) else tree
+
+
+# ---------------------------------------------------------------------- random numbers
+
+
+def save_random_state(folder: Path, rank: int, world_size: int) -> None:
+    """Write this worker's generators' state: dropout goes on as it would have."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = _random_file(folder, rank, world_size)
+    with file.open("wb") as opened:
+        torch.save(state, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def load_random_state(folder: Path, rank: int, world_size: int) -> None:
+    """Read it. A run that goes on with another number of workers has none for them: they keep the seed they began
+    with."""
+    file = _random_file(folder, rank, world_size)
+    if not file.is_file():
+        return
+    state = torch.load(file, weights_only=True)
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _random_file(folder: Path, rank: int, world_size: int) -> Path:
+    return folder / f"rank_{rank}_of_{world_size}.pt"
