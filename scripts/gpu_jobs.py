@@ -96,6 +96,7 @@ GROUPS: dict[str, list[Job]] = {
         _bench("long-4-sp2", f"{_LONG} --gpus 4 --rows 4 {_TWO}", gpus=4, limit_s=150),
         _bench("long-4-sp4", f"{_LONG} --gpus 4 --rows 4 --sequence-parallel 4", gpus=4, limit_s=150),
     ],
+    "save": [_bench("save", "scripts/bench_save.py --shape 7b --gpus 2 --folder /tmp/save", gpus=2, limit_s=500)],
     "sglang": _engine("sglang"),
     "vllm": _engine("vllm"),
 }  # fmt: skip
