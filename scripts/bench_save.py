@@ -117,6 +117,7 @@ def measure(args: argparse.Namespace, rank: int) -> dict[str, Any]:
             checkpoint.commit(folder, number, {"meta.json": {}}, 1, written)
             result[f"commit_{number}_s"] = time.perf_counter() - start
         dist.barrier()
+        print(json.dumps(result), file=sys.stderr)
     last = args.folder / "global_step_2"
     if rank == 0:
         start = time.perf_counter()

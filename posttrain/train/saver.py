@@ -20,17 +20,18 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from posttrain.errors import RunError
 from posttrain.train.checkpoint import Digest, digest
-from posttrain.train.optim import dequantized, init_state, is_quantized, quantize
+from posttrain.train.optim import dequantized, init_state, is_quantized, local, quantize
 
 _FILES = 4
 """Files of one rank, written at the same time: one thread does not fill a fast disk."""
+
+_PINNED_FROM = 1 << 20
+"""Bytes of the smallest tensor that is copied into pinned memory: smaller ones share pages with others."""
 
 State = dict[str, Any]
 
@@ -44,7 +45,7 @@ class ShardSaver:
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline = timedelta(seconds=deadline_s)
-        self._stager: DefaultStager | None = None
+        self._copies = HostCopies()
         self._group: dist.ProcessGroup | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._writing: Future[dict[str, Digest]] | None = None
@@ -63,8 +64,10 @@ class ShardSaver:
         """
         if dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._deadline)
+        if self._writing is not None:
+            self._writing.exception()  # its memory is used again
         if background:
-            states = self._copied(states)
+            states = self._copies.take(states)
         self._writing = self._thread.submit(_write, folder, states, self._group)
         if not background:
             self._writing.result()
@@ -80,19 +83,47 @@ class ShardSaver:
             return None
         return self._writing.result()
 
-    def _copied(self, states: Mapping[str, State]) -> Mapping[str, State]:
-        """A copy in host memory, where the next step does not change it. The memory is kept for the next save, pinned
-        where there is a GPU: the first copy is slower."""
-        if self._stager is None:
-            cuda = torch.cuda.is_available()
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-                )
-            )
-        copied = self._stager.stage(dict(states))
-        assert not isinstance(copied, Future)
+
+class HostCopies:
+    """Copies of tensors in host memory, where the next step does not change them. The memory is kept for the next time,
+    pinned for tensors of a GPU: the first copy is slower.
+
+    (torch's ``DefaultStager`` does as much, and in torch 2.11 works once.)
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def take(self, states: Mapping[str, State]) -> dict[str, State]:
+        """The same nested dicts with copies, sharded as the tensors are."""
+        copied = {name: self._copied(name, state) for name, state in states.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return copied
+
+    def _copied(self, name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._copied(f"{name}.{key}", one) for key, one in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensor = value.detach()
+        kept = self._kept.get(name)
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            kept = self._kept[name] = _in_host_memory(tensor)
+        local(kept).copy_(local(tensor), non_blocking=True)
+        return kept
+
+
+def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a copy of a tensor."""
+    copy = torch.empty_like(tensor, device="cpu")
+    part = local(copy)
+    size = part.numel() * part.element_size()
+    if local(tensor).is_cuda and size >= _PINNED_FROM:
+        part.zero_()  # by all threads: the pages come into being sooner than one by one while they are pinned
+        # Not torch's own pinned memory, which is handed out in powers of two.
+        torch.cuda.cudart().cudaHostRegister(part.data_ptr(), size, 0)
+    return copy
 
 
 def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, State]:
@@ -192,7 +223,7 @@ def _local_parts(tree: Any) -> Iterable[torch.Tensor]:
         for value in tree.values():
             yield from _local_parts(value)
     elif isinstance(tree, torch.Tensor):
-        yield tree.to_local() if isinstance(tree, DTensor) else tree
+        yield local(tree)
 
 
 # ---------------------------------------------------------------------- random numbers
