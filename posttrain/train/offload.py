@@ -9,6 +9,8 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from posttrain.train.hostmem import pieces
+
 
 class HostParking:
     """Copies of tensors in host memory (pinned, for a GPU), while the memory that they had on the device is free.
@@ -27,7 +29,7 @@ class HostParking:
         sizes = [storage.nbytes() for storage in self._parked]
         if sizes != [len(host) for host in self._hosts]:
             pinned = any(storage.device.type == "cuda" for storage in self._parked)
-            self._hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+            self._hosts = pieces(sizes, pinned=pinned)
         for storage, host in zip(self._parked, self._hosts, strict=True):
             host.copy_(_bytes(storage), non_blocking=True)
         _wait(self._parked)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -25,13 +25,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from posttrain.errors import RunError
 from posttrain.train.checkpoint import Digest, digest
+from posttrain.train.hostmem import pieces
 from posttrain.train.optim import dequantized, init_state, is_quantized, local, quantize
 
 _FILES = 4
 """Files of one rank, written at the same time: one thread does not fill a fast disk."""
-
-_PINNED_FROM = 1 << 20
-"""Bytes of the smallest tensor that is copied into pinned memory: smaller ones share pages with others."""
 
 State = dict[str, Any]
 
@@ -71,7 +69,7 @@ class ShardSaver:
         self._writing = self._thread.submit(_write, folder, states, self._group)
         if not background:
             self._writing.result()
-        return sum(part.numel() * part.element_size() for part in _local_parts(states))
+        return sum(local(tensor).numel() * tensor.element_size() for tensor in _tensors(states))
 
     def finish(self) -> dict[str, Digest] | None:
         """The files that this rank has written, by name relative to the folder; None while it is still at it.
@@ -88,42 +86,59 @@ class HostCopies:
     """Copies of tensors in host memory, where the next step does not change them. The memory is kept for the next time,
     pinned for tensors of a GPU: the first copy is slower.
 
-    (torch's ``DefaultStager`` does as much, and in torch 2.11 works once.)
+    (torch's ``DefaultStager`` does as much; in torch 2.11 it works once.)
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []
 
-    def take(self, states: Mapping[str, State]) -> dict[str, State]:
+    def take(self, states: Mapping[str, State]) -> Mapping[str, State]:
         """The same nested dicts with copies, sharded as the tensors are."""
-        copied = {name: self._copied(name, state) for name, state in states.items()}
+        tensors = [tensor.detach() for tensor in _tensors(states)]
+        if [_kind(tensor) for tensor in tensors] != [_kind(copy) for copy in self._kept]:
+            self._kept = _room(tensors)
+        for copy, tensor in zip(self._kept, tensors, strict=True):
+            local(copy).copy_(local(tensor), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        copies = iter(self._kept)
+        copied = _mapped(states, lambda _: next(copies))
+        assert isinstance(copied, dict)
         return copied
 
-    def _copied(self, name: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: self._copied(f"{name}.{key}", one) for key, one in value.items()}
-        if not isinstance(value, torch.Tensor):
-            return value
-        tensor = value.detach()
-        kept = self._kept.get(name)
-        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            kept = self._kept[name] = _in_host_memory(tensor)
-        local(kept).copy_(local(tensor), non_blocking=True)
-        return kept
+
+@torch.no_grad()
+def _room(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors in host memory like these."""
+    sizes = [local(tensor).numel() * tensor.element_size() for tensor in tensors]
+    room = []
+    memory = pieces(sizes, pinned=any(local(tensor).is_cuda for tensor in tensors))
+    for tensor, place in zip(tensors, memory, strict=True):
+        copy = torch.empty_like(tensor, device="cpu")  # of a sharded one this rank's part
+        part = local(copy)
+        part.set_(place.untyped_storage(), place.storage_offset() // tensor.element_size(), part.shape, part.stride())
+        room.append(copy)
+    return room
 
 
-def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a copy of a tensor."""
-    copy = torch.empty_like(tensor, device="cpu")
-    part = local(copy)
-    size = part.numel() * part.element_size()
-    if local(tensor).is_cuda and size >= _PINNED_FROM:
-        part.zero_()  # by all threads: the pages come into being sooner than one by one while they are pinned
-        # Not torch's own pinned memory, which is handed out in powers of two.
-        torch.cuda.cudart().cudaHostRegister(part.data_ptr(), size, 0)
-    return copy
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.Size, torch.dtype]:
+    return tensor.shape, local(tensor).shape, tensor.dtype
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """All in nested dicts."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, torch.Tensor):
+        yield tree
+
+
+def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nested dicts with each tensor changed."""
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    return change(tree) if isinstance(tree, torch.Tensor) else tree
 
 
 def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, State]:
@@ -215,15 +230,6 @@ def not_written(folder: Path, error: BaseException) -> RunError:
         f"the checkpoint {folder} could not be written: {type(error).__name__}: {error}",
         hint="is the disk full or gone? the checkpoint before is whole",
     )
-
-
-def _local_parts(tree: Any) -> Iterable[torch.Tensor]:
-    """This rank's parts of the tensors in nested dicts."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _local_parts(value)
-    elif isinstance(tree, torch.Tensor):
-        yield local(tree)
 
 
 # ---------------------------------------------------------------------- random numbers
