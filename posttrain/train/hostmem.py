@@ -9,8 +9,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-_CHUNK = 4 << 30
-"""Bytes that are pinned at once."""
 _ALIGNED = 64
 """Bytes of which the address of a tensor is a multiple."""
 
@@ -35,11 +33,10 @@ def host_memory(size: int, *, pinned: bool) -> Tensor:
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         memory.zero_()
-        for start in range(0, size, _CHUNK):
-            part = memory[start : start + _CHUNK]
-            error = torch.cuda.cudart().cudaHostRegister(part.data_ptr(), len(part), 0)
-            if int(error) != 0:
-                raise RuntimeError(f"{size / 2**30:.3g} GiB of host memory cannot be pinned: {error}")
+        # In one piece: a copy must not cross from one into another.
+        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
+        if int(error) != 0:
+            raise RuntimeError(f"{size / 2**30:.3g} GiB of host memory cannot be pinned: {error}")
     return memory
 
 
