@@ -19,6 +19,7 @@ from posttrain.runs import RunDir, StopSignal
 from posttrain.saving import Saves, check_room
 from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
+from posttrain.train.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
@@ -118,6 +119,17 @@ class TrainingRun:
             self.tracker.note(f"warning: {warning}")
         for change in self.folder.changes:
             self.tracker.note(f"config: {change}")
+        found = self._find_checkpoint()
+        self.step = found.step if found else 0
+        self.saves.resumed(self.step)
+        if found is not None:
+            await self._load(found, models)
+        if self.cfg.checkpoint.background:
+            for group in models.values():
+                await group.prepare_save()
+        return None if found is None else found.read("loader.json")
+
+    def _find_checkpoint(self) -> Checkpoint | None:
         found = self.folder.start
         if self.folder.resumed:
             own, problems = checkpoint.newest(self.folder.checkpoints)
@@ -125,12 +137,11 @@ class TrainingRun:
                 self.tracker.note(f"warning: {problem}")
             found = own or found
             self.tracker.rewind(found.step if found else 0)
-        self.step = found.step if found else 0
-        self.saves.resumed(self.step)
-        if found is None:
-            if self.folder.resumed:
+            if found is None:
                 self.tracker.note("resuming from the start: no checkpoint yet")
-            return None
+        return found
+
+    async def _load(self, found: Checkpoint, models: Mapping[str, TrainerGroup]) -> None:
         for name in models:
             if not (found.path / name).is_dir():
                 raise ConfigError(
@@ -142,7 +153,6 @@ class TrainingRun:
         self.skipped_steps = int(meta["skipped_steps"])
         self.early_stop.restore(meta["early_stop"])
         self.tracker.note(f"resuming after step {found.step} from {found.path}")
-        return found.read("loader.json")
 
     def describe(self, actor: TrainerGroup) -> None:
         """Tell what is trained, and how."""

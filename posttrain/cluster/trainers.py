@@ -164,6 +164,10 @@ class TrainerGroup:
         ref = getattr(self.actors[0], method).remote(*args)
         return (await gather([ref], self.names[:1], method, self.deadline_s))[0]
 
+    async def prepare_save(self) -> None:
+        """Tell all workers that they will save in the background."""
+        await self.call("prepare_save")
+
     async def save(self, folder: str, *, background: bool = False) -> None:
         """Write all shards into ``folder``, or in the ``background`` begin to; see ``TrainWorker.save``."""
         await self.call("save", [(folder, background)] * len(self.actors))

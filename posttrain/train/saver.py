@@ -6,10 +6,12 @@ writes what over a gloo group of their own, so that collectives of training may 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from posttrain.errors import RunError
-from posttrain.train.checkpoint import Digest, digest
+from posttrain.train.checkpoint import Digest
 from posttrain.train.hostmem import pieces
 from posttrain.train.optim import dequantized, init_state, is_quantized, local, quantize
 
 _FILES = 4
 """Files of one rank, written at the same time: one thread does not fill a fast disk."""
+
+_SYNCED = 256 << 20
+"""Bytes after which a file is brought to the disk: left to itself the system begins late, and stops others then."""
 
 State = dict[str, Any]
 
@@ -47,6 +52,11 @@ class ShardSaver:
         self._group: dist.ProcessGroup | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._writing: Future[dict[str, Digest]] | None = None
+        self._preparing: Future[None] | None = None
+
+    def prepare(self, states: Mapping[str, State]) -> None:
+        """Begin to make host memory for copies of tensors like these, which takes longer than the copy."""
+        self._preparing = self._thread.submit(self._copies.prepare, states)
 
     def start(self, folder: Path, states: Mapping[str, State], *, background: bool) -> int:
         """Write each of ``states`` into the folder of its name in ``folder``. A collective.
@@ -62,8 +72,9 @@ class ShardSaver:
         """
         if dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._deadline)
-        if self._writing is not None:
-            self._writing.exception()  # its memory is used again
+        for before in (self._preparing, self._writing):
+            if before is not None:
+                before.exception()  # waits: its memory is used again
         if background:
             states = self._copies.take(states)
         self._writing = self._thread.submit(_write, folder, states, self._group)
@@ -92,11 +103,16 @@ class HostCopies:
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
 
-    def take(self, states: Mapping[str, State]) -> Mapping[str, State]:
-        """The same nested dicts with copies, sharded as the tensors are."""
-        tensors = [tensor.detach() for tensor in _tensors(states)]
+    def prepare(self, states: Mapping[str, State]) -> None:
+        """Make memory for copies of these, if there is none yet."""
+        tensors = list(_tensors(states))
         if [_kind(tensor) for tensor in tensors] != [_kind(copy) for copy in self._kept]:
             self._kept = _room(tensors)
+
+    def take(self, states: Mapping[str, State]) -> Mapping[str, State]:
+        """The same nested dicts with copies, sharded as the tensors are."""
+        self.prepare(states)
+        tensors = [tensor.detach() for tensor in _tensors(states)]
         for copy, tensor in zip(self._kept, tensors, strict=True):
             local(copy).copy_(local(tensor), non_blocking=True)
         if torch.cuda.is_available():
@@ -193,8 +209,61 @@ def _plain(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, tor
 # ---------------------------------------------------------------------- files
 
 
+class _Files(FileSystem):
+    """Plain files whose digests are known when they are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: dict[Path, Digest] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        with super().create_stream(path, mode) as file:
+            if mode != "wb":
+                yield file
+                return
+            stream = _Stream(file)
+            yield stream
+            self.digests[Path(path)] = {"bytes": stream.size, "sha256": stream.hash.hexdigest()}
+
+
+class _Stream:
+    """A file that is hashed while it is written from its beginning to its end, and that goes to the disk meanwhile."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.size = self._on_disk = 0
+        self.hash = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        written = int(self._file.write(data))
+        self.hash.update(data)
+        self.size += written
+        if self.size - self._on_disk >= _SYNCED:
+            self._file.flush()
+            os.fdatasync(self._file.fileno())
+            self._on_disk = self.size
+        return written
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _Writer(FileSystemWriter):
     """torch's writer, whose threads keep what went wrong in them to themselves: a full disk would go unnoticed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, thread_count=_FILES)
+        self.fs: _Files = _Files()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         done = super().write_data(plan, planner)
@@ -208,18 +277,20 @@ class _Writer(FileSystemWriter):
 
 
 def _write(folder: Path, states: Mapping[str, State], group: dist.ProcessGroup | None) -> dict[str, Digest]:
-    rank = dist.get_rank(group) if group is not None else 0
+    digests: dict[str, Digest] = {}
     try:
         for name, state in states.items():
+            writer = _Writer(folder / name)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                save(state, storage_writer=_Writer(folder / name, thread_count=_FILES), process_group=group)
+                save(state, storage_writer=writer, process_group=group)
+            # Not of what is renamed afterwards.
+            shards = ((file, found) for file, found in writer.fs.digests.items() if file.suffix == ".distcp")
+            digests |= {str(file.relative_to(folder)): found for file, found in shards}
     except CheckpointException as error:
         (first, _), *_ = error.failures.values()
         raise not_written(folder, first) from error
-    written = [file for name in states for file in sorted((folder / name).glob(f"__{rank}_*.distcp"))]
-    with ThreadPoolExecutor(_FILES) as pool:
-        return dict(zip((str(f.relative_to(folder)) for f in written), pool.map(digest, written), strict=True))
+    return digests
 
 
 def not_written(folder: Path, error: BaseException) -> RunError:

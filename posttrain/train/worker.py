@@ -353,6 +353,11 @@ class TrainWorker:
 
     # ------------------------------------------------------------------ checkpoints
 
+    def prepare_save(self) -> None:
+        """Begin to make host memory for the copy of a save in the background, where that takes long."""
+        if self.spec.device == "cuda":
+            self.saver.prepare(saver.shards_of(self.lm.model, self.optimizer, self.step))
+
     def save(self, folder: str, background: bool) -> None:
         """Begin to write this rank's shards of model and optimizer into ``folder/{model,optim}``, and the state of its
         random number generators into ``folder/random``. A collective.
