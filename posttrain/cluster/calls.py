@@ -148,14 +148,15 @@ def _finding(peers: Sequence[Peer], found: Look | None) -> str:
         return "" if peers[0].actor is None else f"{', '.join(peer.name for peer in peers)}: no process came up"
     who = ", ".join(f"{peer.name} (process {peer.process.pid})" for peer in peers if peer.process)
     if found is None:
-        return f"{who}: node {process.node} does not answer; the log there is {process.log}"
+        return f"{who}: node {process.node} does not answer"
     if found.ended:
-        return f"{who} has ended"
+        return f"{who}: ended"
     if found.stopped:
-        return f"{who} is stopped, by SIGSTOP or a debugger"
+        return f"{who}: stopped, by SIGSTOP or a debugger"
+    state = "at work" if found.works else "waiting"
     if not found.stack:
-        return f"{who} {'works' if found.works else 'waits'}, and does not show where"
-    return f"{who} {'works' if found.works else 'waits'} here, innermost call first:\n{_indented(found.stack)}"
+        return f"{who}: {state}, and does not show where"
+    return f"{who}: {state} here, innermost call first:\n{_indented(found.stack)}"
 
 
 def _log(peer: Peer, found: Look | None) -> str:

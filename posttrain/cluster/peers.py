@@ -32,7 +32,8 @@ _WORKS = 0.1
 """Share of one CPU that a process uses which works."""
 _LOG_LINES = 15
 _LOG_BYTES = 16384
-_FRAMES = 12
+_FRAMES = 10
+"""Calls that are shown of a thread, besides our own."""
 _THREADS = 3
 
 
@@ -46,11 +47,13 @@ class Process:
     """Seconds since 1970. Another process with its number has another."""
     log: str | None
     """The file that its stderr goes to."""
+    stacks: int
+    """Number of the open file into which it writes where its threads are, at SIGUSR1."""
     oom_kills: int
     """How many processes the kernel there had ended for lack of memory until now."""
 
     @classmethod
-    def current(cls) -> Process:
+    def current(cls, stacks: int) -> Process:
         """This one."""
         stderr = os.readlink("/proc/self/fd/2")
         return cls(
@@ -58,6 +61,7 @@ class Process:
             os.getpid(),
             psutil.Process().create_time(),
             stderr if os.path.isfile(stderr) else None,
+            stacks,
             _oom_kills(),
         )
 
@@ -92,8 +96,9 @@ class Supervised:
 
     def __init__(self) -> None:
         # Written by a handler in C, which waits for nothing that Python may be stuck in. Ray leaves the signal alone.
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
-        self._process = Process.current()
+        stacks = os.memfd_create("stacks")
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        self._process = Process.current(stacks)
 
     @ray.method(concurrency_group=PULSE)
     def pulse(self) -> Process:
@@ -138,9 +143,7 @@ class Peer:
                 heard, pulse = time.monotonic(), self.actor.pulse.remote().future()
             elif time.monotonic() - heard > self.silence_s - look_s:
                 found = await self.look(within_s=look_s)
-                left = heard + self.silence_s - time.monotonic()
-                if left > 0 and not pulse.done():
-                    await asyncio.wait([asyncio.wrap_future(pulse)], timeout=left)
+                await asyncio.sleep(max(0.0, heard + self.silence_s - time.monotonic()))
                 if found is not None and found.works:
                     heard = time.monotonic()
                 elif not pulse.done():
@@ -208,21 +211,20 @@ def examine(process: Process, ask: bool) -> Look:
         return Look(stopped=True, log=tail, oom_kills=memory)
     if not ask:
         return Look(log=tail, oom_kills=memory)
-    size = log.stat().st_size if log and log.is_file() else 0
+    stacks = Path(f"/proc/{process.pid}/fd/{process.stacks}")
     try:
-        before = sum(found.cpu_times()[:2])
+        before, size = sum(found.cpu_times()[:2]), stacks.stat().st_size
         _signal(found, signal.SIGUSR1)
         time.sleep(_STACK_S)
         works = sum(found.cpu_times()[:2]) - before > _WORKS * _STACK_S
-    except psutil.NoSuchProcess:
+        stack = stack_in(_from(stacks, size))
+    except (psutil.NoSuchProcess, FileNotFoundError):
         return Look(ended=True, log=tail, oom_kills=memory)
-    return Look(works=works, stack=stack_in(_from(log, size)) if log else (), log=tail, oom_kills=memory)
+    return Look(works=works, stack=stack, log=tail, oom_kills=memory)
 
 
 def _from(path: Path, start: int) -> str:
-    """The text of a file from a byte on; empty if there is no such file."""
-    if not path.is_file():
-        return ""
+    """The text of a file from a byte on."""
     with path.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")
@@ -230,8 +232,9 @@ def _from(path: Path, start: int) -> str:
 
 def tail_of(path: Path) -> tuple[str, ...]:
     """The last lines of a worker's log, without the marks that Ray writes into it."""
-    size = path.stat().st_size if path.is_file() else 0
-    lines = _from(path, max(0, size - _LOG_BYTES)).splitlines()
+    if not path.is_file():
+        return ()
+    lines = _from(path, max(0, path.stat().st_size - _LOG_BYTES)).splitlines()
     marks = (":job_id:", ":actor_name:", ":task_name:")
     return tuple(line[:200] for line in lines if line.strip() and not line.startswith(marks))[-_LOG_LINES:]
 
@@ -250,8 +253,8 @@ def stack_in(dump: str) -> tuple[str, ...]:
         if all(_IDLE.search(path) for path in paths):
             continue
         calls = zip(paths, frames, strict=True)
-        ours = [f"{path}:{line} in {name}" for path, (_, line, name) in calls if not path.startswith("ray/")]
-        threads.append(ours[:_FRAMES])
+        shown = [f"{path}:{line} in {name}" for path, (_, line, name) in calls if not path.startswith("ray/")]
+        threads.append(shown[:_FRAMES] + [call for call in shown[_FRAMES:] if "posttrain/" in call])
     threads.sort(key=lambda calls: not any("posttrain/" in call for call in calls))
     return tuple("\n\n".join("\n".join(calls) for calls in threads[:_THREADS]).splitlines())
 
