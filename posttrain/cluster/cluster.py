@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from posttrain.config import Config, RewardModelConfig, TrainConfig
-from posttrain.errors import ConfigError, RunError
+from posttrain.errors import ConfigError, DeadlineError, RunError
 from posttrain.models.load import ModelSource
 from posttrain.rollout.base import EngineSpec
 from posttrain.train.spec import WorkerSpec
@@ -31,7 +31,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.cluster.calls import gather
+from posttrain.cluster.peers import Peer, actor_class
 from posttrain.cluster.rewards import RemoteRewardModel, RewardActor, RewardModelSpec
+from posttrain.cluster.room import check_total, no_room
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 from posttrain.cluster.trainers import TrainActor, TrainerGroup
 
@@ -102,7 +104,7 @@ class Cluster:
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
-        self.actors: list[Any] = []
+        self.peers: list[Peer] = []
         self._samplers: dict[int, RemoteSampler] = {}
         self.groups: dict[str, PlacementGroup] = {}
         self._gpus: dict[str, list[tuple[str, str]]] = {}
@@ -128,9 +130,10 @@ class Cluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        for actor in self.actors:
+        for peer in self.peers:
             with contextlib.suppress(Exception):  # it may be dead already, which is what we want
-                ray.kill(actor)
+                ray.kill(peer.actor)
+        await asyncio.gather(*(peer.end() for peer in self.peers if peer.missed), return_exceptions=True)
         for group in self.groups.values():
             remove_placement_group(group)
         if self.owns_ray:
@@ -178,12 +181,11 @@ class Cluster:
             threads=_threads(world_size),
         )
         options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]
-        remote = ray.remote(TrainActor)
+        remote = actor_class(TrainActor)
         actors = [remote.options(**o).remote(spec, rank, world_size, cfg.plugins) for rank, o in enumerate(options)]
-        self.actors += actors
         group = TrainerGroup(
             role,
-            actors,
+            [self._peer(f"{role} worker {rank}", actor) for rank, actor in enumerate(actors)],
             cfg.cluster.step_deadline_s,
             cfg.train.tokens_per_microbatch,
             cfg.train.sequences_per_microbatch,
@@ -220,22 +222,18 @@ class Cluster:
             sleeps=cfg.rollout.sleep,
         )
         if (dead := self._samplers.pop(index, None)) is not None:
-            dead.kill()  # one that only hangs would hold its memory
+            await dead.peer.end()  # one that only hangs would hold its memory
         ranks = cfg.rollout.tensor_parallel
         pool = "trainers" if cfg.cluster.placement == "colocated" and "trainers" in self.groups else "samplers"
         options, places = await self._engine_options(pool, count, ranks, index)
-        actor = ray.remote(SamplerActor).options(**options).remote(spec, cfg.plugins)
-        self.actors.append(actor)
-        deadlines = cfg.cluster
+        actor = actor_class(SamplerActor).options(**options).remote(spec, cfg.plugins)
         sampler = RemoteSampler(
-            actor,
-            f"sampler {index}",
-            deadline_s=deadlines.step_deadline_s,
-            silence_s=deadlines.silence_deadline_s,
+            self._peer(f"sampler {index}", actor),
+            deadline_s=cfg.cluster.step_deadline_s,
             ranks=ranks,
             trainers=places if pool == "trainers" else (),
         )
-        await sampler.start(deadlines.start_deadline_s)
+        await sampler.start(cfg.cluster.start_deadline_s)
         self._samplers[index] = sampler
         return sampler
 
@@ -254,11 +252,16 @@ class Cluster:
         shared = ("trainers", "samplers") if self.cfg.cluster.placement == "colocated" else ("samplers",)
         pool = next((name for name in shared if name in self.groups), "rewards")
         options = await self._options(pool, 1, -1)
-        actor = ray.remote(RewardActor).options(**options).remote(spec, self.cfg.plugins)
-        self.actors.append(actor)
-        model = RemoteRewardModel(actor, self.cfg.cluster.step_deadline_s)
+        actor = actor_class(RewardActor).options(**options).remote(spec, self.cfg.plugins)
+        model = RemoteRewardModel(self._peer("reward model", actor), self.cfg.cluster.step_deadline_s)
         await model.start(self.cfg.cluster.start_deadline_s)
         return model
+
+    def _peer(self, name: str, actor: Any) -> Peer:
+        """An actor of this run, which ends with it."""
+        peer = Peer(name, actor, self.cfg.cluster.silence_deadline_s)
+        self.peers.append(peer)
+        return peer
 
     async def _engine_options(
         self, pool: str, count: int, ranks: int, index: int
@@ -298,7 +301,7 @@ class Cluster:
         for of_place in options:
             of_place.pop("max_restarts")  # of actors only
         refs = [ray.remote(find).options(**of_place).remote() for of_place in options]
-        what = [f"place {place} of {pool}" for place in range(count)]
+        what = [Peer(f"place {place} of {pool}") for place in range(count)]
         found: list[tuple[str, str]] = await gather(refs, what, "placement", self.cfg.cluster.start_deadline_s)
         return found
 
@@ -308,10 +311,7 @@ class Cluster:
         if self.device == "cpu":
             return options
         if pool not in self.groups:
-            bundles = [{"GPU": 1.0, "CPU": 1.0}] * count
-            self.groups[pool] = placement_group(bundles)
-            what = f"{count} GPUs for {pool}"
-            await gather([self.groups[pool].ready()], [what], "placement", self.cfg.cluster.start_deadline_s)
+            await self._reserve(pool, count)
         group = self.groups[pool]
         bundle = index % len(group.bundle_specs)
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
@@ -321,6 +321,16 @@ class Cluster:
             "scheduling_strategy": strategy,
             "runtime_env": {"env_vars": env},
         }
+
+    async def _reserve(self, pool: str, count: int) -> None:
+        """Places for so many processes, one GPU each. Raises ``ConfigError`` or ``DeadlineError``."""
+        check_total(count, pool, held=sum(len(group.bundle_specs) for group in self.groups.values()))
+        deadline_s = self.cfg.cluster.start_deadline_s
+        group = self.groups[pool] = placement_group([{"GPU": 1.0, "CPU": 1.0}] * count)
+        try:
+            await gather([group.ready()], [Peer(f"{count} GPUs for {pool}")], "placement", deadline_s)
+        except DeadlineError:
+            raise no_room(count, pool, deadline_s) from None
 
 
 def _on_one_node(nodes: Sequence[str], ranks: int) -> list[list[int]]:

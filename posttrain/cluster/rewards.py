@@ -9,7 +9,8 @@ from typing import Any
 import ray
 import torch
 
-from posttrain.cluster.calls import gather
+from posttrain.cluster.calls import gather, meet
+from posttrain.cluster.peers import Peer, Supervised
 from posttrain.models.reward import RewardModel
 from posttrain.registry import load_plugins
 from posttrain.types import Message, Score, Trajectory
@@ -31,10 +32,11 @@ class RewardModelSpec:
     """CPU threads of the process; 0: torch's default."""
 
 
-class RewardActor:
+class RewardActor(Supervised):
     """Owns one ``RewardModel``. ``Cluster`` makes it a Ray actor."""
 
     def __init__(self, spec: RewardModelSpec, plugins: list[str]) -> None:
+        super().__init__()
         load_plugins(plugins)
         if spec.threads:
             torch.set_num_threads(spec.threads)
@@ -64,12 +66,14 @@ class RemoteRewardModel:
 
     name = "model"
 
-    def __init__(self, actor: Any, deadline_s: float) -> None:
-        self.actor = actor
+    def __init__(self, peer: Peer, deadline_s: float) -> None:
+        self.peer = peer
+        self.actor = peer.actor
         self.deadline_s = deadline_s
 
     async def start(self, deadline_s: float) -> None:
         """Load the model. Raises ``ModelError``, ``ConfigError``, ``WorkerError`` or ``DeadlineError``."""
+        await meet([self.peer], deadline_s)
         await self._call("start", deadline_s)
 
     async def score(self, episodes: Sequence[Trajectory]) -> list[Score]:
@@ -89,4 +93,4 @@ class RemoteRewardModel:
         ray.kill(self.actor)
 
     async def _call(self, method: str, deadline_s: float, *args: Any) -> Any:
-        return (await gather([getattr(self.actor, method).remote(*args)], ["reward model"], method, deadline_s))[0]
+        return (await gather([getattr(self.actor, method).remote(*args)], [self.peer], method, deadline_s))[0]

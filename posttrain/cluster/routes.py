@@ -72,7 +72,7 @@ class ThroughTheHost(Route):
         return ["host", *[None] * (len(self.actor.actors) - 1)]
 
     async def read(self, slot: int, buckets: Sequence[Bucket], readers: Readers) -> None:
-        elsewhere = {sampler for sampler in self.samplers if sampler.process[0] != self.actor.node}
+        elsewhere = {sampler for sampler in self.samplers if sampler.process.node != self.actor.node}
         data = await self.actor.put_bucket(buckets[0]) if elsewhere else None
 
         async def load(sampler: RemoteSampler) -> None:

@@ -7,9 +7,7 @@ trip of its own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
-import ray
 
-from posttrain.cluster.calls import gather
+from posttrain.cluster.calls import gather, meet
+from posttrain.cluster.peers import Peer, Process, Supervised
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models.buckets import Bucket
 from posttrain.registry import load_plugins
@@ -34,14 +31,13 @@ _HEARTBEAT_S = 5.0
 
 Request = tuple[int, npt.NDArray[np.int32], SamplingParams]
 Answer = tuple[int, Sample | PosttrainError]
-ProcessOf = tuple[str, int, float]
-"""(node, process id, when it was created)"""
 
 
-class SamplerActor:
+class SamplerActor(Supervised):
     """Owns one engine. ``Cluster`` makes it a Ray actor, an async one: calls interleave on its event loop."""
 
     def __init__(self, spec: EngineSpec, plugins: list[str]) -> None:
+        super().__init__()
         load_plugins(plugins)
         self.spec = spec
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -51,11 +47,10 @@ class SamplerActor:
         """Answers before these, which it has."""
         self.answered = asyncio.Event()
 
-    async def start(self) -> ProcessOf:
+    async def start(self) -> None:
         """Load the engine."""
         self.loop = asyncio.get_running_loop()  # for whoever runs code here by __ray_call__, in another thread
         self.engine = await open_engine(self.spec)
-        return ray.get_runtime_context().get_node_id(), os.getpid(), psutil.Process().create_time()
 
     async def submit(self, requests: Sequence[Request]) -> None:
         for request_id, ids, params in requests:
@@ -131,18 +126,16 @@ class RemoteSampler:
 
     def __init__(
         self,
-        actor: Any,
-        name: str,
+        peer: Peer,
         *,
         deadline_s: float,
-        silence_s: float,
         ranks: int = 1,
         trainers: Sequence[int] = (),
     ) -> None:
-        self.actor = actor
-        self.name = name
+        self.peer = peer
+        self.actor = peer.actor
+        self.name = peer.name
         self.deadline_s = deadline_s
-        self.silence_s = silence_s
         self.ids = itertools.count()
         self.waiting: dict[int, asyncio.Future[Sample]] = {}
         self.outbox: list[Request] = []
@@ -152,22 +145,15 @@ class RemoteSampler:
         self.ranks, self.trainers = ranks, trainers
 
     async def start(self, deadline_s: float) -> None:
-        self.process: ProcessOf = await self._call("start", deadline_s)
+        """Load the engine. Raises ``ModelError``, ``ConfigError``, ``WorkerError`` or ``DeadlineError``."""
+        await meet([self.peer], deadline_s)
+        await self._call("start", deadline_s)
 
-    def kill(self) -> None:
-        """End the process and those that its engine started. One that is stopped or stuck in the kernel does not hear
-        Ray."""
-        node, pid, created = self.process
-        doomed = []
-        if node == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                if process.create_time() == created:  # else it has ended, and another has its number
-                    doomed = [process, *process.children(recursive=True)]
-        ray.kill(self.actor)
-        for process in doomed:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+    @property
+    def process(self) -> Process:
+        """Where it runs. It has been started."""
+        assert self.peer.process is not None
+        return self.peer.process
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
         loop = asyncio.get_running_loop()
@@ -199,7 +185,7 @@ class RemoteSampler:
         try:
             while self.waiting:
                 ref = self.actor.collect.remote(self.received)
-                (answers,) = await gather([ref], [self.name], "generation", self.silence_s)
+                (answers,) = await gather([ref], [self.peer], "generation", self.peer.silence_s)
                 self.received += len(answers)
                 for request_id, answer in answers:
                     future = self.waiting.pop(request_id, None)
@@ -240,4 +226,4 @@ class RemoteSampler:
         await self._call("close", 20.0)
 
     async def _call(self, method: str, deadline_s: float, *args: Any) -> Any:
-        return (await gather([getattr(self.actor, method).remote(*args)], [self.name], method, deadline_s))[0]
+        return (await gather([getattr(self.actor, method).remote(*args)], [self.peer], method, deadline_s))[0]

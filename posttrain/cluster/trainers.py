@@ -11,7 +11,8 @@ import ray
 import torch
 from torch import Tensor
 
-from posttrain.cluster.calls import gather
+from posttrain.cluster.calls import gather, meet
+from posttrain.cluster.peers import Peer, Supervised
 from posttrain.data.pack import PackedBatch, Placement, place
 from posttrain.models.buckets import Bucket, Where, mapped
 from posttrain.registry import load_plugins
@@ -23,11 +24,12 @@ _SAME = {"grad_norm", "lr", "skipped"}
 _LARGEST = {"seconds", "memory_gib"}
 
 
-class TrainActor:
+class TrainActor(Supervised):
     """A ``TrainWorker`` in a process of its own. ``Cluster`` makes it a Ray actor. The driver, which needs this class
     to do so, is spared the imports of what trains."""
 
     def __init__(self, spec: WorkerSpec, rank: int, world_size: int, plugins: list[str]) -> None:
+        super().__init__()
         from posttrain.train.worker import TrainWorker
 
         load_plugins(plugins)
@@ -44,10 +46,6 @@ class TrainActor:
             probe.bind(("", 0))
             return ip, probe.getsockname()[1]
 
-    def node(self) -> str:
-        """Where this worker runs."""
-        return str(ray.get_runtime_context().get_node_id())
-
     def put_bucket(self, bucket: Bucket) -> ray.ObjectRef[Any]:
         """The bytes of a bucket in host memory, for other nodes."""
         assert bucket.path is not None
@@ -59,7 +57,7 @@ class TrainerGroup:
     """The driver's handle on one model's workers (actor, critic, reference, teacher)."""
 
     role: str
-    actors: list[Any]
+    peers: list[Peer]
     deadline_s: float
     tokens_per_microbatch: int
     sequences_per_microbatch: int | None = None
@@ -69,12 +67,17 @@ class TrainerGroup:
     """What rank 0 told: ``parameters``, how many of them are ``trained``, ``checkpoint_bytes`` on disk, ``device``,
     ``attention``, ``peak_flops`` of the device (None: not known)."""
 
-    node: str = ""
-    """Of rank 0."""
+    @property
+    def actors(self) -> list[Any]:
+        """Handles of the workers, by rank."""
+        return [peer.actor for peer in self.peers]
 
     @property
-    def names(self) -> list[str]:
-        return [f"{self.role} worker {rank}" for rank in range(len(self.actors))]
+    def node(self) -> str:
+        """Of rank 0."""
+        first = self.peers[0].process
+        assert first is not None
+        return first.node
 
     def describe(self) -> str:
         """One line about the model and what computes it."""
@@ -83,16 +86,17 @@ class TrainerGroup:
         return f"{total:,} parameters{share} on {self.facts['device']}, attention: {self.facts['attention']}"
 
     async def start(self, deadline_s: float) -> None:
-        address, port = (await gather([self.actors[0].address.remote()], self.names[:1], "start", deadline_s))[0]
+        await meet(self.peers, deadline_s)
+        first = [self.actors[0].address.remote()]
+        address, port = (await gather(first, self.peers[:1], "start", deadline_s))[0]
         refs = [a.call.remote("setup", address, port, self.deadline_s) for a in self.actors]
-        self.facts = (await gather(refs, self.names, "start (load and shard the model)", deadline_s))[0]
-        self.node = await self._first("node")
+        self.facts = (await gather(refs, self.peers, "start (load and shard the model)", deadline_s))[0]
 
     async def call(self, method: str, per_worker: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Call a method on every worker, each with its own arguments."""
-        arguments = per_worker or [()] * len(self.actors)
+        arguments = per_worker or [()] * len(self.peers)
         refs = [a.call.remote(method, *args) for a, args in zip(self.actors, arguments, strict=True)]
-        return await gather(refs, self.names, method, self.deadline_s)
+        return await gather(refs, self.peers, method, self.deadline_s)
 
     async def logprobs(self, batch: PackedBatch, *, adapter: bool = True, temperature: float | None = None) -> Tensor:
         """[T] log-probabilities under the current weights, or without the ``adapter`` of a LoRA run under its base's,
@@ -132,7 +136,7 @@ class TrainerGroup:
 
     async def stop_profile(self, folder: str, step: int) -> None:
         """Write the traces, one a rank; see ``TrainWorker.stop_profile``."""
-        await self.call("stop_profile", [(folder, step)] * len(self.actors))
+        await self.call("stop_profile", [(folder, step)] * len(self.peers))
 
     async def open_outlet(self, where: Sequence[Where | None]) -> None:
         """Begin to hand out the full weights; see ``TrainWorker.open_outlet``, and ``sync``.
@@ -144,7 +148,7 @@ class TrainerGroup:
 
     async def next_bucket(self, slot: int) -> list[Bucket] | None:
         """The next bucket of every rank, in place ``slot`` of two, which nobody reads any more; None: that was all."""
-        found: list[Bucket | None] = await self.call("next_bucket", [(slot,)] * len(self.actors))
+        found: list[Bucket | None] = await self.call("next_bucket", [(slot,)] * len(self.peers))
         return None if found[0] is None else [bucket for bucket in found if bucket is not None]
 
     async def close_outlet(self) -> float:
@@ -162,7 +166,7 @@ class TrainerGroup:
     async def _first(self, method: str, *args: Any) -> Any:
         """Call the actor of rank 0."""
         ref = getattr(self.actors[0], method).remote(*args)
-        return (await gather([ref], self.names[:1], method, self.deadline_s))[0]
+        return (await gather([ref], self.peers[:1], method, self.deadline_s))[0]
 
     async def prepare_save(self) -> None:
         """Tell all workers that they will save in the background."""
@@ -170,7 +174,7 @@ class TrainerGroup:
 
     async def save(self, folder: str, *, background: bool = False) -> None:
         """Write all shards into ``folder``, or in the ``background`` begin to; see ``TrainWorker.save``."""
-        await self.call("save", [(folder, background)] * len(self.actors))
+        await self.call("save", [(folder, background)] * len(self.peers))
 
     async def saved(self) -> dict[str, Any] | None:
         """Name in the folder -> digest of the files that workers have written; None while one still writes."""
@@ -178,7 +182,7 @@ class TrainerGroup:
         return None if None in files else {name: digest for of_worker in files for name, digest in of_worker.items()}
 
     async def load(self, folder: str) -> None:
-        await self.call("load", [(folder,)] * len(self.actors))
+        await self.call("load", [(folder,)] * len(self.peers))
 
     async def offload(self) -> None:
         await self.call("offload")
@@ -196,7 +200,7 @@ class TrainerGroup:
     def _place(self, batch: PackedBatch) -> Placement:
         return place(
             batch.lengths,
-            ranks=len(self.actors) // self.sequence_parallel,
+            ranks=len(self.peers) // self.sequence_parallel,
             token_budget=self.tokens_per_microbatch,
             sequence_limit=self.sequences_per_microbatch,
         )

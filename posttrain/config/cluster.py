@@ -25,7 +25,8 @@ class ClusterConfig(Section):
     step_deadline_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """Longest wait for one call to a worker."""
     silence_deadline_s: Annotated[float, Field(ge=10.0)] = 60.0
-    """A sampler at work that has said nothing for this long is taken for dead. It says something every few seconds."""
+    """A process that is waited for and has said nothing for this long is taken for dead: stopped, or stuck. While it
+    works, it says something every few seconds."""
     sampler_restarts: Annotated[int, Field(ge=0)] = 3
     """A sampler that dies is started again at the current weights, at most so many times a run; its episodes go on at
     another meanwhile, or wait."""

@@ -181,7 +181,7 @@ def test_a_server_that_is_not_ray_is_given_up_in_time(arith: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_on_a_ray_cluster_that_is_there_already(arith: Path, tmp_path: Path) -> None:
+def test_two_runs_at_once_on_a_ray_cluster_that_is_there_already(arith: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
@@ -199,16 +199,24 @@ def test_a_run_on_a_ray_cluster_that_is_there_already(arith: Path, tmp_path: Pat
         try:
             assert head.stdout is not None
             assert any("Ray runtime started" in line for line in iter(head.stdout.readline, ""))
-            done = subprocess.run(
-                [sys.executable, *command, *(word for text in sets for word in ("--set", text))],
-                cwd=arith,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=2 * MINUTE,
-            )
-            assert done.returncode == 0, done.stderr[-2000:]
-            assert "step 2/2" in done.stderr
+            runs = [
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        *command,
+                        *(word for text in (*sets, f"run.name={name}") for word in ("--set", text)),
+                    ],
+                    cwd=arith,
+                    env=environment,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for name in ("one", "other")
+            ]
+            for run in runs:
+                _, shown = run.communicate(timeout=3 * MINUTE)
+                assert run.returncode == 0, shown[-2000:]
+                assert "step 2/2" in shown
             assert head.poll() is None  # the cluster is not ours to end
         finally:
             head.terminate()

@@ -20,6 +20,7 @@ from posttrain import rl, sft
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.calls import gather
 from posttrain.cluster.cluster import Cluster, local_ray
+from posttrain.cluster.peers import Peer
 from posttrain.cluster.routes import Router
 from posttrain.cluster.samplers import RemoteSampler
 from posttrain.cluster.sync import publish
@@ -452,8 +453,8 @@ def test_weight_sync_is_proven(alone, start, tmp_path):
         params = SamplingParams(8)
         assert {(await s.generate([1, 2, 3], params)).version for s in samplers} == {1}
 
-        stale = Stale(samplers[1].actor, samplers[1].name, deadline_s=60.0, silence_s=60.0)
-        stale.stale, stale.process = old, samplers[1].process
+        stale = Stale(samplers[1].peer, deadline_s=60.0)
+        stale.stale = old
         await group.update(batch, LossSpec())
         with pytest.raises(WeightSyncError, match=r"sampler 1 does not hold weight version 2") as error:
             await publish(group, [samplers[0], stale], router, version=2, **options)
@@ -508,10 +509,10 @@ def test_the_failure_that_explains_the_others_is_reported():
 
     async def outcome(*whats, deadline_s=20.0):
         actors = [Worker.remote() for _ in whats]
-        await gather([a.__ray_ready__.remote() for a in actors], ["a", "b"], "start", 60.0)
+        await gather([a.__ray_ready__.remote() for a in actors], [Peer("a"), Peer("b")], "start", 60.0)
         refs = [a.work.remote(what) for a, what in zip(actors, whats, strict=True)]
         try:
-            await gather(refs, ["worker a", "worker b"], "step 3", deadline_s)
+            await gather(refs, [Peer("worker a"), Peer("worker b")], "step 3", deadline_s)
         except PosttrainError as error:
             return error
         finally:
@@ -520,7 +521,10 @@ def test_the_failure_that_explains_the_others_is_reported():
 
     async def work():
         died = await outcome("raise", "die")
-        assert (type(died), died.message) == (WorkerError, "worker b died during step 3")
+        assert (type(died), died.message) == (
+            WorkerError,
+            "worker b died during step 3: its process was killed or crashed",
+        )
         raised = await outcome("hang", "raise")
         assert isinstance(raised, WorkerError)
         assert raised.message.startswith("worker b failed in step 3: RuntimeError: connection closed by peer")

@@ -281,7 +281,7 @@ async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced
     cluster = request.getfixturevalue(of)
     sampler = await cluster.sampler(SOURCE, [EOS], 0)
     pool = SamplerPool([sampler], lambda index: cluster.sampler(SOURCE, [EOS], index), restarts=1)
-    pid = sampler.process[1]
+    pid = sampler.process.pid
     doomed = [p for p in psutil.Process(pid).children(recursive=True) if name in " ".join([p.name(), *p.cmdline()])]
     assert doomed
     with pool.seat() as seat:

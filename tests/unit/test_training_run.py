@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from posttrain.cluster.peers import Peer
 from posttrain.cluster.trainers import TrainerGroup
 from posttrain.training import EarlyStop, update_speed
 
@@ -15,7 +16,7 @@ def test_speed_counts_all_updates_and_workers() -> None:
         {"seconds": 2.0, "tokens_run": 300.0, "memory_gib": 3.0, "flops": 4.0},
         {"seconds": 6.0, "tokens_run": 500.0, "memory_gib": 2.0, "flops": 8.0},
     ]
-    group = TrainerGroup("actor", [None, None], 1.0, 1, facts={"peak_flops": 4.0})
+    group = TrainerGroup("actor", [Peer("first"), Peer("second")], 1.0, 1, facts={"peak_flops": 4.0})
     speed = update_speed(results, 600, group)
     assert speed == {
         "perf/throughput": 75.0,
