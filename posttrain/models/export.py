@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from posttrain.errors import DataError
-from posttrain.models.classifier import NAMES_IN_SHARDS, build_classifier, classifier_config, is_classifier
+from posttrain.models.classifier import (
+    build_classifier,
+    classifier_config,
+    is_classifier,
+    is_critic_of_verl,
+    names_in_shards,
+)
 from posttrain.models.load import ModelSource, build, load_config, load_generation_config, load_tokenizer
 
 if TYPE_CHECKING:
@@ -52,10 +58,11 @@ def save_whole(source: ModelSource, folder: Path, *, dtype: str = "float32", max
 
     folder.mkdir(parents=True, exist_ok=True)
     kind: torch.dtype = getattr(torch, dtype)
-    scores = is_classifier(load_config(source))
+    config = load_config(source)
+    scores = is_classifier(config) or is_critic_of_verl(config)
     model = (build_classifier if scores else build)(source, dtype=kind)
     model.set_attn_implementation("sdpa")  # ours is registered in our own processes only
-    weights = stream(model, source, dtype=kind, renamed=NAMES_IN_SHARDS if scores else None)
+    weights = stream(model, source, dtype=kind, renamed=names_in_shards(source) if scores else None)
     stored = [(name, tuple(tensor.shape)) for name, tensor in _as_stored(model, model.named_parameters())]
     whole = {
         name: tuple(t.shape) for name, t in revert_weight_conversion(model, dict(model.named_parameters())).items()
