@@ -10,9 +10,8 @@ verl's merger rounds to bfloat16, and so does ours here with `--dtype bfloat16`:
 by bit. Our float32 folder must be the model's own weights, which were written before they were sharded. Exit code 1:
 a difference.
 
-Nothing of verl is patched. It takes a machine without GPU for one with CUDA, so the device mesh is made here as
-``create_device_mesh`` of verl's FSDP workers makes it, of type "cpu", and FSDP1 is told "cpu" where its engine gives the
-GPU's number.
+Nothing of verl is patched. It takes a machine without GPU for one with CUDA, so the device mesh is made here as verl's
+``create_device_mesh`` makes it, of type "cpu", and FSDP1 is told "cpu" where verl's engine gives the GPU's number.
 """
 
 from __future__ import annotations
