@@ -18,7 +18,7 @@ def check_target(repo: str) -> None:
     """
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo)
