@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 import typer
 
 from posttrain import __version__
-from posttrain.config import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
+from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
 from posttrain.errors import ConfigError, Interrupted, PosttrainError
 
 if TYPE_CHECKING:

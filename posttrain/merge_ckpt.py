@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from posttrain import probe
-from posttrain.config import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
+from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
 from posttrain.errors import ConfigError, UserError
 from posttrain.models import hub
 from posttrain.models.export import Check, export, export_adapter

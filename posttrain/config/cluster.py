@@ -8,13 +8,6 @@ from pydantic import Field, model_validator
 
 from posttrain.config.base import PositiveInt, Section
 
-WeightsDtype = Literal["float32", "bfloat16", "float16"]
-
-MERGED_DTYPE: WeightsDtype = "float32"
-"""Of the weights in a folder that transformers loads."""
-MERGED_SHARD_SIZE = "5GB"
-"""Largest file of them."""
-
 
 def tolerance(dtype: str) -> float:
     """Largest mean |log-probability difference| of two programs with the same weights, of which one or both compute in

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.config import MERGED_DTYPE, MERGED_SHARD_SIZE
+from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE
 from posttrain.errors import DataError
 from posttrain.models.classifier import (
     build_classifier,
