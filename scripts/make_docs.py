@@ -180,7 +180,7 @@ def _command(path: str, command: Any) -> str:
 def _usage(param: Any, hint: Any) -> str:
     if param.param_type_name == "argument":
         return f"`{param.name.upper()}`"
-    names = ", ".join(f"`{name}`" for name in param.opts)
+    names = ", ".join(f"`{name}`" for name in [*param.opts, *param.secondary_opts])
     if param.is_flag:
         return names
     literals = [a for a in (hint, *get_args(hint)) if get_origin(a) is Literal]
