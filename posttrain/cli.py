@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 import typer
 
 from posttrain import __version__
+from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
 from posttrain.errors import ConfigError, Interrupted, PosttrainError
 
 if TYPE_CHECKING:
@@ -328,9 +329,21 @@ def merge_ckpt(
     out: Annotated[str, typer.Option(help="Hugging Face folder to write.")],
     adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA run's adapter alone, for peft.")] = False,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of the weights that are written.")
-    ] = "float32",
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+        WeightsDtype | None, typer.Option(help="Type of the weights that are written.", show_default=MERGED_DTYPE)
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Largest safetensors file.", show_default=MERGED_SHARD_SIZE)
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Load the result with transformers, and compare it with the trainer.")
+    ] = False,
+    push: Annotated[
+        str | None, typer.Option(metavar="NAMESPACE/NAME", help="Upload the result to the Hugging Face hub.")
+    ] = None,
+    private: Annotated[
+        bool | None,
+        typer.Option("--private/--public", help="Who sees a repository that --push makes.", show_default="private"),
+    ] = None,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Merge a sharded checkpoint, ours or verl's, into a Hugging Face folder. Takes memory for the largest weight."""
@@ -344,6 +357,9 @@ def merge_ckpt(
             adapter=adapter,
             dtype=dtype,
             max_shard_size=max_shard_size,
+            check=check,
+            push=push,
+            private=private,
         )
     )
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
+import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.errors import ConfigError
-from posttrain.models.export import export, export_adapter
-from posttrain.models.load import find_verl, locate
+from posttrain import probe
+from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
+from posttrain.errors import ConfigError, UserError
+from posttrain.models import hub
+from posttrain.models.export import Check, export, export_adapter
+from posttrain.models.load import ModelSource, find_verl, load_model, locate
 from posttrain.runs import find_run
 from posttrain.train import checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def run(
@@ -18,8 +28,11 @@ def run(
     *,
     overwrite: bool = False,
     adapter: bool = False,
-    dtype: str = "float32",
-    max_shard_size: str = "5GB",
+    dtype: WeightsDtype | None = None,
+    max_shard_size: str | None = None,
+    check: bool = False,
+    push: str | None = None,
+    private: bool | None = None,
     runs: str = "runs",
 ) -> Path:
     """Merge a checkpoint (a run's name or folder, or a ``global_step_N`` folder; verl's too) into ``out``; returns
@@ -27,27 +40,88 @@ def run(
 
     Args:
         adapter: of a LoRA run's checkpoint write the adapter alone, as peft reads it.
-        dtype: of the weights: float32, bfloat16 or float16.
-        max_shard_size: of a safetensors file, as "5GB".
+        dtype: of the weights; None: `MERGED_DTYPE`.
+        max_shard_size: of a safetensors file, as "5GB"; None: `MERGED_SHARD_SIZE`.
+        check: load the result with transformers, and compare it with what the trainer said.
+        push: upload the result to this repository of the Hugging Face hub.
+        private: whether that is private if it is new; None: yes.
 
     Raises:
-        UserError: no sound checkpoint there, no adapter in it, or ``out`` exists (with ``overwrite``: and is not a
-            model's folder).
+        UserError: no sound checkpoint there, no adapter in it, ``out`` exists (with ``overwrite``: and is not a model's
+            folder), or options that do not go together.
+        RunError: the result says something else than the trainer; then there is no ``out``. Or the upload failed.
     """
-    check_size(max_shard_size)
-    folder = Path(path) if Path(path).is_dir() else find_run(runs, path)
-    place = find_verl(folder) or checkpoint.find(folder).path
+    if adapter and (dtype or max_shard_size):
+        raise ConfigError(
+            f"--adapter and {'--dtype' if dtype else '--max-shard-size'}: an adapter is written as it was trained, "
+            "in one file",
+            hint="leave one of them out",
+        )
+    if private is not None and not push:
+        raise ConfigError("--private and --public are about --push", hint="add --push NAMESPACE/NAME")
+    check_size(max_shard_size or MERGED_SHARD_SIZE)
+    if push:
+        hub.check_target(push)
+    place = find_checkpoint(path, runs)
     source = locate(str(place))
-    if not adapter:
-        export(source, Path(out), overwrite=overwrite, dtype=dtype, max_shard_size=max_shard_size)
-    elif source.adapters:
-        export_adapter(source, Path(out), overwrite=overwrite)
-    else:
+    if adapter and not source.adapters:
         raise ConfigError(f"{place} holds no adapter: the run trained all weights", hint="merge without --adapter")
+    written = dtype or MERGED_DTYPE
+    proof = _proof(probe.read(place), source, written, adapter=adapter) if check else None
+    if adapter:
+        export_adapter(source, Path(out), overwrite=overwrite, check=proof)
+    else:
+        size = max_shard_size or MERGED_SHARD_SIZE
+        export(source, Path(out), overwrite=overwrite, dtype=written, max_shard_size=size, check=proof)
+    if push:
+        print(f"pushed: {hub.upload(Path(out), push, private=private is not False)}", file=sys.stderr)
     return Path(out)
+
+
+def find_checkpoint(path: str, runs: str) -> Path:
+    """The ``global_step_N`` folder, or the folder of verl's shards, that ``path`` stands for. Raises ``UserError``."""
+    folder = Path(path) if Path(path).is_dir() else find_run(runs, path)
+    if folder.name == "critic" and (folder / "model").is_dir():
+        raise UserError(
+            f"{folder} is a critic, which a run keeps to go on from: only the actor becomes a model",
+            hint=f"merge {folder.parent}",
+        )
+    return find_verl(folder) or checkpoint.find(folder).path
 
 
 def check_size(text: str) -> None:
     """Whether ``text`` is a size of files, as "5GB". Raises ``ConfigError``."""
     if not re.fullmatch(r"[1-9]\d*\s*[KMGT]B", text.strip().upper()):
         raise ConfigError(f"--max-shard-size: {text!r} is not a size", hint="write it as 500MB, 5GB or 1TB")
+
+
+# ---------------------------------------------------------------------- --check
+
+
+def _proof(said: probe.Probe, source: ModelSource, dtype: str, *, adapter: bool) -> Check:
+    """Whether a folder is the model of which the trainer ``said`` this."""
+
+    def check(folder: Path) -> None:
+        said.prove(partial(_adapted, source, folder) if adapter else partial(_plain, folder, said.scores), dtype=dtype)
+
+    return check
+
+
+def _plain(folder: Path, scores: bool) -> PreTrainedModel:
+    """As anybody opens it: with transformers alone."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32)
+    return model
+
+
+def _adapted(source: ModelSource, folder: Path) -> PreTrainedModel:
+    """The adapter in ``folder`` through peft, on the weights that the run began with."""
+    import peft
+    import torch
+
+    base = load_model(replace(source, adapters=source.adapters[:-1]), dtype=torch.float32)
+    base.set_attn_implementation("sdpa")  # ours takes packed sequences
+    return cast("PreTrainedModel", peft.PeftModel.from_pretrained(base, str(folder)))

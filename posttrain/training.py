@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from posttrain import probe
 from posttrain.config import Config
 from posttrain.errors import ConfigError, DeadlineError, Interrupted, RunError, WorkerError
 from posttrain.models.load import ModelSource
@@ -246,7 +247,8 @@ class TrainingRun:
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "versions": self.folder.versions}
             meta |= {"world_size": len(models["actor"].actors)}
             meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
-            await self.saves.begin(step, models, {"loader.json": loader, "meta.json": meta})
+            said = await probe.take(models["actor"], self.source, scores=self.cfg.trains_reward_model)
+            await self.saves.begin(step, models, {"loader.json": loader, "meta.json": meta, probe.FILE: said})
 
     def finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a finished step; they may make its checkpoint the best."""

@@ -180,7 +180,7 @@ def _command(path: str, command: Any) -> str:
 def _usage(param: Any, hint: Any) -> str:
     if param.param_type_name == "argument":
         return f"`{param.name.upper()}`"
-    names = ", ".join(f"`{name}`" for name in param.opts)
+    names = ", ".join(f"`{name}`" for name in [*param.opts, *param.secondary_opts])
     if param.is_flag:
         return names
     literals = [a for a in (hint, *get_args(hint)) if get_origin(a) is Literal]
@@ -191,8 +191,10 @@ def _usage(param: Any, hint: Any) -> str:
 def _help(param: Any) -> str:
     if param.required:
         return f"{param.help} Required."
-    known = param.default is not None and param.default is not False and not callable(param.default)
-    return f"{param.help} Default: `{param.default}`." if known else param.help
+    # An option may say its default itself, where "not given" means something else than the default.
+    default = param.show_default if isinstance(getattr(param, "show_default", None), str) else param.default
+    known = default is not None and default is not False and not callable(default)
+    return f"{param.help} Default: `{default}`." if known else param.help
 
 
 # ---------------------------------------------------------------------- docs/data.md, docs/traces.md

@@ -1,12 +1,8 @@
 """Compare posttrain.algos with verl 0.9.1 on random batches: values, gradients, metrics.
 
-    python -m venv parity && . parity/bin/activate
-    pip install torch ray transformers accelerate pandas "tensordict<=0.10" omegaconf codetiming
-    pip install --no-deps verl==0.9.1
-    PYTHONPATH=. python scripts/parity_algos.py --seeds 20
+    python scripts/parity_algos.py --seeds 20
 
-This is all that verl's core_algos.py imports; it runs on a CPU. Use an environment of its own: verl's pins are not
-ours.
+It runs on a CPU, in an environment of its own, which ``_verl_env`` makes the first time.
 
 A row of the table is one function of verl. Its batches are padded [B, L] rectangles with tool tokens between the
 policy's; ours are the same tokens side by side. The difference is the largest of any number over all seeds, in units of
@@ -27,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _verl_env import run_there
 from torch import Tensor
 
 from posttrain.algos import kl, losses, segments
@@ -35,11 +32,10 @@ from posttrain.algos.catalog import POLICY_LOSSES
 from posttrain.algos.corrections import CorrectionParams, correct
 from posttrain.algos.reduce import AGGREGATIONS, token_weights
 
-try:
-    from verl.trainer.ppo import core_algos, rollout_corr_helper
-    from verl.workers.config import ActorConfig
-except ImportError as error:
-    sys.exit(f"cannot import verl ({error}); the head of this file says how to set it up")
+run_there()
+
+from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: E402
+from verl.workers.config import ActorConfig  # noqa: E402
 
 TOLERANCE = 1e-6
 GAMMA, LAM = 0.95, 0.9

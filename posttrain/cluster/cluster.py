@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from posttrain.config import Config, RewardModelConfig, TrainConfig
+from posttrain.config import Config, RewardModelConfig, TrainConfig, tolerance
 from posttrain.errors import ConfigError, DeadlineError, RunError
 from posttrain.models.load import ModelSource
 from posttrain.rollout.base import EngineSpec
@@ -149,7 +149,7 @@ class Cluster:
     def sync_tolerance(self) -> float:
         if self.cfg.cluster.sync_tolerance is not None:
             return self.cfg.cluster.sync_tolerance
-        return 1e-3 if self.dtype == "float32" else 0.1
+        return tolerance(self.dtype)
 
     async def trainer(
         self,

@@ -65,7 +65,7 @@ class TrainerGroup:
     """Neighbouring workers that get the same batches and share their sequences."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What rank 0 told: ``parameters``, how many of them are ``trained``, ``checkpoint_bytes`` on disk, ``device``,
-    ``attention``, ``peak_flops`` of the device (None: not known)."""
+    ``dtype`` that it computes in, ``attention``, ``peak_flops`` of the device (None: not known)."""
 
     @property
     def actors(self) -> list[Any]:

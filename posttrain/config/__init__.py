@@ -6,7 +6,14 @@ each value came from. Imports pydantic only, so that ``posttrain --help`` stays 
 
 from posttrain.config.algo import ALGO_BUNDLES, AlgoConfig, CorrectionConfig, CriticConfig, algo_bundle
 from posttrain.config.base import Fraction, PositiveInt, Section
-from posttrain.config.cluster import CheckpointConfig, ClusterConfig, EvalConfig, GenerateConfig, ServerConfig
+from posttrain.config.cluster import (
+    CheckpointConfig,
+    ClusterConfig,
+    EvalConfig,
+    GenerateConfig,
+    ServerConfig,
+    tolerance,
+)
 from posttrain.config.data import DataConfig, ModelConfig, RunConfig
 from posttrain.config.prefer import PreferConfig
 from posttrain.config.reward import JudgeConfig, OverlongConfig, RewardConfig, RewardModelConfig, SandboxConfig
@@ -15,9 +22,9 @@ from posttrain.config.train import EarlyStopConfig, LoraConfig, OptimConfig, Tra
 from posttrain.config.tree import Command, Config
 
 __all__ = [
-    "ALGO_BUNDLES", "AlgoConfig", "CheckpointConfig", "ClusterConfig", "Command", "Config", "CorrectionConfig",
-    "CriticConfig", "DataConfig", "EarlyStopConfig", "EvalConfig", "Fraction", "GenerateConfig", "JudgeConfig",
-    "LoraConfig", "ModelConfig", "OptimConfig", "OverlongConfig", "PositiveInt", "PreferConfig", "RewardConfig",
-    "RewardModelConfig", "RolloutConfig", "RunConfig", "SandboxConfig", "Section", "ServerConfig", "TrainConfig",
-    "ValConfig", "algo_bundle",
+    "ALGO_BUNDLES", "AlgoConfig", "CheckpointConfig", "ClusterConfig", "Command",
+    "Config", "CorrectionConfig", "CriticConfig", "DataConfig", "EarlyStopConfig", "EvalConfig", "Fraction",
+    "GenerateConfig", "JudgeConfig", "LoraConfig", "ModelConfig", "OptimConfig", "OverlongConfig", "PositiveInt",
+    "PreferConfig", "RewardConfig", "RewardModelConfig", "RolloutConfig", "RunConfig", "SandboxConfig", "Section",
+    "ServerConfig", "TrainConfig", "ValConfig", "algo_bundle", "tolerance",
 ]  # fmt: skip

@@ -9,6 +9,12 @@ from pydantic import Field, model_validator
 from posttrain.config.base import PositiveInt, Section
 
 
+def tolerance(dtype: str) -> float:
+    """Largest mean |log-probability difference| of two programs with the same weights, of which one or both compute in
+    ``dtype``."""
+    return 1e-3 if dtype == "float32" else 0.1
+
+
 class ClusterConfig(Section):
     """Processes and their deadlines."""
 

@@ -7,10 +7,12 @@ of a language model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import ModelError
-from posttrain.models.load import ModelSource, load_config, load_tokenizer
+from posttrain.models.load import ModelSource, is_verl, load_config, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,6 +25,11 @@ NAMES_IN_SHARDS = {"score.weight": VALUE_HEAD}
 def is_classifier(config: PreTrainedConfig) -> bool:
     """Whether a config is of a sequence classifier, such as a reward model."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def is_critic_of_verl(config: PreTrainedConfig) -> bool:
+    """Whether a config is of a token classifier, as which verl trains and stores a critic."""
+    return any(name.endswith("ForTokenClassification") for name in config.architectures or ())
 
 
 def classifier_config(source: ModelSource) -> PreTrainedConfig:
@@ -51,13 +58,20 @@ def classifier_config(source: ModelSource) -> PreTrainedConfig:
 
 
 def build_classifier(source: ModelSource, *, dtype: Any) -> PreTrainedModel:
-    """The classifier without weights, on the meta device."""
+    """The classifier, of sequences or of tokens, without weights, on the meta device."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+    config = load_config(source)
+    kind: Any = AutoModelForTokenClassification if is_critic_of_verl(config) else AutoModelForSequenceClassification
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(load_config(source), dtype=dtype)
+        model: PreTrainedModel = kind.from_config(config, dtype=dtype)
     return model
+
+
+def names_in_shards(source: ModelSource) -> Mapping[str, str]:
+    """Parameter of a classifier -> its name in the source's shards, where the two differ."""
+    return {} if source.shards is not None and is_verl(Path(source.shards)) else NAMES_IN_SHARDS
 
 
 def _as_list(value: Any) -> list[Any]:

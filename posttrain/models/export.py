@@ -9,8 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE
 from posttrain.errors import DataError
-from posttrain.models.classifier import NAMES_IN_SHARDS, build_classifier, classifier_config, is_classifier
+from posttrain.models.classifier import (
+    build_classifier,
+    classifier_config,
+    is_classifier,
+    is_critic_of_verl,
+    names_in_shards,
+)
 from posttrain.models.load import ModelSource, build, load_config, load_generation_config, load_tokenizer
 
 if TYPE_CHECKING:
@@ -32,7 +39,9 @@ def save_text_side(source: ModelSource, folder: Path, *, reward_model: bool = Fa
     load_tokenizer(source).save_pretrained(folder)
 
 
-def save_whole(source: ModelSource, folder: Path, *, dtype: str = "float32", max_shard_size: str = "5GB") -> None:
+def save_whole(
+    source: ModelSource, folder: Path, *, dtype: str = MERGED_DTYPE, max_shard_size: str = MERGED_SHARD_SIZE
+) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, or of a reward model
     ``AutoModelForSequenceClassification``: safetensors, config, tokenizer.
 
@@ -52,10 +61,11 @@ def save_whole(source: ModelSource, folder: Path, *, dtype: str = "float32", max
 
     folder.mkdir(parents=True, exist_ok=True)
     kind: torch.dtype = getattr(torch, dtype)
-    scores = is_classifier(load_config(source))
+    config = load_config(source)
+    scores = is_classifier(config) or is_critic_of_verl(config)
     model = (build_classifier if scores else build)(source, dtype=kind)
     model.set_attn_implementation("sdpa")  # ours is registered in our own processes only
-    weights = stream(model, source, dtype=kind, renamed=NAMES_IN_SHARDS if scores else None)
+    weights = stream(model, source, dtype=kind, renamed=names_in_shards(source) if scores else None)
     stored = [(name, tuple(tensor.shape)) for name, tensor in _as_stored(model, model.named_parameters())]
     whole = {
         name: tuple(t.shape) for name, t in revert_weight_conversion(model, dict(model.named_parameters())).items()
@@ -86,19 +96,29 @@ def _as_stored(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) ->
         yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
+Check = Callable[[Path], None]
+"""Raises where a folder that was written is not what it should be."""
+
+
 def export(
-    source: ModelSource, out: Path, *, overwrite: bool, dtype: str = "float32", max_shard_size: str = "5GB"
+    source: ModelSource,
+    out: Path,
+    *,
+    overwrite: bool,
+    dtype: str = MERGED_DTYPE,
+    max_shard_size: str = MERGED_SHARD_SIZE,
+    check: Check | None = None,
 ) -> None:
-    """``save_whole`` under a temporary name, then renamed.
+    """``save_whole`` under a temporary name, checked, then renamed.
 
     Raises:
         DataError: ``out`` exists and ``overwrite`` is false, or ``out`` is neither empty nor a model's folder.
     """
     check_replaceable(out, overwrite, "a model", _holds_model)
-    _replace(out, lambda folder: save_whole(source, folder, dtype=dtype, max_shard_size=max_shard_size))
+    _replace(out, lambda folder: save_whole(source, folder, dtype=dtype, max_shard_size=max_shard_size), check)
 
 
-def export_adapter(source: ModelSource, out: Path, *, overwrite: bool) -> None:
+def export_adapter(source: ModelSource, out: Path, *, overwrite: bool, check: Check | None = None) -> None:
     """Write the last adapter of ``source`` and the tokenizer into a folder that ``PeftModel.from_pretrained`` loads.
 
     Raises:
@@ -110,16 +130,18 @@ def export_adapter(source: ModelSource, out: Path, *, overwrite: bool) -> None:
         shutil.copytree(source.adapters[-1], folder, dirs_exist_ok=True)
         load_tokenizer(source).save_pretrained(folder)
 
-    _replace(out, write)
+    _replace(out, write, check)
 
 
-def _replace(out: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder under a temporary name, then put it in the place of ``out``."""
+def _replace(out: Path, write: Callable[[Path], None], check: Check | None) -> None:
+    """Write a folder under a temporary name, check it, then put it in the place of ``out``."""
     temporary = out.with_name(f".{out.name}.tmp{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         write(temporary)
+        if check is not None:
+            check(temporary)
         if out.exists():
             shutil.rmtree(out)
         os.replace(temporary, out)

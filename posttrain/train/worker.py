@@ -92,6 +92,7 @@ class TrainWorker:
             "trained": sum(p.numel() for p in self.parameters.values() if p.requires_grad),
             "checkpoint_bytes": self._checkpoint_bytes(),
             "device": spec.device,
+            "dtype": spec.dtype,
             "attention": self.kernel.title,
             "peak_flops": peak_flops(self.device),
             "pid": os.getpid(),

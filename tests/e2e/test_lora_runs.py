@@ -233,8 +233,8 @@ def test_sft_learns_and_every_form_of_the_result_is_the_same(place):
     losses = [row["train/loss"] for row in metrics(run)]
     assert losses[-1] < losses[0]
     found = checkpoint.find(run)
-    merged = merge_ckpt.run("tuned", str(place / "merged"), runs=str(place / "runs"))
-    adapter = merge_ckpt.run("tuned", str(place / "adapter"), adapter=True, runs=str(place / "runs"))
+    merged = merge_ckpt.run("tuned", str(place / "merged"), check=True, runs=str(place / "runs"))
+    adapter = merge_ckpt.run("tuned", str(place / "adapter"), adapter=True, check=True, runs=str(place / "runs"))
     expected = AutoModelForCausalLM.from_pretrained(merged).state_dict()
     models = {
         "save_hf": AutoModelForCausalLM.from_pretrained(found.path / "actor" / "huggingface"),

@@ -115,7 +115,7 @@ def test_gsm8k_sequence(tmp_path: Path, test_data: Path) -> None:
     report = json.loads(ok(tmp_path, "eval", "--pass-at", "5", "--json").stdout)
     assert report["overall"]["problems"] == 8
     assert report["n"] == 5
-    ok(tmp_path, "merge-ckpt", "tiny-gsm8k", "--out", "merged")
+    ok(tmp_path, "merge-ckpt", "tiny-gsm8k", "--out", "merged", "--check")
     assert (tmp_path / "merged/model.safetensors").is_file()
 
 

@@ -238,7 +238,7 @@ def test_a_reward_model_learns_scores_and_is_opened_elsewhere(scorer, place):
     assert last["val/rewards/accuracies"] > 0.9
     assert last["val/loss"] < 0.3
     assert "logps/chosen" not in last
-    merged = merge_ckpt.run("scorer", str(place / "merged"), runs=str(place / "runs"))
+    merged = merge_ckpt.run("scorer", str(place / "merged"), check=True, runs=str(place / "runs"))
     pairs = read_preferences(place / "val.parquet")
     for folder in (merged, checkpoint.find(scorer).path / "actor" / "huggingface"):
         model = RewardModel(str(folder), "cpu", torch.float32, 256, 4096)
