@@ -80,13 +80,20 @@ def run(
 
 def find_checkpoint(path: str, runs: str) -> Path:
     """The ``global_step_N`` folder, or the folder of verl's shards, that ``path`` stands for. Raises ``UserError``."""
-    folder = Path(path) if Path(path).is_dir() else find_run(runs, path)
+    if path.endswith("/best") and not Path(path).exists():
+        return checkpoint.find(find_folder(path.removesuffix("/best"), runs) / "best").path
+    folder = find_folder(path, runs)
     if folder.name == "critic" and (folder / "model").is_dir():
         raise UserError(
             f"{folder} is a critic, which a run keeps to go on from: only the actor becomes a model",
             hint=f"merge {folder.parent}",
         )
     return find_verl(folder) or checkpoint.find(folder).path
+
+
+def find_folder(path: str, runs: str) -> Path:
+    """A folder, or that of the run of this name. Raises ``ConfigError``."""
+    return Path(path) if Path(path).is_dir() else find_run(runs, path)
 
 
 def check_size(text: str) -> None:

@@ -13,7 +13,6 @@ A folder is created whole or not at all, and one that is not a run is never dele
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -28,38 +27,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any, Literal, Self
-
-import tomli
+from typing import Any, Literal, Self
 
 from posttrain import __version__
 from posttrain.errors import ConfigError
-from posttrain.presets import Resolved, dump_toml, flatten_config, flatten_tree
+from posttrain.lock import RunLock
+from posttrain.presets import Resolved, dump_toml
 from posttrain.registry import nearest
-from posttrain.train import checkpoint
+from posttrain.resume import branch, check_resumable, find_start, go_back
 from posttrain.train.checkpoint import Checkpoint
 
 Status = Literal["finished", "failed", "interrupted"]
-
-MAY_CHANGE = frozenset(
-    {
-        *("description", "run.dir", "run.resume", "run.restarts", "run.overwrite", "run.logger"),
-        *("run.traces", "run.trace_every", "run.profile", "reward.examine"),
-        *("train.steps", "train.save_every", "train.val_every", "train.max_skipped_steps"),
-        *("data.workers", "data.prefetch", "data.deadline_s"),
-        *("checkpoint.keep", "checkpoint.best", "checkpoint.best_mode", "checkpoint.save_hf", "checkpoint.background"),
-        *("cluster.address", "cluster.workers", "cluster.start_deadline_s", "cluster.step_deadline_s"),
-        *("cluster.silence_deadline_s", "cluster.sampler_restarts", "train.sequence_parallel", "train.shard_size"),
-    }
-)
-"""Keys in which a resumed run may differ from the run it goes on with."""
-
-MUST_AGREE = (
-    *("command", "model.path", "train.lora.", "train.optim.name", "prefer.method"),
-    *("data.train", "data.shuffle", "data.batch_size", "run.seed"),
-)
-"""Keys, or beginnings of keys, in which a new run must agree with the checkpoint that it begins with: what the weights
-are, and what its place in the data means."""
 
 VERSIONED = ("torch", "transformers", "ray", "numpy", "pyarrow")
 
@@ -101,23 +79,23 @@ class RunDir:
         if not run.name or run.name in (".", "..") or "/" in run.name:
             raise ConfigError(f"run.name = {run.name!r} is not a folder name", hint="give one with --name NAME")
         path = Path(run.dir) / run.name
-        start = _find_start(run.resume)
+        start = find_start(run.resume)
         versions = {"posttrain": __version__, "python": platform.python_version(), **_versions()}
         exists = path.exists() and not (path.is_dir() and not any(path.iterdir()))
         if exists:
             state = _read_state(path)
             _check_owner(path, state)
         if not exists or run.overwrite:
-            changes = _branch(start, resolved)
+            changes = branch(start, resolved)
             lock = RunLock.take(path) if exists else None
             lock = _create(path, resolved, versions, replaced=lock)
             return cls(path, False, start, changes, versions, lock)
         lock = RunLock.take(path)
         try:
             if start is not None and start.path.parent.resolve() == (path / "checkpoints").resolve():
-                changes = _go_back(path, start, resolved)
+                changes = go_back(path, start, resolved)
             else:
-                changes = tuple(_check_resumable(path, state, resolved))
+                changes = tuple(check_resumable(path, state, resolved))
             state |= {"status": "running", "resumed": _now(), "versions": versions, **_process()}
             _write_files(path, resolved, state)
         except OSError as error:
@@ -212,36 +190,6 @@ class StopSignal:
         raise KeyboardInterrupt
 
 
-class RunLock:
-    """A run folder's file lock, held as long as the process that uses it lives, on whichever host. It belongs to the
-    process and not to the open file: programs that are started meanwhile do not hold it."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    @classmethod
-    def take(cls, folder: Path) -> RunLock:
-        """Lock a run's folder. Raises ``ConfigError`` where another process has it, or it cannot be written to."""
-        try:
-            file = (folder / ".lock").open("a")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write to run folder {folder}: {error.strerror or error}",
-                hint="choose a place: --set run.dir=DIR",
-            ) from error
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                file.close()
-                raise ConfigError(f"run {folder} is in use", hint="wait for it, or give --name NAME") from error
-            # A file system without locks: the process id in run.json is all there is.
-        return cls(file)
-
-    def release(self) -> None:
-        self._file.close()
-
-
 def _create(path: Path, resolved: Resolved, versions: Mapping[str, str], *, replaced: RunLock | None = None) -> RunLock:
     """Write the new folder beside its place, then rename it: it is there whole or not at all. ``replaced``: the lock of
     the folder that is there already."""
@@ -301,87 +249,6 @@ def _check_owner(path: Path, state: dict[str, Any]) -> None:
     # The start time tells the owner from a later process that was given the same pid.
     if pid > 0 and _started(pid) is not None and _started(pid) == state.get("pid_started"):
         raise ConfigError(f"run {path} is in use by process {pid}", hint="wait for it, or give --name NAME")
-
-
-def _find_start(resume: str) -> Checkpoint | None:
-    """The checkpoint that `run.resume` names. Raises ``UserError``."""
-    if resume in ("auto", "never"):
-        return None
-    if not Path(resume).exists() and Path(resume).name != "best":
-        close = nearest(resume, ["auto", "never"])
-        hint = f"did you mean {close!r}?" if close else "give auto, never, or the folder of a run or a checkpoint"
-        raise ConfigError(f"run.resume = {resume!r}: there is no such folder", hint=hint)
-    return checkpoint.find(resume)
-
-
-def _check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> list[str]:
-    """Raise ``ConfigError`` where the run in ``path`` is not one that this config goes on with. Changes that do no
-    harm."""
-    config = resolved.config
-    again = "--overwrite to start it again, or --name NAME for another folder"
-    if state.get("status") == "finished":
-        raise ConfigError(f"output folder exists: {path} holds a finished run", hint=again)
-    if config.run.resume == "never":
-        raise ConfigError(f"output folder exists: {path} holds an unfinished run", hint=f"--resume auto, {again}")
-    if state.get("command") != config.command:
-        raise ConfigError(f"output folder exists: {path} is a run of `posttrain {state.get('command')}`", hint=again)
-    changes = _changes(_stored_config(path), resolved)
-    refused = {key: text for key, text in changes.items() if key not in MAY_CHANGE}
-    if refused:
-        raise ConfigError(
-            f"{path} holds an unfinished run of another config:\n{_shown(refused)}",
-            hint=f"give the same values, {again} (--resume {path} begins there with what this run has learned)",
-        )
-    return list(changes.values())
-
-
-def _go_back(path: Path, start: Checkpoint, resolved: Resolved) -> tuple[str, ...]:
-    """A run goes on, by name of its own checkpoint: only from the last one, because it would write the later ones
-    again."""
-    newest, _ = checkpoint.newest(path / "checkpoints")
-    if newest is not None and newest.step > start.step:
-        raise ConfigError(
-            f"run.resume = {str(start.path)!r}: run {path} has gone on to step {newest.step} since",
-            hint="give --name NAME for a run that branches off there, or remove the later checkpoints",
-        )
-    return _branch(start, resolved)
-
-
-def _branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
-    """What changes against the config of the checkpoint that a run begins with. Raises ``ConfigError`` where that would
-    make the result meaningless."""
-    if start is None:
-        return ()
-    stored = {key: value for key, value in flatten_tree(start.read("meta.json")["config"]).items() if value is not None}
-    changes = _changes(stored, resolved)
-    refused = {key: text for key, text in changes.items() if key.startswith(MUST_AGREE)}
-    if refused:
-        raise ConfigError(
-            f"{start.path} was made with another config:\n{_shown(refused)}",
-            hint="give the same values; to train its weights on something else, start from them: --model PATH",
-        )
-    return tuple(text for key, text in changes.items() if not key.startswith(("run.", "description")))
-
-
-def _stored_config(path: Path) -> dict[str, Any]:
-    try:
-        return flatten_tree(tomli.loads((path / "config.toml").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path / 'config.toml'} cannot be read: {error}", hint="--overwrite or --name NAME"
-        ) from error
-
-
-def _changes(old: Mapping[str, Any], resolved: Resolved) -> dict[str, str]:
-    """key -> `key: old -> new` for each key that differs from the stored config."""
-    new = flatten_config(resolved.config)
-    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
-    return {key: f"{key}: {old.get(key, 'none')!r} -> {new.get(key, 'none')!r}" for key in keys}
-
-
-def _shown(changes: Mapping[str, str], count: int = 5) -> str:
-    lines = [f"  {text}" for text in changes.values()]
-    return "\n".join(lines[:count] + ([f"  and {len(lines) - count} more"] if len(lines) > count else []))
 
 
 def _new_state(resolved: Resolved, versions: Mapping[str, str]) -> dict[str, Any]:

@@ -130,8 +130,11 @@ def find_model(cfg: Config, path: str, key: str = "model.path") -> ModelSource:
     """The model at ``path``, the value of ``key``: as `model.path`, also the newest checkpoint of a run. Raises
     ``ModelError``, ``ConfigError``."""
     if path.startswith("run:"):
+        name, best = path.removeprefix("run:"), ""
+        if name.endswith("/best"):
+            name, best = name.removesuffix("/best"), "best"
         try:
-            run = find_run(cfg.run.dir, path.removeprefix("run:"))
+            run = find_run(cfg.run.dir, name) / best
         except ConfigError as error:
             raise ConfigError(
                 f"{key} = {path!r}: {error.message}",

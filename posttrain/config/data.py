@@ -57,7 +57,8 @@ class ModelConfig(Section):
     """The model to start from."""
 
     path: str = "builtin:tiny"
-    """A Hugging Face folder or hub id, `builtin:tiny`, or `run:NAME` (the newest checkpoint of a run; `run:latest`)."""
+    """A Hugging Face folder or hub id, `builtin:tiny`, or `run:NAME` (the newest checkpoint of a run; `run:latest`;
+    `run:NAME/best`: the best one, by `checkpoint.best`)."""
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Off unless asked."""
 

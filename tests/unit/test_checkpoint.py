@@ -3,6 +3,8 @@ import shutil
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from posttrain.errors import ModelError, UserError
 from posttrain.models.builtin import create_builtin
@@ -177,6 +179,74 @@ def test_a_later_broken_one_does_not_push_out_the_one_just_written(tmp_path):
     write(tmp_path, 6, keep=1)
     assert checkpoint.verify(tmp_path / "global_step_6") is None
     assert names(tmp_path) == ["global_step_6", "latest"]
+
+
+def every_file(folder):
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """Two checkpoints of a real model and optimizer, under names that a test restores."""
+    root = tmp_path_factory.mktemp("real")
+    model = create_builtin("tiny", 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in (3, 6):
+        folder = checkpoint.begin(root, step)
+        saver.save_shards(folder / "actor", model, optimizer, step)
+        saver.save_random_state(folder / "actor" / "random", 0, 1)
+        save_text_side(ModelSource("builtin:tiny"), folder / "actor" / "huggingface")
+        checkpoint.commit(folder, step, STATES, 10)
+    return root
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_to_any_file_is_found(real, data):
+    """Cut, with one bit flipped, or gone; COMPLETE too. The checkpoint before it is used."""
+    folder = real / "global_step_6"
+    file = data.draw(st.sampled_from(every_file(folder)))
+    whole = file.read_bytes()
+    how = data.draw(st.sampled_from(["cut", "flip", "gone"]))
+    at = data.draw(st.integers(0, max(0, len(whole) - 1)))
+    if how == "gone" or not whole:
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(whole[:at])
+    else:
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << data.draw(st.integers(0, 7))
+        file.write_bytes(flipped)
+    try:
+        found, problems = checkpoint.newest(real)
+        assert found.step == 3
+        assert len(problems) == 1
+        assert file.name in problems[0] or "not complete" in problems[0]
+    finally:
+        file.write_bytes(whole)
+    assert checkpoint.newest(real)[0].step == 6
+
+
+def test_a_checkpoint_under_another_steps_name_is_not_usable(tmp_path):
+    write(tmp_path, 3)
+    (tmp_path / "global_step_3").rename(tmp_path / "global_step_9")
+    assert "it is the checkpoint of step 3" in checkpoint.newest(tmp_path)[1][0]
+
+
+def test_the_best_stays(tmp_path):
+    for step in (2, 4, 6):
+        write(tmp_path, step, keep=1)
+        if step == 2:
+            checkpoint.write_best(tmp_path, checkpoint.Best(2, "val/loss", 0.5))
+    assert names(tmp_path) == ["best.json", "global_step_2", "global_step_6", "latest"]
+    assert checkpoint.find(tmp_path / "best").step == 2
+    assert checkpoint.find(tmp_path).step == 6
+    checkpoint.write_best(tmp_path, checkpoint.Best(6, "val/loss", 0.4))
+    write(tmp_path, 8, keep=1)
+    assert names(tmp_path) == ["best.json", "global_step_6", "global_step_8", "latest"]
+    (tmp_path / "best.json").write_text("{")
+    with pytest.raises(UserError, match="no best checkpoint"):
+        checkpoint.find(tmp_path / "best")
 
 
 # ---------------------------------------------------------------------- real shards, one process
