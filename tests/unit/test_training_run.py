@@ -1,13 +1,22 @@
 """What `sft` and `rl` share, where it needs no workers."""
 
+import asyncio
 import json
 import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from posttrain.cluster.peers import Peer
 from posttrain.cluster.trainers import TrainerGroup
-from posttrain.training import EarlyStop, update_speed
+from posttrain.errors import ConfigError, DeadlineError, RunError, WorkerError
+from posttrain.models.load import ModelSource
+from posttrain.presets import resolve
+from posttrain.runs import RunDir, StopSignal
+from posttrain.saving import check_room
+from posttrain.training import EarlyStop, TrainingRun, open_tracker, train, update_speed
 
 
 def test_speed_counts_all_updates_and_workers() -> None:
@@ -52,3 +61,91 @@ def test_early_stop() -> None:
     assert stopped_at(losses, None) is None
     assert stopped_at([math.nan, math.inf, 1.0], 2) == 2
     assert stopped_at([math.nan, 1.0, math.nan, 0.5], 2) is None
+
+
+# ---------------------------------------------------------------------- stops and restarts
+
+
+def bare_run(tmp_path: Path, *sets: str) -> TrainingRun:
+    """A run without workers."""
+    resolved = resolve("sft", "tiny-multiturn", [f'run.dir="{tmp_path}"', "run.logger=[]", *sets], {"run.name": "r"})
+    folder = RunDir.open(resolved)
+    source, tracker = ModelSource("builtin:tiny"), open_tracker(resolved.config, folder, 9)
+    return TrainingRun(resolved.config, folder, source, tracker, StopSignal(), 9)
+
+
+def test_a_run_starts_again_as_often_as_it_may(tmp_path: Path) -> None:
+    attempts: list[TrainingRun] = []
+
+    async def loop(run: TrainingRun) -> None:
+        attempts.append(run)
+        if len(attempts) == 1:
+            raise WorkerError("actor worker 0 died")
+        if len(attempts) == 2:
+            raise DeadlineError("actor worker 0 did not answer")
+
+    run = bare_run(tmp_path, "run.restarts=2")
+    train(run, loop)
+    assert [attempt.folder.resumed for attempt in attempts] == [False, True, True]
+
+    attempts.clear()
+    one = replace(run, cfg=run.cfg.model_copy(update={"run": run.cfg.run.model_copy(update={"restarts": 1})}))
+    with pytest.raises(DeadlineError):
+        train(one, loop)
+    assert len(attempts) == 2
+
+
+@pytest.mark.parametrize("error", [RunError("the weights differ"), ValueError("a bug")])
+def test_what_would_happen_again_ends_a_run(tmp_path: Path, error: Exception) -> None:
+    attempts: list[int] = []
+
+    async def loop(run: TrainingRun) -> None:
+        attempts.append(1)
+        raise error
+
+    with pytest.raises(type(error)):
+        train(bare_run(tmp_path, "run.restarts=3"), loop)
+    assert attempts == [1]
+
+
+async def test_work_is_left_when_somebody_asks_to_stop(tmp_path: Path) -> None:
+    run = bare_run(tmp_path)
+    cancelled: list[bool] = []
+
+    async def long() -> str:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+        return "done"
+
+    async def short() -> str:
+        return "done"
+
+    async def failing() -> str:
+        raise RunError("no sampler is left")
+
+    assert await run.unless_stopped(short()) == "done"
+    with pytest.raises(RunError, match="no sampler"):
+        await run.unless_stopped(failing())
+    asyncio.get_running_loop().call_later(0.05, setattr, run.stop, "requested", True)
+    assert await run.unless_stopped(long()) is None
+    assert cancelled == [True]
+
+
+def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> None:
+    run = bare_run(tmp_path)
+    group = TrainerGroup("actor", [None], 1.0, 1, facts={"checkpoint_bytes": 10**6, "parameters": 10**5})
+    assert check_room(run.cfg, run.folder.checkpoints, {"actor": group}) is None
+    assert list(run.folder.checkpoints.iterdir()) == []
+    group.facts["checkpoint_bytes"] = 10**18
+    with pytest.raises(ConfigError, match=r"a checkpoint takes 9\.31e\+08 GiB, and .* free"):
+        check_room(run.cfg, run.folder.checkpoints, {"actor": group})
+    group.facts["checkpoint_bytes"] = int(0.6 * shutil.disk_usage(tmp_path).free)
+    warning = check_room(run.cfg, run.folder.checkpoints, {"actor": group})
+    assert warning is not None
+    assert "checkpoint.keep" in warning
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        check_room(run.cfg, tmp_path / "file" / "checkpoints", {"actor": group})
