@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -89,6 +90,13 @@ async def join_ray(address: str, deadline_s: float) -> None:
         raise ConfigError(f"cannot join the Ray cluster at {address!r}: {error}", hint=_JOIN_HINT) from error
 
 
+def take_back_sigterm() -> None:
+    """Give SIGTERM back to whoever had it before Ray. Its library puts a handler in front that prints a stack and sets
+    an alarm, of which the process dies three seconds later, in the middle of its last save."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def local_ray() -> Iterator[None]:
     """One Ray instance for several runs in a row, each of which would otherwise start its own."""
@@ -113,6 +121,7 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         if not ray.is_initialized():
             await self._init_ray()
+        take_back_sigterm()
         try:
             self.device = _device(self.cfg)
         except RunError:
