@@ -30,7 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 MOMENTS = {"sft": ("step", "save", "rename"), "rl": ("step", "gen", "save", "rename", "sync")}
 VICTIMS = {"sft": ("driver", "worker"), "rl": ("driver", "worker", "engine")}
-TIMES = ("time", "timing_s/", "perf/", "rollout/time", "rollout/restarts", "rollout/moved", "rollout/lost")
+TIMES = ("time", "timing_s/", "perf/", "tools/seconds", "rollout/samplers_lost", "rollout/moved")
 """Beginnings of metrics that tell how fast it went, or what was lost."""
 DEADLINE_S = 300.0
 """Longest life of one attempt."""
@@ -62,6 +62,12 @@ class Killer:
         self.samplers: dict[str, Any] = {}
         self.done = Path(os.environ["POSTTRAIN_CHAOS"]) / "killed"
 
+    def begins(self) -> None:
+        """The run starts, or starts again: what engines sampled before is sampled again."""
+        (self.done.parent / "sampled.txt").unlink(missing_ok=True)
+        self.groups.clear()
+        self.samplers.clear()
+
     def reached(self) -> None:
         """The moment has come, once more."""
         self.calls_left -= 1
@@ -92,6 +98,7 @@ class Killer:
 
 def install(killer: Killer) -> None:
     """Let the killer see the moments of the run that this process is the driver of."""
+    from posttrain.cluster.cluster import Cluster
     from posttrain.cluster.samplers import RemoteSampler
     from posttrain.cluster.sync import WeightSync
     from posttrain.cluster.trainers import TrainerGroup
@@ -128,6 +135,7 @@ def install(killer: Killer) -> None:
 
         setattr(owner, name, wrapper)
 
+    remember(Cluster, "__aenter__", lambda _: killer.begins())
     remember(TrainerGroup, "start", killer.groups.append)
     remember(RemoteSampler, "start", lambda sampler: killer.samplers.__setitem__(str(sampler.peer), sampler))
 
