@@ -14,6 +14,7 @@ import torch
 
 from posttrain import merge_ckpt, prep, sft
 from posttrain.cluster.trainers import TrainerGroup
+from posttrain.errors import Interrupted
 from posttrain.models.load import load_model, locate
 from posttrain.presets import resolve
 from posttrain.train import checkpoint
@@ -182,3 +183,35 @@ def test_chaos(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal to the bit" in done.stdout
     assert "2 kills in" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["cluster.workers=2"], []),
+        ([], ["cluster.workers=2"]),
+        ([], ["cluster.workers=2", "train.sequence_parallel=2"]),
+    ],
+    ids=["2 to 1", "1 to 2", "1 to 2 that share sequences"],
+)
+def test_it_goes_on_with_other_workers(place, calm, before, after):
+    """Equal within float32's noise. Stopped as by Ctrl-C, with the same total of steps."""
+    name = f"resized-{len(before)}-{len(after)}"
+    file = place / "runs" / name / "metrics.jsonl"
+
+    def stop():
+        while not (file.exists() and len(file.read_text().splitlines()) >= 3):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=stop, daemon=True).start()
+    with pytest.raises(Interrupted):
+        train(place, name, *before)
+    assert 3 <= checkpoint.find(file.parent).step < STEPS
+    folder = train(place, name, *after)
+    for row, wanted in zip(rows(folder), rows(calm), strict=True):
+        assert row == pytest.approx(wanted, rel=2e-4, abs=1e-6)
+    expected = weights(calm)
+    for key, tensor in weights(folder).items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)
