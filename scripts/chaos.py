@@ -63,8 +63,7 @@ class Killer:
         self.done = Path(os.environ["POSTTRAIN_CHAOS"]) / "killed"
 
     def begins(self) -> None:
-        """The run starts, or starts again: what engines sampled before is sampled again."""
-        (self.done.parent / "sampled.txt").unlink(missing_ok=True)
+        """The run starts, or starts again."""
         self.groups.clear()
         self.samplers.clear()
 
@@ -173,8 +172,7 @@ def child(arguments: list[str]) -> None:
 def attempt(folder: Path, command_line: list[str], plan: tuple[str, str, int, float]) -> int:
     """Start the run with one death planned; its exit status."""
     env = os.environ | {"POSTTRAIN_CHAOS": str(folder), "OMP_NUM_THREADS": "1"}
-    for left in ("killed", "sampled.txt"):
-        (folder / left).unlink(missing_ok=True)
+    (folder / "killed").unlink(missing_ok=True)
     with (folder / "log.txt").open("ab") as log:
         line = [sys.executable, str(HERE / "chaos.py"), "child", *map(str, plan), *command_line]
         process = subprocess.Popen(line, env=env, stdout=log, stderr=log)

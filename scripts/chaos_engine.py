@@ -1,35 +1,44 @@
 """Plugin of chaos.py: the embedded engine samples one request at a time, each from a seed of its own.
 
-The seed depends on the weight version, the tokens and how often these were sampled before, whichever process did it. So
-a run that loses its engine in the middle of a step samples what it would have sampled otherwise.
+The seed depends on the weight version, the tokens, and how many others of the step asked for the same ones before. So a
+run that loses its engine in the middle of a step samples what it would have sampled otherwise.
 """
 
 import asyncio
-import os
 import zlib
 from collections import Counter
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from posttrain.rollout.batches import TrainingBatches
 from posttrain.rollout.hf import HFSampler
+from posttrain.rollout.pool import Seat
 
-DONE = Path(os.environ["POSTTRAIN_CHAOS"]) / "sampled.txt"
-_generate = HFSampler.generate
+_next, _ask, _generate = TrainingBatches.next, Seat.generate, HFSampler.generate
+_asked: Counter[bytes] = Counter()
 _turn = asyncio.Lock()
+
+
+async def next_step(self):
+    _asked.clear()
+    return await _next(self)
+
+
+async def ask(self, prompt_ids, params):
+    """In the driver: give the request its number, which stays when it is asked again of another engine. It travels as
+    ``top_k``, which training does not use."""
+    key = np.asarray(prompt_ids, np.int32).tobytes()
+    _asked[key] += 1
+    return await _ask(self, prompt_ids, replace(params, top_k=_asked[key]))
 
 
 async def generate(self, prompt_ids, params):
     async with _turn:
-        key = f"{self.gate.version} {zlib.crc32(np.asarray(prompt_ids, np.int32).tobytes())}"
-        sampled = Counter(DONE.read_text().splitlines()) if DONE.exists() else Counter()
-        torch.manual_seed(zlib.crc32(f"{self.spec.seed} {key} {sampled[key]}".encode()))
-        sample = await _generate(self, prompt_ids, params)
-        if sample.finish_reason != "abort":
-            with DONE.open("a") as file:
-                file.write(key + "\n")
-        return sample
+        ids = zlib.crc32(np.asarray(prompt_ids, np.int32).tobytes())
+        torch.manual_seed(zlib.crc32(f"{self.spec.seed} {self.gate.version} {ids} {params.top_k}".encode()))
+        return await _generate(self, prompt_ids, replace(params, top_k=0))
 
 
-HFSampler.generate = generate
+TrainingBatches.next, Seat.generate, HFSampler.generate = next_step, ask, generate
