@@ -55,10 +55,12 @@ from posttrain.types import GREEDY
 if TYPE_CHECKING:
     from posttrain.rewards.base import EpisodeScorer
     from posttrain.rollout.episode import Environment
-    from posttrain.types import Prompt, Sampling, Trajectory
+    from posttrain.types import Ids, Prompt, Sampling, Trajectory
 
 _CANARIES = 4
 """Trajectories of the step that every sampler scores after a weight update."""
+_CANARY_TOKENS = 256
+"""Of each, its first ones: engines and trainer wait for the scores."""
 
 
 def run(resolved: Resolved) -> Path:
@@ -128,7 +130,7 @@ async def _train(
         reached = position()
 
         # Engines load the starting weights by themselves: prove that they are the trainer's, or bring a resumed run's.
-        await weights.publish(run.step, [env.prompt_ids(p) for p in prompts[:_CANARIES]])
+        await weights.publish(run.step, _canary([env.prompt_ids(p) for p in prompts]))
         for step in run.steps():
             with tracker.phase("gen"):
                 groups = await run.unless_stopped(batches.next())
@@ -147,7 +149,7 @@ async def _train(
             if run.due(cfg.train.save_every, step):
                 await run.save(step, learner.trained, reached)
             with tracker.phase("sync"):
-                metrics |= await weights.publish(step, [t.tokens for t in kept[:_CANARIES]])
+                metrics |= await weights.publish(step, _canary([t.tokens for t in kept]))
             if val and run.due(cfg.train.val_every, step):
                 with tracker.phase("testing"):
                     groups, accuracy = await validate(source, val, cfg.val.n, val_sampling)
@@ -158,6 +160,10 @@ async def _train(
             await weights.to_trainers()
             await run.save(run.step, learner.trained, reached)
     run.raise_if_interrupted()
+
+
+def _canary(sequences: Sequence[Ids]) -> list[Ids]:
+    return [ids[:_CANARY_TOKENS] for ids in sequences[:_CANARIES]]
 
 
 async def _sample_only(run: TrainingRun, prompts: Sequence[Prompt], env: Environment, graders: GraderPool) -> None:

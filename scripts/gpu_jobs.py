@@ -5,8 +5,9 @@
     python scripts/gpu_jobs.py --out /tmp/gpu training            a whole group
 
 Jobs start in the order given, as soon as enough GPUs are free. Logs go into `--out`; of each job the rows that it
-printed, its errors and its last lines are shown at the end. `POSTTRAIN_GPU_TOKENIZER` and `POSTTRAIN_GPU_CHATS` say
-where a tokenizer and conversations are (see tests/gpu).
+printed, its errors and its last lines are shown at the end. `POSTTRAIN_GPU_TOKENIZER`, `POSTTRAIN_GPU_CHATS` and
+`POSTTRAIN_GPU_GSM8K` say where a tokenizer, conversations, and what `posttrain prep gsm8k` wrote are (see tests/gpu).
+The engines' jobs share what `gpu_model.py` trains (a minute and a half, once a machine).
 """
 
 from __future__ import annotations
@@ -57,13 +58,22 @@ _QUICK_START = {
 
 
 def _engine(engine: str) -> list[Job]:
-    env = {"POSTTRAIN_GPU_ENGINE": engine, "POSTTRAIN_GPU_ENGINE_OPTIONS": _QUICK_START[engine]}
-    bench = f"scripts/bench_rollout_gpu.py --engine {engine} --updates 3"
+    quick = _QUICK_START[engine]
+    env = {"POSTTRAIN_GPU_ENGINE": engine, "POSTTRAIN_GPU_ENGINE_OPTIONS": quick}
+    bench = ("scripts/bench_rollout_gpu.py", "--engine", engine, "--updates", "3", "--options", quick, "--shape")
+    gap = ("scripts/bench_gap_gpu.py", "--engine", engine, "--options", quick)
+
+    def measure(name: str, *command: str, gpus: int = 1, limit_s: float = 300.0) -> Job:
+        return Job(f"{engine}-{name}", (sys.executable, *command), gpus, limit_s)
+
     return [
-        _bench(f"{engine}-0.5b", f"{bench} --shape 0.5b", limit_s=280),
-        _bench(f"{engine}-7b", f"{bench} --shape 7b", limit_s=400),
-        _test(f"{engine}-rl", "test_engines_gpu", "in_turns_for", limit_s=300, **env),
+        measure("gap", *gap, limit_s=420),
+        measure("0.5b", *bench, "0.5b", limit_s=240),
+        measure("7b", *bench, "7b", "--new", "256", limit_s=330),
+        _test(f"{engine}-rl", "test_engines_gpu", "in_turns_for", limit_s=400, **env),
         _test(f"{engine}-kill", "test_engines_gpu", "killed", limit_s=240, **env),
+        measure("7b-tp2", *bench, "7b", "--tensor-parallel", "2", "--new", "256", gpus=2, limit_s=300),
+        measure("7b-apart", *bench, "7b", "--placement", "separate", gpus=2, limit_s=240),
         _test(f"{engine}-two", "test_engines_gpu", "two_gpus or from_gpu", gpus=2, limit_s=300, **env),
     ]
 

@@ -188,6 +188,7 @@ class Cluster:
             values=values,
             total_steps=total_steps,
             threads=_threads(world_size),
+            exact=cfg.rollout.exact,
         )
         options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]
         remote = actor_class(TrainActor)
@@ -229,6 +230,7 @@ class Cluster:
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
             options=cfg.rollout.engine_options,
             sleeps=cfg.rollout.sleep,
+            exact=cfg.rollout.exact,
         )
         if (dead := self._samplers.pop(index, None)) is not None:
             await dead.peer.end()  # one that only hangs would hold its memory

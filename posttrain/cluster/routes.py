@@ -35,6 +35,9 @@ class Readers(Protocol):
 class Route(ABC):
     """A way from a trainer to some samplers."""
 
+    bucket_bytes: int
+    """Most bytes of a bucket: large, as each costs every process a message and an answer."""
+
     def __init__(self, actor: TrainerGroup, samplers: Sequence[RemoteSampler]) -> None:
         self.actor = actor
         self.samplers = list(samplers)
@@ -53,6 +56,8 @@ class Route(ABC):
 class OnTheGPU(Route):
     """Engines read the buckets of the trainers whose GPUs they share (CUDA IPC)."""
 
+    bucket_bytes = 2 << 30
+
     def where(self) -> list[Where | None]:
         used = {rank for sampler in self.samplers for rank in sampler.trainers}
         return ["device" if rank in used else None for rank in range(len(self.actor.actors))]
@@ -67,6 +72,8 @@ class OnTheGPU(Route):
 
 class ThroughTheHost(Route):
     """All read rank 0's buckets in the memory of its node; those on other nodes get a copy through Ray."""
+
+    bucket_bytes = 512 << 20
 
     def where(self) -> list[Where | None]:
         return ["host", *[None] * (len(self.actor.actors) - 1)]
@@ -83,6 +90,8 @@ class ThroughTheHost(Route):
 
 class ByBroadcast(Route):
     """Rank 0 sends its buckets to all processes of all engines."""
+
+    bucket_bytes = 1 << 30  # there is room for one more at each receiver
 
     def __init__(self, actor: TrainerGroup, samplers: Sequence[RemoteSampler], deadline_s: float) -> None:
         super().__init__(actor, samplers)

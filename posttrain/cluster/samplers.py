@@ -106,8 +106,8 @@ class SamplerActor(Supervised):
             file.flush()
             await self.engine.load_bucket(replace(bucket, path=file.name))
 
-    async def finish_update(self, version: int) -> None:
-        await self.engine.finish_update(version)
+    async def finish_update(self, version: int, canary: Sequence[Ids]) -> list[list[float]]:
+        return await self.engine.finish_update(version, canary)
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
         return await self.engine.score(sequences)
@@ -213,13 +213,13 @@ class RemoteSampler:
         """Load weights out of a trainer's bucket. ``data`` refers to its bytes, if that is on another node."""
         await self._call("load_bucket", self.deadline_s, bucket, data)
 
-    async def finish_update(self, version: int) -> None:
-        """All buckets were loaded: they count as ``version`` from now on."""
-        await self._call("finish_update", self.deadline_s, version)
+    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
+        """All buckets were loaded: they count as ``version`` from now on. Scores of the canary, before any request."""
+        result: list[list[float]] = await self._call("finish_update", self.deadline_s, version, _int32(canary))
+        return result
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
-        ids = [np.asarray(s, np.int32) for s in sequences]
-        result: list[list[float]] = await self._call("score", self.deadline_s, ids)
+        result: list[list[float]] = await self._call("score", self.deadline_s, _int32(sequences))
         return result
 
     async def close(self) -> None:
@@ -227,3 +227,7 @@ class RemoteSampler:
 
     async def _call(self, method: str, deadline_s: float, *args: Any) -> Any:
         return (await gather([getattr(self.actor, method).remote(*args)], [self.peer], method, deadline_s))[0]
+
+
+def _int32(sequences: Sequence[Ids]) -> list[npt.NDArray[np.int32]]:
+    return [np.asarray(s, np.int32) for s in sequences]

@@ -140,18 +140,19 @@ async def publish(
         WeightSyncError: a sampler's mean difference is above ``tolerance``; the message names it.
     """
     targets = _Targets(samplers)
+    expected, _ = await asyncio.gather(
+        actor.logprobs(canary_batch(canary), temperature=1.0), targets.each(lambda sampler: sampler.wake())
+    )
     used = await _send(actor, targets, router)
-    expected = await actor.logprobs(canary_batch(canary), temperature=1.0)
     if leave is not None:
         await leave()
-    await targets.each(lambda sampler: sampler.finish_update(version))
     gaps: dict[str, float] = {}
 
-    async def prove(sampler: RemoteSampler) -> None:
-        scored = await sampler.score(canary)
+    async def finish(sampler: RemoteSampler) -> None:
+        scored = await sampler.finish_update(version, canary)
         gaps[sampler.name] = float((torch.tensor([x for s in scored for x in s]) - expected).abs().mean())
 
-    await targets.each(prove)
+    await targets.each(finish)
     for name, gap in gaps.items():
         if not gap <= tolerance:
             raise WeightSyncError(
@@ -181,15 +182,15 @@ class _Targets:
             try:
                 await call(sampler)
             except DEAD as error:
-                self.lost.append((sampler, error))
-                self.living.remove(sampler)
+                if sampler in self.living:  # else the bucket before has told
+                    self.lost.append((sampler, error))
+                    self.living.remove(sampler)
 
         await asyncio.gather(*(one(sampler) for sampler in list(self.living)))
 
 
 async def _send(actor: TrainerGroup, targets: _Targets, router: Router) -> float:
     """The actor's weights to all samplers that live. GiB that the trainers' fullest GPU had in use at the end."""
-    await targets.each(lambda sampler: sampler.wake())
     # A broadcast that lost a member begins again without it. Who is not known to be lost may be so all the same.
     for _ in range(1 + len(targets.living)):
         if not targets.living:
@@ -205,7 +206,7 @@ async def _stream(route: Route, targets: _Targets) -> float:
     """All weights, bucket by bucket: the next one is gathered while the last is read. Returns as ``_send``."""
     actor = route.actor
     readers: list[asyncio.Task[None] | None] = [None, None]
-    await actor.open_outlet(route.where())
+    await actor.open_outlet(route.where(), route.bucket_bytes)
     try:
         for slot in itertools.cycle((0, 1)):
             if (reader := readers[slot]) is not None:

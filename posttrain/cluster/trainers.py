@@ -138,13 +138,13 @@ class TrainerGroup:
         """Write the traces, one a rank; see ``TrainWorker.stop_profile``."""
         await self.call("stop_profile", [(folder, step)] * len(self.peers))
 
-    async def open_outlet(self, where: Sequence[Where | None]) -> None:
+    async def open_outlet(self, where: Sequence[Where | None], bucket_bytes: int) -> None:
         """Begin to hand out the full weights; see ``TrainWorker.open_outlet``, and ``sync``.
 
         Args:
             where: each rank's buckets are read.
         """
-        await self.call("open_outlet", [(of_rank,) for of_rank in where])
+        await self.call("open_outlet", [(of_rank, bucket_bytes) for of_rank in where])
 
     async def next_bucket(self, slot: int) -> list[Bucket] | None:
         """The next bucket of every rank, in place ``slot`` of two, which nobody reads any more; None: that was all."""

@@ -65,6 +65,9 @@ class RolloutConfig(Section):
     """Share of a GPU's memory for an engine (weights and KV cache). On CPU `kv_tokens` rules."""
     engine_options: dict[str, Any] = {}
     """More arguments of the engine itself: fields of vLLM's `AsyncEngineArgs`, or of SGLang's `ServerArgs`."""
+    exact: bool = False
+    """Engine and trainer use products and attention whose result for a sequence does not depend on what else is in the
+    batch, so that their log-probabilities are as near to each other as bfloat16 allows. Slower; see engines.md."""
     sleep: bool = False
     """`rl`: engines give back their weights and KV cache while trainers work on the same GPUs. See also
     `train.offload`."""
@@ -91,6 +94,11 @@ class RolloutConfig(Section):
             raise ValueError("rollout.over_sample_rate and rollout.filter_groups have no effect without training")
         if self.engine_options and self.engine == "hf":
             raise ValueError("rollout.engine_options has no effect with rollout.engine = 'hf'")
+        if self.exact and self.engine == "hf":
+            raise ValueError(
+                "rollout.exact: the embedded engine (rollout.engine = 'hf') has no batch-invariant kernels; "
+                "sglang and vllm have them"
+            )
         return self
 
 

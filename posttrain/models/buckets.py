@@ -21,7 +21,6 @@ from torch import Tensor
 
 from posttrain.models.broadcast import BroadcastGroup, Member, MemberLost
 
-BUCKET_BYTES = 512 << 20
 _ALIGNMENT = 64
 CPU = torch.device("cpu")
 
@@ -236,7 +235,7 @@ class Outlet:
         where: Where | None,
         device: torch.device = CPU,
         *,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = 512 << 20,
     ) -> None:
         self._weights = iter(weights)
         self._dtype, self._bytes = dtype, bucket_bytes

@@ -227,10 +227,14 @@ def _chunks(hidden: Tensor, head: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size or 1))
 
 
-def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    """[n, V] float32."""
+def float32_logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """[n, V] float32 of hidden states [n, D] and a head [V, D] of the same type. On a GPU they are never rounded to it,
+    as what adds them up is float32 anyway."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
-        logits = torch.mm(hidden, head.t(), out_dtype=torch.float32)
-    else:
-        logits = (hidden @ head.t()).float()
+        return torch.mm(hidden, head.t(), out_dtype=torch.float32)
+    return (hidden @ head.t()).float()
+
+
+def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    logits = float32_logits(hidden, head)
     return logits if temperature == 1.0 else logits.div_(temperature)

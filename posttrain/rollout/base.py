@@ -38,6 +38,8 @@ class EngineSpec:
     """More arguments of the engine's own."""
     sleeps: bool = False
     """Whether it will be asked to sleep."""
+    exact: bool = False
+    """Whether a sequence's result must not depend on the batch (`rollout.exact`)."""
 
 
 class Generator(Protocol):
@@ -79,9 +81,12 @@ class Engine(Sampler, Protocol):
         back with ``abort``, or there may be none; new ones wait until ``finish_update``."""
         ...
 
-    async def finish_update(self, version: int) -> None:
+    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
         """All parameters have been loaded: make room for the KV cache, drop what was computed with the old ones, and
         count as ``version`` from now on.
+
+        Returns:
+            Scores of the canary under the new weights, as ``score``'s; before any request comes in again.
 
         Raises:
             WeightSyncError: a parameter of the engine has not been loaded since the last call.

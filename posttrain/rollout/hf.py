@@ -58,6 +58,7 @@ class HFSampler:
         self.request_ids = itertools.count()
         self.futures: dict[str, asyncio.Future[Any]] = {}
         self.manager: Any = None
+        self.loading = asyncio.Lock()
         # Every restart of the manager collects garbage several times. What has been imported and loaded by now stays
         # for good, so it need not be looked through each time: a weight update then takes 0.1 s, not 0.45 s.
         gc.collect()
@@ -220,18 +221,20 @@ class HFSampler:
                 parameter.data = parameter.data.new_empty(self.shapes[name])
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        async with self.gate.loading(bucket.shapes):
+        async with self.gate.loading(bucket.shapes), self.loading:  # bytes that are sent come in order
             for name, tensor in await asyncio.to_thread(bucket.tensors, 0, self.device):
                 self.parameters[name].copy_(tensor)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()  # the trainer fills the bucket anew as soon as this has returned
 
-    async def finish_update(self, version: int) -> None:
+    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
         async with self.gate.finish(version):
             # Stopping drops the KV cache. Keeping it, as the library offers, would also keep the hashes of prefixes
             # computed with the old weights, and serve them to new requests.
             await self._stop()
+            scores = await self.score(canary) if canary else []
             self._start(version)
+            return scores
 
     async def _stop(self) -> None:
         await asyncio.to_thread(self.manager.stop, block=True, timeout=_STOP_S)

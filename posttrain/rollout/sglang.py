@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from posttrain.models.buckets import Bucket
 from posttrain.rollout.base import EngineSpec
 from posttrain.rollout.external import arguments, give_own_weights, readable_model, shapes
 from posttrain.rollout.gate import WeightGate
-from posttrain.rollout.sglang_worker import LOADER, pack
+from posttrain.rollout.sglang_worker import LOADER, pack, run_scheduler
 from posttrain.types import FinishReason, Ids, Sample, SamplingParams
 
 _ENVIRONMENT = {
@@ -42,7 +43,7 @@ class SGLangEngine:
         import sglang
 
         self.spec = spec
-        self.request_ids = itertools.count()
+        self.request_ids, self.seeds = itertools.count(), itertools.count()
         self.released: set[str] = set()
         """What is not on the GPU. SGLang's schedulers die when that comes back a second time."""
         self.gate = WeightGate("SGLang", shapes(spec), self._abort_all)
@@ -64,8 +65,11 @@ class SGLangEngine:
                 "custom_weight_loader": [LOADER],
                 "log_level": "error",
             }
+            if spec.exact:  # its batch-invariant products cannot give logits of another type than the weights'
+                ours |= {"enable_deterministic_inference": True, "enable_fp32_lm_head": True}
+            kind = type("Engine", (sglang.Engine,), {"run_scheduler_process_func": staticmethod(run_scheduler)})
             try:
-                self.engine = sglang.Engine(**arguments(spec, ours))
+                self.engine = kind(**arguments(spec, ours))
             except (RuntimeError, ValueError, TypeError) as error:
                 raise RunError(
                     f"SGLang does not start: {error}", hint="its own messages are in the worker's log"
@@ -81,6 +85,8 @@ class SGLangEngine:
             "stop_token_ids": self.spec.stop_token_ids,
         }
         async with self.gate.request() as version:
+            if self.spec.exact:
+                sampling["sampling_seed"] = self._seed(version)
             output = await self._run(prompt_ids, sampling, return_logprob=True)
         meta = output["meta_info"]
         ids = list(output.get("output_ids") or [])
@@ -88,12 +94,19 @@ class SGLangEngine:
         reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
         return Sample(ids, logprobs, reasons[meta["finish_reason"]["type"]], version)
 
+    def _seed(self, version: int) -> int:
+        """Of the next request. In its deterministic mode SGLang samples all requests without one with the same."""
+        return zlib.crc32(f"{self.spec.seed} {self.spec.replica} {version} {next(self.seeds)}".encode())
+
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
-        sampling = {"max_new_tokens": 0, "temperature": 1.0}
         async with self.gate.request():
-            outputs = await asyncio.gather(
-                *(self._run(ids, sampling, return_logprob=True, logprob_start_len=0) for ids in sequences)
-            )
+            return await self._score(sequences)
+
+    async def _score(self, sequences: Sequence[Ids]) -> list[list[float]]:
+        sampling = {"max_new_tokens": 0, "temperature": 1.0}
+        outputs = await asyncio.gather(
+            *(self._run(ids, sampling, return_logprob=True, logprob_start_len=0) for ids in sequences)
+        )
         return [[0.0, *(float(x[0]) for x in o["meta_info"]["input_token_logprobs"][1:])] for o in outputs]
 
     async def _run(self, ids: Ids, sampling: Mapping[str, Any], **more: Any) -> Any:
@@ -146,12 +159,13 @@ class SGLangEngine:
             if not good:
                 raise WeightSyncError(f"SGLang did not take the weights: {message}")
 
-    async def finish_update(self, version: int) -> None:
+    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
         async with self.gate.finish(version):
             await self._bring_back("kv_cache")
             flushed = await self.manager.flush_cache()
             if not flushed.success:
                 raise WeightSyncError("SGLang did not drop the prefixes that it computed with the old weights")
+            return await self._score(canary)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.engine.shutdown)

@@ -1,4 +1,5 @@
-"""What SGLang's schedulers do for us: they take weights out of buckets, by a loader that they import (``LOADER``)."""
+"""What SGLang's schedulers do for us: they take weights out of buckets, by a loader that they import (``LOADER``), and
+keep logits in float32."""
 
 from __future__ import annotations
 
@@ -10,8 +11,35 @@ import torch
 from torch import Tensor
 
 from posttrain.models.buckets import Bucket
+from posttrain.models.logprobs import float32_logits
 
 LOADER = "posttrain.rollout.sglang_worker.load"
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """SGLang's scheduler process. Its arguments are SGLang's own."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    _keep_logits()
+    return run_scheduler_process(*args, **kwargs)
+
+
+def _keep_logits() -> None:
+    """SGLang rounds logits to the model's type, and then reckons in float32 with what is left of them."""
+    from sglang.srt.layers import logits_processor
+
+    rounded = logits_processor.LogitsProcessor._compute_lm_head
+
+    def compute(self: Any, hidden: Tensor, head: Any, bias: Tensor | None = None) -> Any:
+        method = getattr(head, "quant_method", None)
+        plain = not hasattr(head, "set_lora") and not logits_processor.should_apply_lm_head_quant_method(head, method)
+        weight = getattr(head, "weight", None)
+        # Its batch-invariant products have no result of another type: there SGLang's own float32 head is asked for.
+        if plain and not self.use_fp32_lm_head and isinstance(weight, Tensor) and hidden.dtype == weight.dtype:
+            return float32_logits(hidden, weight)
+        return rounded(self, hidden, head, bias)
+
+    logits_processor.LogitsProcessor._compute_lm_head = compute
 
 
 def pack(bucket: Bucket, rank: int) -> bytes:

@@ -33,6 +33,8 @@ async def open_engine(spec: EngineSpec) -> VLLMEngine:
     """Start vLLM with the weights of ``spec.source`` as version 0. Raises ``RunError``, ``ModelError``."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if spec.exact:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if spec.threads:
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     engine = VLLMEngine(spec)
@@ -104,9 +106,12 @@ class VLLMEngine:
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
         async with self.gate.request():
-            outputs = await asyncio.gather(
-                *(self._run(ids, max_tokens=1, temperature=1.0, prompt_logprobs=0) for ids in sequences)
-            )
+            return await self._score(sequences)
+
+    async def _score(self, sequences: Sequence[Ids]) -> list[list[float]]:
+        outputs = await asyncio.gather(
+            *(self._run(ids, max_tokens=1, temperature=1.0, prompt_logprobs=0) for ids in sequences)
+        )
         scores = []
         for ids, output in zip(sequences, outputs, strict=True):
             found = output.prompt_logprobs[1:]
@@ -159,7 +164,7 @@ class VLLMEngine:
                     raise MemberLost(str(error)) from error
                 raise
 
-    async def finish_update(self, version: int) -> None:
+    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
         async with self.gate.finish(version):
             if self.asleep and self.spec.device == "cuda":
                 await self.llm.wake_up(tags=["kv_cache"])
@@ -167,6 +172,7 @@ class VLLMEngine:
             if not await self.llm.reset_prefix_cache():
                 raise WeightSyncError("vLLM did not drop the prefixes that it computed with the old weights")
             await self.llm.resume_generation()
+            return await self._score(canary)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.llm.shutdown)

@@ -1,4 +1,4 @@
-"""What vLLM's workers do for us: they take weights.
+"""What vLLM's workers do for us: they take weights, and keep logits in float32.
 
 vLLM mixes ``WeightReceiver`` into its worker class (``worker_extension_cls``), in processes of its own.
 """
@@ -9,10 +9,14 @@ import pickle
 from typing import Any
 
 import torch
+from torch import Tensor
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
 from posttrain.models.broadcast import MemberLost
 from posttrain.models.buckets import Bucket
+from posttrain.models.logprobs import float32_logits
 
 if current_platform.is_cpu():
     # On a CPU vLLM packs every matrix anew for oneDNN when it has loaded it, and lets go of the weight: new values then
@@ -20,6 +24,23 @@ if current_platform.is_cpu():
     from vllm import _custom_ops
 
     _custom_ops._supports_onednn = False
+
+
+def _keep_logits() -> None:
+    """vLLM rounds logits to the model's type, and then reckons in float32 with what is left of them."""
+    rounded = LogitsProcessor._get_logits
+
+    def get(self: Any, hidden: Tensor, head: Any, bias: Tensor | None) -> Tensor | None:
+        plain = type(head.quant_method) is UnquantizedEmbeddingMethod and bias is None
+        if not plain or hidden.dtype != head.weight.dtype:
+            return rounded(self, hidden, head, bias)  # type: ignore[no-any-return]
+        logits: Tensor | None = self._gather_logits(float32_logits(hidden, head.weight))
+        return None if logits is None else logits[..., : self.org_vocab_size]
+
+    LogitsProcessor._get_logits = get
+
+
+_keep_logits()
 
 
 class WeightReceiver:

@@ -26,6 +26,7 @@ from posttrain.errors import RunError
 from posttrain.models import attention, lora
 from posttrain.models.buckets import Bucket, Outlet, Where
 from posttrain.models.fill import fill, materialize
+from posttrain.models.invariant import use_invariant_products
 from posttrain.models.load import build
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.ulysses import SequenceParallel, check_heads
@@ -74,6 +75,8 @@ class TrainWorker:
         spec = self.spec
         if spec.device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
+        if spec.exact:
+            use_invariant_products()
         backend_name = "nccl" if spec.device == "cuda" else "gloo"
         dist.init_process_group(backend_name, timeout=timedelta(seconds=timeout_s))
         torch.manual_seed(spec.seed)
@@ -304,10 +307,16 @@ class TrainWorker:
 
     # ------------------------------------------------------------------ weights
 
-    def open_outlet(self, where: Where | None) -> None:
+    def open_outlet(self, where: Where | None, bucket_bytes: int) -> None:
         """Begin to hand out the full weights in the compute type, adapters merged into them: every rank with the same
-        weights, in buckets that lie where they are read, or are sent to a group; None: nobody reads this rank's."""
-        self.outlet = Outlet(lora.whole_weights(self.lm.model), self.dtype, where, self.device)
+        weights, in buckets that lie where they are read, or are sent to a group; None: nobody reads this rank's.
+
+        Args:
+            bucket_bytes: most of a bucket of several weights; of a small model half of it, so that two are in use.
+        """
+        whole = sum(p.numel() for p in self.parameters.values()) * self.dtype.itemsize
+        size = min(bucket_bytes, -(-whole // 2))
+        self.outlet = Outlet(lora.whole_weights(self.lm.model), self.dtype, where, self.device, bucket_bytes=size)
 
     def next_bucket(self, slot: int) -> Bucket | None:
         """See ``Outlet.next``. A collective."""
@@ -332,6 +341,9 @@ class TrainWorker:
         if self.outlet is not None:
             self.outlet.close()
             self.outlet = None
+            if self.spec.device == "cuda":  # an engine's KV cache comes back into the buckets' room
+                torch.cuda.ipc_collect()
+                self.free_cache()
         return used
 
     def offload(self) -> None:

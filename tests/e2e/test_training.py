@@ -437,7 +437,7 @@ def test_weight_sync_is_proven(alone, start, tmp_path):
         await group.load(start)
         samplers = await cluster.samplers(SOURCE, [EOS])
         assert [await gap(s) for s in samplers] == [pytest.approx(0.0, abs=1e-4)] * 2
-        await group.open_outlet(["host"])
+        await group.open_outlet(["host"], 64 << 20)
         (old,) = await group.next_bucket(0)
         assert await group.next_bucket(1) is None
         old = Bucket(old.entries, str(shutil.copy(old.path, tmp_path / "old")))

@@ -13,11 +13,10 @@ HALF_B = {
 """Qwen2.5-0.5B's shape, for short sequences."""
 
 
-def write_model(folder, shape, *, dtype=torch.bfloat16, tokenizer="", sharpness=1.0):
-    """Random weights of seed 0. ``sharpness`` scales the logits."""
+def write_model(folder, shape, *, dtype=torch.bfloat16, tokenizer=""):
+    """Random weights of seed 0."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**shape))
-    model.model.norm.weight.data.mul_(sharpness)
     model.to(dtype).save_pretrained(folder)
     for file in Path(tokenizer).iterdir() if tokenizer else ():
         if file.is_file():

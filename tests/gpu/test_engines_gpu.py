@@ -1,9 +1,11 @@
-"""SGLang and vLLM on GPUs, in the shape of Qwen2.5-0.5B under the real tokenizer: GRPO with a tool in turns with the
-trainer, an engine that is killed, an engine of two GPUs, and updates amid generation from GPU to GPU.
+"""SGLang and vLLM on GPUs, in the shape of Qwen2.5-0.5B under the real tokenizer, trained for a minute on GSM8K: GRPO
+with a tool in turns with the trainer, an engine that is killed, an engine of two GPUs, and updates amid generation from
+GPU to GPU.
 
-    POSTTRAIN_GPU_ENGINE=sglang POSTTRAIN_GPU_TOKENIZER=FOLDER pytest -m gpu tests/gpu/test_engines_gpu.py -s
+    POSTTRAIN_GPU_ENGINE=sglang POSTTRAIN_GPU_TOKENIZER=FOLDER POSTTRAIN_GPU_GSM8K=FOLDER \\
+        pytest -m gpu tests/gpu/test_engines_gpu.py -s
 
-Each test prints a line for docs/benchmarks.md.
+The last is what `posttrain prep gsm8k` wrote. Each test prints a line for docs/benchmarks.md.
 """
 
 import asyncio
@@ -13,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,12 +25,11 @@ from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.cluster.routes import ByBroadcast, OnTheGPU
 from posttrain.cluster.sync import WeightSync
 from posttrain.config import Config
-from posttrain.data.parquet import write_rows
 from posttrain.models.load import ModelSource
 from posttrain.types import SamplingParams
-from tests.gpu.models import HALF_B, write_model
 
 TOKENIZER = os.environ.get("POSTTRAIN_GPU_TOKENIZER", "")
+GSM8K = os.environ.get("POSTTRAIN_GPU_GSM8K", "")
 ENGINE = os.environ.get("POSTTRAIN_GPU_ENGINE", "")
 OPTIONS = os.environ.get("POSTTRAIN_GPU_ENGINE_OPTIONS", "{}")
 """More arguments of the engine, as JSON."""
@@ -35,7 +37,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(500),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(not TOKENIZER or not ENGINE, reason="needs POSTTRAIN_GPU_TOKENIZER and POSTTRAIN_GPU_ENGINE"),
+    pytest.mark.skipif(
+        not (TOKENIZER and GSM8K and ENGINE),
+        reason="needs POSTTRAIN_GPU_TOKENIZER, POSTTRAIN_GPU_GSM8K and POSTTRAIN_GPU_ENGINE",
+    ),
 ]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 NO_STOP = 151_935
@@ -44,9 +49,12 @@ CANARY = [list(range(100, 164)), list(range(5000, 5200))]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Random weights, with a head that is sharp: the mean entropy of a token is that of a trained model's."""
-    return write_model(tmp_path_factory.mktemp("model"), HALF_B, tokenizer=TOKENIZER, sharpness=8.0)
+def model():
+    """As sure of its tokens as a real model. The benchmarks take the same one."""
+    script = Path(__file__).parents[2] / "scripts" / "gpu_model.py"
+    command = [sys.executable, str(script), "--tokenizer", TOKENIZER, "--data", GSM8K]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.strip())
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +79,8 @@ def prompts(count, length=128):
 
 def test_grpo_in_turns_for_twenty_steps(model, tmp_path):
     """Engines sleep while trainers work, trainers are in host memory while engines sample; no memory is lost."""
-    rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"How much is {i} + {i + 1}?"}],
-            "reward_model": {"style": "rule", "ground_truth": str(2 * i + 1)},
-            "extra_info": {"need_tools_kwargs": True, "tools_kwargs": {
-                "calc_gsm8k_reward": {"create_kwargs": {"ground_truth": str(2 * i + 1)}}}},
-        }
-        for i in range(256)
-    ]  # fmt: skip
-    write_rows(tmp_path / "train.parquet", rows)
     settings = {
-        "model.path": model, "data.train": tmp_path / "train.parquet", "data.batch_size": 16, "rollout.n": 8,
+        "model.path": model, "data.train": Path(GSM8K) / "train.parquet", "data.batch_size": 16, "rollout.n": 8,
         "rollout.max_prompt_tokens": 1024, "rollout.max_response_tokens": 512, "rollout.memory_fraction": 0.3,
         "rollout.tools": "['gsm8k']", "rollout.max_turns": 5, "rollout.engine": ENGINE,
         "rollout.engine_options": OPTIONS_TOML, "rollout.sleep": "true", "train.offload": "true",

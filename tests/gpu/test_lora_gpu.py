@@ -60,7 +60,7 @@ def train(folder, **options):
         worker.offload()
         worker.onload()
         after, off = worker.logprobs(batches(0))[0], worker.logprobs(batches(0), adapter=False)[0]
-        worker.open_outlet("host")
+        worker.open_outlet("host", 64 << 20)
         sent = set()
         while (bucket := worker.next_bucket(0)) is not None:
             sent |= bucket.shapes.keys()

@@ -53,6 +53,26 @@ async def test_an_update_sends_requests_back_and_holds_new_ones():
     assert await new == 7
 
 
+async def test_a_bucket_does_not_overtake_the_one_before_it():
+    """The first waits for requests to come back; the second was sent meanwhile."""
+    engine = Engine()
+    engine.gate = WeightGate("it", SHAPES, lambda: asyncio.sleep(0))  # it takes a while to send requests back
+    old = asyncio.create_task(engine.request())
+    await asyncio.sleep(0)
+    loaded = []
+
+    async def load(name):
+        async with engine.gate.loading({name: SHAPES[name]}):
+            loaded.append((name, len(engine.gate.running)))
+
+    buckets = [asyncio.create_task(load(name)) for name in SHAPES]
+    await asyncio.sleep(0.05)
+    assert not loaded
+    engine.ends.set()
+    await asyncio.gather(old, *buckets)
+    assert loaded == [("a", 0), ("b", 0)]
+
+
 async def test_without_requests_nothing_is_aborted():
     engine = Engine()
     await engine.update(1)
