@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from posttrain.errors import ConfigError, ModelError
+from posttrain.models.gather import whole, whole_many
 from posttrain.models.load import ModelSource, build, digest
 
 if TYPE_CHECKING:
@@ -187,12 +187,15 @@ class LowRank:
         return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
 
 
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name in the base model, whole weight) of all that the base model has, adapters merged into it.
 
-    A collective where the model is sharded. Nothing of it changes.
+    A collective where the model is sharded. Nothing of it changes. ``dtype`` as in ``whole_many``.
     """
     adapted = {f"{name}.base_layer.weight": layer for name, layer in _adapted(model)}
+    if not adapted:
+        yield from whole_many(model.named_parameters(), dtype)
+        return
     for name, parameter in model.named_parameters():
         if (original := base_name(name)) is None:
             continue
@@ -201,12 +204,6 @@ def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             down, up = whole(layer.lora_A[NAME].weight), whole(layer.lora_B[NAME].weight)
             weight = LowRank(down, up, layer.scaling[NAME]).added_to(weight)
         yield original, weight
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """All of a tensor that may be sharded. A collective where it is."""
-    data = parameter.detach()
-    return data.full_tensor() if isinstance(data, DTensor) else data
 
 
 # ---------------------------------------------------------------------- files

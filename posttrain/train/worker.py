@@ -316,7 +316,8 @@ class TrainWorker:
         """
         whole = sum(p.numel() for p in self.parameters.values()) * self.dtype.itemsize
         size = min(bucket_bytes, -(-whole // 2))
-        self.outlet = Outlet(lora.whole_weights(self.lm.model), self.dtype, where, self.device, bucket_bytes=size)
+        weights = lora.whole_weights(self.lm.model, self.dtype)
+        self.outlet = Outlet(weights, self.dtype, where, self.device, bucket_bytes=size)
 
     def next_bucket(self, slot: int) -> Bucket | None:
         """See ``Outlet.next``. A collective."""

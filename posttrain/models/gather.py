@@ -1,0 +1,74 @@
+"""Whole weights of a sharded model, many of them by one collective: there are hundreds, and each one has its price."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+_GROUP_BYTES = 256 << 20
+"""Of weights that are gathered at once; a larger one is alone."""
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """All of a tensor that may be sharded. A collective where it is."""
+    data = parameter.detach()
+    return data.full_tensor() if isinstance(data, DTensor) else data
+
+
+def whole_many(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors, in order. A collective where they are sharded.
+
+    Args:
+        dtype: they are cast to it where that saves bytes on their way; None: they stay as they are.
+    """
+    group: list[tuple[str, DTensor]] = []
+    size = 0
+    for name, parameter in named:
+        tensor = parameter.detach()
+        together = _in_rows(tensor)
+        fits = not group or (tensor.dtype == group[0][1].dtype and size < _GROUP_BYTES)
+        if group and not (together and fits):
+            yield from _gather(group, dtype)
+            group, size = [], 0
+        if together:
+            assert isinstance(tensor, DTensor)
+            group.append((name, tensor))
+            size += tensor.numel() * tensor.element_size()
+        else:
+            yield name, whole(tensor)
+    if group:
+        yield from _gather(group, dtype)
+
+
+def _in_rows(tensor: Tensor) -> bool:
+    """Whether the processes hold its rows side by side, where their collectives can take them."""
+    if not isinstance(tensor, DTensor) or tensor.ndim == 0:
+        return False
+    shards = [placement for placement in tensor.placements if isinstance(placement, Shard)]
+    return len(shards) == 1 and shards[0].dim == 0 and tensor.to_local().device.type == tensor.device_mesh.device_type
+
+
+def _gather(named: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    first = named[0][1]
+    axis = next(i for i, placement in enumerate(first.placements) if isinstance(placement, Shard))
+    ranks = first.device_mesh.size(axis)
+    if ranks == 1:
+        yield from ((name, tensor.to_local()) for name, tensor in named)
+        return
+    # Each process has the same number of rows, but for the last ones, which may have fewer or none.
+    rows = [-(-len(tensor) // ranks) for _, tensor in named]
+    sizes = [n * math.prod(tensor.shape[1:]) for n, (_, tensor) in zip(rows, named, strict=True)]
+    narrow = dtype if dtype is not None and dtype.itemsize < first.dtype.itemsize else first.dtype
+    mine = torch.zeros(sum(sizes), dtype=narrow, device=first.to_local().device)
+    for place, (_, tensor) in zip(mine.split(sizes), named, strict=True):
+        local = tensor.to_local()
+        place[: local.numel()].copy_(local.flatten())
+    everyones = mine.new_empty(ranks, len(mine))
+    dist.all_gather_into_tensor(everyones.view(-1), mine, group=first.device_mesh.get_group(axis))
+    for place, n, (name, tensor) in zip(everyones.split(sizes, dim=1), rows, named, strict=True):
+        yield name, place.reshape(ranks * n, *tensor.shape[1:])[: len(tensor)]

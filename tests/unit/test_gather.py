@@ -1,0 +1,62 @@
+"""Whole weights out of shards: the same as one by one, whatever the number of rows and processes."""
+
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from posttrain.models import gather
+from posttrain.models.gather import whole_many
+
+SHAPES = [(7, 3), (1,), (2, 2, 2), (64, 5), (5,), (3, 4)]
+
+
+def originals():
+    generator = torch.Generator().manual_seed(0)
+    return {f"w{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(SHAPES)}
+
+
+def check(rank, world_size, replicas, port):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    axes = (world_size,) if replicas == 1 else (replicas, world_size // replicas)
+    mesh = init_device_mesh("cpu", axes)
+    rows = [Shard(0)] if replicas == 1 else [Replicate(), Shard(0)]
+    columns = [Shard(1)] if replicas == 1 else [Replicate(), Shard(1)]
+    expected = originals()
+    sharded = {name: distribute_tensor(tensor, mesh, rows) for name, tensor in expected.items()}
+    expected |= {"plain": torch.ones(3), "columns": torch.arange(12.0).reshape(3, 4), "half": torch.ones(9, 2).half()}
+    sharded |= {
+        "plain": expected["plain"],
+        "columns": distribute_tensor(expected["columns"], mesh, columns),
+        "half": distribute_tensor(expected["half"], mesh, rows),
+    }
+    gather._GROUP_BYTES = 200  # several groups
+    for dtype in (None, torch.float64, torch.bfloat16):
+        found = dict(whole_many(sharded.items(), dtype))
+        assert list(found) == list(expected)
+        for name, tensor in expected.items():
+            target = dtype or tensor.dtype
+            assert found[name].shape == tensor.shape
+            assert torch.equal(found[name].to(target), tensor.to(target)), name
+    dist.destroy_process_group()
+
+
+def run(rank, *args):
+    try:
+        check(rank, *args)
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+@pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (3, 1), (4, 2)])
+def test_gathered_together_they_are_what_they_were(world_size, replicas):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run, (world_size, replicas, port), nprocs=world_size)
