@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
@@ -28,16 +27,14 @@ if current_platform.is_cpu():
 
 def _keep_logits() -> None:
     """vLLM rounds logits to the model's type, and then reckons in float32 with what is left of them."""
-    rounded = LogitsProcessor._get_logits
+    rounded = UnquantizedEmbeddingMethod.apply
 
-    def get(self: Any, hidden: Tensor, head: Any, bias: Tensor | None) -> Tensor | None:
-        plain = type(head.quant_method) is UnquantizedEmbeddingMethod and bias is None
-        if not plain or hidden.dtype != head.weight.dtype:
-            return rounded(self, hidden, head, bias)  # type: ignore[no-any-return]
-        logits: Tensor | None = self._gather_logits(float32_logits(hidden, head.weight))
-        return None if logits is None else logits[..., : self.org_vocab_size]
+    def apply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Any:
+        if x.is_cuda and x.ndim == 2 and x.dtype == layer.weight.dtype and bias is None:
+            return float32_logits(x, layer.weight)
+        return rounded(self, layer, x, bias)
 
-    LogitsProcessor._get_logits = get
+    UnquantizedEmbeddingMethod.apply = apply
 
 
 _keep_logits()
