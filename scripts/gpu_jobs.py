@@ -51,9 +51,10 @@ def _bench(name: str, text: str, *, gpus: int = 1, limit_s: float = 300.0) -> Jo
 
 
 _QUICK_START = {
-    # Without torch.compile and tuning vLLM starts in seconds; how fast it samples then is the benchmark's business.
+    # Without torch.compile and tuning vLLM starts in seconds, and without graphs of prefills SGLang does. Benchmarks
+    # compare with the same engine by itself, so they can do with that.
     "vllm": json.dumps({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}),
-    "sglang": "{}",
+    "sglang": json.dumps({"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 256}),
 }
 
 
@@ -140,6 +141,8 @@ def run(jobs: Sequence[Job], gpus: Sequence[str], out: Path, limit_s: float) -> 
                 one.process.wait()
             if one.process.poll() is not None:
                 running.remove(one)
+                if late or one.process.returncode:
+                    _keep_worker_logs(Path(one.temporary), out / f"{one.job.name}.workers.log")
                 shutil.rmtree(one.temporary, ignore_errors=True)
                 free += one.gpus
                 done[one.job.name] = (None if late else one.process.returncode, now - one.began)
@@ -162,6 +165,16 @@ def _start(job: Job, gpus: list[str], temporary: str, out: Path) -> subprocess.P
         return subprocess.Popen(
             job.command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+
+def _keep_worker_logs(temporary: Path, file: Path) -> None:
+    """The ends of what Ray's workers wrote, before they are removed; the latest first."""
+    logs = [log for kind in ("err", "out") for log in temporary.glob(f"ray/session_2*/logs/worker*.{kind}")]
+    ends = []
+    for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True):
+        if text := log.read_text(errors="replace")[-6000:].strip():
+            ends.append(f"## {log.name}\n{text}\n")
+    file.write_text("\n".join(ends))
 
 
 def report(job: str, found: tuple[int | None, float], out: Path, lines: int = 12) -> str:

@@ -26,7 +26,7 @@ def trained_model(out: Path, tokenizer: Path, data: Path, steps: int = 240) -> P
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (out / "config.json").is_file():
             return out
-        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        with tempfile.TemporaryDirectory() as folder:
             begun = time.perf_counter()
             untrained = _untrained(Path(folder) / "untrained", tokenizer)
             settings = {
