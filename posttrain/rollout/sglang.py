@@ -40,7 +40,7 @@ class SGLangEngine:
     their own."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        import sglang
+        from sglang.srt.entrypoints.engine import Engine
 
         self.spec = spec
         self.request_ids, self.seeds = itertools.count(), itertools.count()
@@ -67,9 +67,9 @@ class SGLangEngine:
             }
             if spec.exact:  # its batch-invariant products cannot give logits of another type than the weights'
                 ours |= {"enable_deterministic_inference": True, "enable_fp32_lm_head": True}
-            kind = type("Engine", (sglang.Engine,), {"run_scheduler_process_func": staticmethod(run_scheduler)})
+            ours_to_run = {"run_scheduler_process_func": staticmethod(run_scheduler)}
             try:
-                self.engine = kind(**arguments(spec, ours))
+                self.engine = type("Engine", (Engine,), ours_to_run)(**arguments(spec, ours))
             except (RuntimeError, ValueError, TypeError) as error:
                 raise RunError(
                     f"SGLang does not start: {error}", hint="its own messages are in the worker's log"
