@@ -291,8 +291,9 @@ def test_an_engine_that_slept_has_the_weights_that_it_was_given(qwen2):
         params = SamplingParams(20, temperature=0.0)
         before = await engine.generate(prompt, params)
         given = {name: p.detach().clone() for name, p in engine.parameters.items()}
-        running = asyncio.create_task(engine.generate(prompt, SamplingParams(400, 1.0)))
+        running = asyncio.create_task(engine.generate(prompt, SamplingParams(1500)))
         await asyncio.sleep(0.05)
+        assert not running.done()
         await engine.sleep()
         assert sum(p.untyped_storage().nbytes() for p in engine.model.parameters()) == 0
         waiting = asyncio.create_task(engine.generate(prompt, params))
@@ -301,7 +302,7 @@ def test_an_engine_that_slept_has_the_weights_that_it_was_given(qwen2):
         await engine.finish_update(4)
         return before, await running, await waiting
 
-    before, cut, after = with_engine(spec(qwen2), body)
+    before, cut, after = with_engine(spec(qwen2, stop_token_ids=[VOCABULARY + 5]), body)  # it never comes
     assert (cut.ids, cut.finish_reason, cut.version) == ([], "abort", 0)
     assert (after.ids, after.version) == (before.ids, 4)
 

@@ -43,6 +43,7 @@ def check(rank, world_size, replicas, port):
             target = dtype or tensor.dtype
             assert found[name].shape == tensor.shape
             assert torch.equal(found[name].to(target), tensor.to(target)), name
+    dist.barrier()  # one that leaves while others still talk ends them
     dist.destroy_process_group()
 
 
