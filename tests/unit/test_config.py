@@ -60,6 +60,7 @@ def test_tree_is_frozen_and_closed() -> None:
         ("rl", {"cluster": {"weight_transfer": "broadcast"}}, "needs cluster.placement = 'separate'"),
         ("rl", {"rollout": {"sleep": True}, "cluster": {"placement": "separate"}}, "rollout.sleep has no effect"),
         ("rl", {"train": {"offload": True, "cpu_offload": True}}, "train.offload has no effect with train.cpu_offload"),
+        ("rl", {"rollout": {"exact": True}}, "rollout.exact: the embedded engine"),
         ("generate", {"rollout": {"engine_options": {"seed": 1}}}, "engine_options has no effect with rollout.engine"),
         ("sft", {"train": {"early_stop": {"min_delta": 0.1}}}, "min_delta has no effect without"),
         ("sft", {"train": {"early_stop": {"patience": 2}, "val_every": 5}}, "needs data.val"),

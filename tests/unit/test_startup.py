@@ -76,6 +76,19 @@ def test_sglang_needs_a_gpu(monkeypatch, command):
     assert "rollout.engine=vllm" in error.value.hint
 
 
+async def test_exact_log_probabilities_need_a_gpu(monkeypatch):
+    installed(monkeypatch, vllm="0.24.0")
+    cfg = config("rl", rollout={"engine": "vllm", "exact": True}, cluster={"device": "cpu"})
+    with pytest.raises(ConfigError, match=r"rollout\.exact needs a GPU"):
+        check_machine(cfg)
+    spec = engines.EngineSpec(
+        ModelSource("builtin:tiny"), "cpu", "float32", seed=0, replica=0, stop_token_ids=[0], kv_tokens=64,
+        memory_fraction=0.5, max_concurrent=1, engine="vllm", exact=True,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"rollout\.exact needs a GPU"):  # the cluster is another machine's
+        await engines.open_engine(spec)
+
+
 def test_an_engine_that_is_not_installed_is_named(monkeypatch):
     installed(monkeypatch)
     cfg = config("rl", rollout={"engine": "vllm"})
