@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from posttrain.errors import ConfigError
+
 FILE_NAME = "metrics.jsonl"
 
 
@@ -26,11 +28,20 @@ class MetricsSink(Protocol):
 
 
 class MetricsFile:
-    """``metrics.jsonl`` in the run's folder. The reader of a running run sees whole lines only."""
+    """``metrics.jsonl`` in the run's folder. The reader of a running run sees whole lines only.
+
+    Raises:
+        ConfigError: it cannot be written to.
+    """
 
     def __init__(self, run_path: Path) -> None:
         self._path = run_path / FILE_NAME
-        self._file: TextIO = self._path.open("a", encoding="utf-8")
+        try:
+            self._file: TextIO = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to {self._path}: {error.strerror or error}", hint="make it writable, or give --name NAME"
+            ) from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, "time": round(time.time(), 3)} | {key: _plain(value) for key, value in metrics.items()}

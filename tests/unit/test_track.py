@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from posttrain.errors import ConfigError
 from posttrain.track import Tracker
 from posttrain.track.console import LivePanel, Progress, clock, sparkline
+from posttrain.track.metrics import MetricsFile
 
 
 def rows(path: Path) -> list[dict[str, float]]:
@@ -120,3 +122,9 @@ def test_sparkline_and_clock() -> None:
     assert sparkline(deque([0.0, math.nan, 1.0])) == "▁ █"
     assert sparkline(deque([math.inf])) == ""
     assert [clock(s) for s in (0, 61, 3661)] == ["0:00", "1:01", "1:01:01"]
+
+
+def test_metrics_that_cannot_be_written_are_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot write to .*metrics\.jsonl"):
+        MetricsFile(tmp_path)
