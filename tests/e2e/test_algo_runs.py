@@ -24,7 +24,7 @@ from posttrain.models.load import ModelSource, load_config, load_model, load_sha
 from posttrain.presets import resolve
 from posttrain.rl_batch import pack, usable
 from posttrain.rl_learner import Learner, kl_in_reward
-from posttrain.runs import StopSignal
+from posttrain.runs import RunDir, StopSignal
 from posttrain.track import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.spec import LossSpec
@@ -137,7 +137,8 @@ def models(here, recorded, tmp_path_factory):
         batch = pack(usable(groups))
         before = await actor.logprobs(batch)
         with Tracker(None, name, 2, []) as tracker:
-            run = TrainingRun(cfg, None, source, tracker, StopSignal(), total_steps=2)
+            folder = RunDir(here / "runs" / "unused", resumed=False)
+            run = TrainingRun(cfg, folder, source, tracker, StopSignal(), total_steps=2)
             learner = Learner(
                 run,
                 actor,
