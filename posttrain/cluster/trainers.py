@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.cluster.calls import gather, meet
-from posttrain.cluster.peers import Peer, Supervised
+from posttrain.cluster.peers import PULSE, Peer, Supervised
 from posttrain.data.pack import PackedBatch, Placement, place
 from posttrain.models.buckets import Bucket, Where, mapped
 from posttrain.registry import load_plugins
@@ -45,6 +45,12 @@ class TrainActor(Supervised):
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ip, probe.getsockname()[1]
+
+    @ray.method(concurrency_group=PULSE)
+    def saved(self) -> dict[str, Any] | None:
+        """As the worker's; also while that computes."""
+        found: dict[str, Any] | None = self.worker.saved()
+        return found
 
     def put_bucket(self, bucket: Bucket) -> ray.ObjectRef[Any]:
         """The bytes of a bucket in host memory, for other nodes."""
@@ -178,7 +184,8 @@ class TrainerGroup:
 
     async def saved(self) -> dict[str, Any] | None:
         """Name in the folder -> digest of the files that workers have written; None while one still writes."""
-        files = await self.call("saved")
+        refs = [actor.saved.remote() for actor in self.actors]
+        files = await gather(refs, self.peers, "save", self.deadline_s)
         return None if None in files else {name: digest for of_worker in files for name, digest in of_worker.items()}
 
     async def load(self, folder: str) -> None:

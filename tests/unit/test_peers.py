@@ -50,7 +50,8 @@ def test_a_stack_is_made_short(tmp_path):
     with (tmp_path / "dump").open("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        dump = file.read()
+        # Without threads that other tests have left.
+        dump = "\n\n".join(block for block in file.read().split("\n\n") if "/posttrain/rollout/" not in block)
     done.set()
     thread.join()
     idle.join()
