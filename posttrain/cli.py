@@ -1,6 +1,7 @@
 """The command line: parse, resolve the config, call one ``run``. Imports nothing heavy; commands import what they need.
 
-Data goes to stdout, everything else to stderr. Exit codes: 0, 1 for a failed run, 2 for bad input, 130 for Ctrl-C.
+Data goes to stdout, everything else to stderr. Exit codes: 0 (also after SIGTERM, when the run has saved), 1 for a
+failed run, 2 for bad input, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,6 +22,21 @@ import typer
 from posttrain import __version__
 from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
 from posttrain.errors import ConfigError, Interrupted, PosttrainError
+from posttrain.options import (
+    ExamineOption,
+    ModelOption,
+    NameOption,
+    OverwriteOption,
+    PluginOption,
+    PresetOption,
+    ProfileOption,
+    ResumeOption,
+    SeedOption,
+    SetOption,
+    StepsOption,
+    ToolsOption,
+    WorkersOption,
+)
 
 if TYPE_CHECKING:
     from posttrain.presets import Resolved
@@ -39,34 +55,6 @@ presets_app = typer.Typer(help="List the shipped presets, or show one.", invoke_
 app.add_typer(presets_app, name="presets")
 
 _debug = False
-
-PresetOption = Annotated[str | None, typer.Option("--preset", "-p", help="A preset's name, or the path of a .toml.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one key; repeatable.")]
-NameOption = Annotated[str | None, typer.Option("--name", help="Name of the run (run.name).")]
-ModelOption = Annotated[str | None, typer.Option("--model", help="Folder, hub id, builtin:tiny or run:NAME.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="run.seed")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-ResumeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--resume",
-        metavar="auto|never|PATH",
-        help="Go on with an unfinished run, refuse to, or go on from a checkpoint.",
-    ),
-]
-StepsOption = Annotated[int | None, typer.Option("--steps", help="train.steps")]
-WorkersOption = Annotated[int | None, typer.Option("--workers", help="Training workers (cluster.workers).")]
-PluginOption = Annotated[
-    list[str] | None,
-    typer.Option("--plugin", metavar="FILE", help="Import your own data sets and graders; repeatable."),
-]
-ExamineOption = Annotated[
-    int | None, typer.Option("--examine", min=0, help="Print so many graded conversations (reward.examine).")
-]
-ProfileOption = Annotated[
-    str | None, typer.Option(metavar="FIRST:LAST", help="Trace the updates of these steps (run.profile).")
-]
-ToolsOption = Annotated[str | None, typer.Option("--tools", help="Tools, separated by commas (rollout.tools).")]
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:

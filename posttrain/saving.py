@@ -37,7 +37,7 @@ class Saves:
     """Of the last one that was begun."""
     _writing: asyncio.Task[None] | None = None
     _scores: dict[int, float] = field(default_factory=dict)
-    """`checkpoint.best` of steps whose checkpoint is not finished, or that have none."""
+    """Step -> value of `checkpoint.best`, until the step's checkpoint is finished."""
     _finished: int = 0
     """Step of the last one that is whole."""
 

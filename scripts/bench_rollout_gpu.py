@@ -20,6 +20,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.samplers import RemoteSampler
 from posttrain.cluster.sync import WeightSync
+from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import Config
 from posttrain.models.load import ModelSource
 from posttrain.types import SamplingParams
@@ -143,15 +147,23 @@ async def raw(sampler: Any, asked: list[list[int]], new: int, turns: int, answer
     return seconds
 
 
-async def measure(args: argparse.Namespace) -> list[tuple[str, str]]:
-    cfg, clock = config(args), Clock()
+@asynccontextmanager
+async def together(
+    args: argparse.Namespace, clock: Clock
+) -> AsyncIterator[tuple[TrainerGroup, WeightSync, RemoteSampler]]:
+    """A trainer and an engine that gets its weights."""
     source = ModelSource(str(args.model))
-    canary = prompts(4, 64)
-    async with Cluster(cfg) as cluster:
+    async with Cluster(config(args)) as cluster:
         actor = await clock("start of the trainer", cluster.trainer("actor", source, total_steps=100))
         sync = WeightSync(cluster, actor, [actor])
         await clock("start of the engine", sync.start(source, [NO_STOP]))
         [sampler] = sync.pool.samplers
+        yield actor, sync, sampler
+
+
+async def measure(args: argparse.Namespace) -> list[tuple[str, str]]:
+    clock, canary = Clock(), prompts(4, 64)
+    async with together(args, clock) as (actor, sync, sampler):
         memory, gaps = [], []
         for version in range(1, args.updates + 1):
             metrics = await clock("update with proof", sync.publish(version, canary))
@@ -181,14 +193,8 @@ async def measure(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 async def measure_in_flight(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Updates of an engine on a GPU of its own, at rest and while it samples."""
-    cfg, clock = config(args), Clock()
-    source = ModelSource(str(args.model))
-    canary = prompts(4, 64)
-    async with Cluster(cfg) as cluster:
-        actor = await clock("start of the trainer", cluster.trainer("actor", source, total_steps=100))
-        sync = WeightSync(cluster, actor, [actor])
-        await clock("start of the engine", sync.start(source, [NO_STOP]))
-        [sampler] = sync.pool.samplers
+    clock, canary = Clock(), prompts(4, 64)
+    async with together(args, clock) as (_, sync, sampler):
         await ours(sampler, prompts(32, args.prompt), 64, 1, 0)
         version = 0
         for version in range(1, args.updates + 2):

@@ -57,9 +57,9 @@ TOML has no null: `--set train.steps=none` resets a value that may be none.
 CLI_HEAD = f"""{MADE}
 # Command line
 
-Data goes to stdout, everything else to stderr. Exit codes: 0; 1 when a run failed; 2 for bad input; 130 after Ctrl-C
-(the run is saved and the same command goes on from there). `--debug` anywhere on the line shows the traceback of an
-error. `--help` works everywhere.
+Data goes to stdout, everything else to stderr. Exit codes: 0 (also after SIGTERM, once the run has saved); 1 when a run
+failed; 2 for bad input; 130 after Ctrl-C (the run is saved and the same command goes on from there). `--debug` anywhere
+on the line shows the traceback of an error. `--help` works everywhere.
 """
 
 

@@ -58,14 +58,11 @@ class ShardSaver:
         """Begin to make host memory for copies of tensors like these, which takes longer than the copy."""
         self._preparing = self._thread.submit(self._copies.prepare, states)
 
-    def start(self, folder: Path, states: Mapping[str, State], *, background: bool) -> int:
+    def start(self, folder: Path, states: Mapping[str, State], *, background: bool) -> None:
         """Write each of ``states`` into the folder of its name in ``folder``. A collective.
 
         Args:
             background: return when they are copied, and write meanwhile; ``finish`` tells the end.
-
-        Returns:
-            Bytes of them on this rank.
 
         Raises:
             RunError: they could not be written.
@@ -80,7 +77,6 @@ class ShardSaver:
         self._writing = self._thread.submit(_write, folder, states, self._group)
         if not background:
             self._writing.result()
-        return sum(local(tensor).numel() * tensor.element_size() for tensor in _tensors(states))
 
     def finish(self) -> dict[str, Digest] | None:
         """The files that this rank has written, by name relative to the folder; None while it is still at it.
