@@ -85,6 +85,10 @@ class RunDir:
         if exists:
             state = _read_state(path)
             _check_owner(path, state)
+        if exists and run.overwrite and start is not None and path.resolve() in start.path.resolve().parents:
+            raise ConfigError(
+                f"--overwrite would delete {start.path}, which the run is to begin with", hint="give --name NAME"
+            )
         if not exists or run.overwrite:
             changes = branch(start, resolved)
             lock = RunLock.take(path) if exists else None

@@ -151,6 +151,13 @@ def test_a_finished_run_may_go_on_from_its_last_checkpoint(tmp_path: Path) -> No
     assert run.changes == ("train.steps: 100 -> 50",)
 
 
+def test_a_run_does_not_delete_what_it_begins_with(tmp_path: Path) -> None:
+    run = with_checkpoints(tmp_path, 2, status="finished")
+    with pytest.raises(ConfigError, match="--overwrite would delete"):
+        RunDir.open(make(tmp_path, f'run.resume="{tmp_path}/a"', "run.overwrite=true"))
+    assert checkpoint.find(run.path).step == 2
+
+
 # ---------------------------------------------------------------------- SIGTERM
 
 
