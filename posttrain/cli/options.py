@@ -1,10 +1,13 @@
-"""Options that several commands of the command line have."""
+"""Options that several commands of the command line have, and what becomes of them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from posttrain.presets import Resolved
 
 PresetOption = Annotated[str | None, typer.Option("--preset", "-p", help="A preset's name, or the path of a .toml.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one key; repeatable.")]
@@ -33,3 +36,36 @@ ProfileOption = Annotated[
     str | None, typer.Option(metavar="FIRST:LAST", help="Trace the updates of these steps (run.profile).")
 ]
 ToolsOption = Annotated[str | None, typer.Option("--tools", help="Tools, separated by commas (rollout.tools).")]
+
+
+def resolve_for(
+    command: Literal["sft", "prefer", "rl", "generate"],
+    preset: str | None,
+    sets: list[str] | None,
+    flags: dict[str, Any],
+) -> Resolved:
+    """The config of a command, by default that of its first-run preset (which a line on stderr names)."""
+    from posttrain.presets import default_preset, resolve
+
+    if preset is None:
+        preset, line = default_preset(command)
+        typer.echo(line, err=True)
+    return resolve(command, preset, sets or [], flags)
+
+
+def run_flags(
+    name: str | None, model: str | None, seed: int | None, overwrite: bool, resume: str | None = None
+) -> dict[str, Any]:
+    """Flags that sft, prefer, rl and generate share, by config key; None where one was not given."""
+    return {
+        "run.name": name,
+        "run.seed": seed,
+        "run.overwrite": overwrite or None,
+        "run.resume": resume,
+        "model.path": model,
+    }
+
+
+def tools_of(text: str | None) -> list[str] | None:
+    """The names in a list separated by commas."""
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]

@@ -1,0 +1,80 @@
+"""Raw data to checked parquet: prep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.options import (
+    OverwriteOption,
+    PluginOption,
+    tools_of,
+)
+from posttrain.errors import ConfigError
+
+
+def prep(
+    name: Annotated[str | None, typer.Argument(help="Name of the data set; --list shows them.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the data sets.")] = False,
+    source: Annotated[
+        str | None, typer.Option(help="Raw files: a file, a folder or a glob; without it, the hub.")
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Folder to write to; default data/NAME.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows of each split.")] = None,
+    split: Annotated[list[str] | None, typer.Option(help="Only this split; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of generated data.")] = 0,
+    train_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: rows to train on.")] = None,
+    test_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: held-out rows.")] = None,
+    val_fraction: Annotated[
+        float, typer.Option(help="Share of the train split, by a hash of the prompt, that goes into val files.")
+    ] = 0.0,
+    template: Annotated[
+        str | None,
+        typer.Option(help="Chat template that must render every row: a .jinja file, or a model that has one."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer measures the rows, for the card's lengths.")
+    ] = None,
+    tools: Annotated[
+        str | None, typer.Option(help="Tools, separated by commas, that go into SFT rows and tools_kwargs.")
+    ] = None,
+    decontaminate: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Drop training rows whose prompt overlaps this parquet or set; repeatable."),
+    ] = None,
+    plugin: PluginOption = None,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Turn raw data into checked parquet."""
+    from posttrain import prep
+    from posttrain.datasets import DATASETS
+    from posttrain.registry import load_plugins
+
+    load_plugins(plugin or [])
+    if list_:
+        prep.print_list()
+        return
+    if name is None:
+        raise ConfigError("which data set?", hint=f"one of: {', '.join(DATASETS.names())}")
+    report = prep.run(
+        name,
+        source,
+        out,
+        limit=limit,
+        splits=split or (),
+        seed=seed,
+        train_rows=train_rows,
+        test_rows=test_rows,
+        val_fraction=val_fraction,
+        template=template,
+        tokenizer=tokenizer,
+        tools=tools_of(tools) or (),
+        decontaminate=decontaminate or (),
+        overwrite=overwrite,
+    )
+    for reason, rows in report.dropped.items():
+        typer.echo(f"{rows} rows dropped: {reason}", err=True)
+    for file, rows in report.rows.items():
+        typer.echo(f"{Path(report.out) / file}  {rows} rows")

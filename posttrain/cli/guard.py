@@ -1,0 +1,58 @@
+"""What every command is wrapped in: one message on stderr instead of a traceback, and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import ParamSpec
+
+import typer
+
+from posttrain.errors import Interrupted, PosttrainError
+
+P = ParamSpec("P")
+
+_debug = False
+
+
+def show_tracebacks(wanted: bool) -> None:
+    """Whether the traceback of an error comes before its message (``--debug``)."""
+    global _debug
+    _debug = wanted
+
+
+def guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn what a command raises into one message on stderr and an exit code."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Interrupted as stopped:
+            _fail(f"{stopped}; the same command goes on from there", None, stopped.exit_code)
+        except KeyboardInterrupt:
+            _fail("interrupted", None, 130)
+        except PosttrainError as error:
+            _fail(f"error: {error.message}", error.hint, error.exit_code)
+        except BrokenPipeError:
+            # The reader (`| head`) has gone. Point stdout elsewhere, or Python complains again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except Exception as error:
+            _fail(f"error: {type(error).__name__}: {error}", "run with --debug for the traceback", 1)
+
+    return wrapper
+
+
+def _fail(message: str, hint: str | None, code: int) -> None:
+    if _debug:
+        traceback.print_exc(file=sys.stderr)
+    typer.echo(message, err=True)
+    if hint is not None:
+        typer.echo(f"hint: {hint}", err=True)
+    raise typer.Exit(code) from None
