@@ -8,6 +8,7 @@ answers at once.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import tomli
 import tomli_w
@@ -225,14 +226,25 @@ def leaf_keys() -> list[str]:
     return [key for key, _ in _leaves(Config)]
 
 
-def _leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """(dotted key, may be None) of each value in the tree."""
+def _leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, type) of each value in the tree."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _leaves(kind, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", type(None) in get_args(kind)
+            yield f"{prefix}{name}", kind
+
+
+@functools.cache
+def _tables() -> frozenset[str]:
+    """The keys whose value is a table of free names, such as `tools`."""
+    return frozenset(key for key, kind in _leaves(Config) if get_origin(kind) is dict)
+
+
+def _table_of(key: str) -> str | None:
+    """The table that ``key`` lies in, if it does (`tools` of `tools.search.url`)."""
+    return next((table for table in _tables() if key.startswith(f"{table}.") and all(key.split("."))), None)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -260,7 +272,7 @@ def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> V
     hints: list[str] = []
 
     def walk(value: Any, key: str) -> None:
-        if key in leaves:
+        if key in leaves or (dotted and _table_of(key)):
             flat[key] = value
         elif key in sections and isinstance(value, Mapping):
             for name, inner in value.items():
@@ -328,13 +340,17 @@ def _last(layers: Sequence[tuple[str, Values]], key: str, default: Any) -> Any:
 
 def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) -> Resolved:
     """Fold the layers and validate the tree."""
-    optional = {key for key, may_be_none in _leaves(Config) if may_be_none}
+    optional = {key for key, kind in _leaves(Config) if type(None) in get_args(kind)}
     values: Values = {}
     provenance = dict.fromkeys(leaf_keys(), "default")
     for source, layer in layers:
         for key, value in layer.items():
-            # TOML has no null: the word "none" resets an optional value.
-            values[key] = None if value == "none" and key in optional else value
+            if table := _table_of(key):
+                before = values.get(table, functools.reduce(getattr, table.split("."), Config(command=command)))
+                values[table] = _with_entry(before, key.removeprefix(f"{table}.").split("."), value)
+            else:
+                # TOML has no null: the word "none" resets an optional value.
+                values[key] = None if value == "none" and key in optional else value
             provenance[key] = source
     provenance["command"] = "command line"
     nested: dict[str, Any] = {"command": command}
@@ -350,6 +366,14 @@ def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) ->
     except ValidationError as error:
         raise _config_error(error, provenance) from None
     return Resolved(config, provenance, name)
+
+
+def _with_entry(table: Any, path: Sequence[str], value: Any) -> Values:
+    """``table`` with one value changed, the tables on the way to it made where they are not there."""
+    copy: Values = dict(table) if isinstance(table, Mapping) else {}
+    name, *rest = path
+    copy[name] = _with_entry(copy.get(name, {}), rest, value) if rest else value
+    return copy
 
 
 def _config_error(error: ValidationError, provenance: Mapping[str, str]) -> ConfigError:

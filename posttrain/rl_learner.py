@@ -218,7 +218,9 @@ class Learner:
                         fill_columns(part, current, algo, seed)
                     results.append(await self.run.update(self.actor, part, loss))
         tokens = sum(part.num_tokens for part in parts)
-        return update_metrics(results) | update_speed(results, tokens, self.actor)
+        metrics = update_metrics(results) | update_speed(results, tokens, self.actor)
+        # Fewer than algo.updates_per_step where fewer prompts than that are left: groups stay whole.
+        return metrics | {"actor/updates": float(len(parts))}
 
 
 def kl_in_reward(algo: AlgoConfig) -> FixedKl | AdaptiveKl:

@@ -51,7 +51,8 @@ single values. The later layer wins: defaults, the bundle of the algo, the prese
 `--algo`, `--set`, named flags. An unknown key is an error. `posttrain presets show NAME --provenance` prints the
 resolved tree with the origin of each value, and every run stores it as `config.toml` and `provenance.json`.
 
-TOML has no null: `--set train.steps=none` resets a value that may be none.
+TOML has no null: `--set train.steps=none` resets a value that may be none. Where a value is a table of free names, one
+entry may be set alone: `--set tools.search.url=http://localhost:8000`, `--set reward.weights.format=0.5`.
 """
 
 CLI_HEAD = f"""{MADE}

@@ -166,6 +166,7 @@ def test_every_algorithm_takes_its_steps(models, name):
     assert all(isinstance(v, int | float) and math.isfinite(v) for m in metrics for v in m.values())
     assert all(m["actor/grad_norm"] > 0 for m in metrics)
     assert any(m["actor/ppo_kl"] != 0 for m in metrics)
+    assert all(m["actor/updates"] == 2 for m in metrics)
     assert float(change.abs().mean()) > 0.01
 
 

@@ -206,3 +206,19 @@ def test_provenance_comments_do_not_change_the_toml() -> None:
     assert 'path = "run:tiny-multiturn"  # preset tiny-gsm8k' in text.splitlines()
     assert "]  # preset tiny-gsm8k" in text.splitlines()  # rollout.tools, spread over lines
     assert text.count("  # ") == len(presets.flatten_config(resolved.config))
+
+
+def test_set_changes_one_entry_of_a_table() -> None:
+    """A preset's table stays as it is but for that entry; in TOML as in `--set tools={...}` a table is one value."""
+    sets = ["tools.search.type=search", "tools.search.options.k=3", "reward.weights.format=0.5"]
+    resolved = resolve("rl", "tiny-gsm8k", sets)
+    assert resolved.config.tools == {"search": {"type": "search", "options": {"k": 3}}}
+    assert resolved.config.reward.weights == {"score": 1.0, "format": 0.5}
+    line = "k = 3  # --set"
+    assert line in dump_toml(resolved.config, resolved.provenance).splitlines()
+    whole = resolve("rl", "tiny-gsm8k", ["tools={a={type='search'}}", "tools.a.url=http://x"])
+    assert whole.config.tools == {"a": {"type": "search", "url": "http://x"}}
+    with pytest.raises(ConfigError, match=r"unknown key `tools\.` in --set"):
+        resolve("rl", "tiny-gsm8k", ["tools.=3"])
+    with pytest.raises(ConfigError, match=r"unknown key `train\.steps\.x`"):
+        resolve("rl", "tiny-gsm8k", ["train.steps.x=3"])
