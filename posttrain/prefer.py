@@ -43,6 +43,11 @@ def run(resolved: Resolved) -> Path:
     return supervised.run(resolved, Pairs())
 
 
+def dry_run(resolved: Resolved) -> str:
+    """The plan of a run that is not made; see ``supervised.dry_run``."""
+    return supervised.dry_run(resolved, Pairs())
+
+
 class Pairs(supervised.Objective):
     one, many = "pair", "pairs"
 
@@ -52,6 +57,9 @@ class Pairs(supervised.Objective):
     def renderer(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> RenderPairs:
         end = tokenizer.eos_token_id if cfg.trains_reward_model else None
         return RenderPairs(supervised.conversation_renderer(cfg, tokenizer), end)
+
+    def lengths(self, samples: supervised.Samples) -> list[int]:
+        return pack(samples).lengths
 
     async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> Judge:
         scores = run.cfg.trains_reward_model

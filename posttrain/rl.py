@@ -11,20 +11,23 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from posttrain import rl_replay
+from posttrain import plan, rl_replay
 from posttrain.algos.catalog import ADVANTAGES
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.sync import WeightSync
+from posttrain.config import Config
 from posttrain.data.loader import BatchOrder, total_steps
 from posttrain.data.parquet import read_prompts
 from posttrain.data.shards import one_file
 from posttrain.data.trace_writer import TraceWriter
 from posttrain.data.traces import fingerprint
 from posttrain.errors import RunError
+from posttrain.plan import MemoryBudget
+from posttrain.planning.sizes import CANARIES, CANARY_TOKENS
 from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
 from posttrain.rewards.compose import Rewarder
@@ -53,14 +56,10 @@ from posttrain.training import TrainingRun, check_profile, open_tracker, recorde
 from posttrain.types import GREEDY
 
 if TYPE_CHECKING:
+    from posttrain.models.load import ModelSource
     from posttrain.rewards.base import EpisodeScorer
     from posttrain.rollout.episode import Environment
     from posttrain.types import Ids, Prompt, Sampling, Trajectory
-
-_CANARIES = 4
-"""Trajectories of the step that every sampler scores after a weight update."""
-_CANARY_TOKENS = 256
-"""Of each, its first ones: engines and trainer wait for the scores."""
 
 
 def run(resolved: Resolved) -> Path:
@@ -74,20 +73,7 @@ def run(resolved: Resolved) -> Path:
     load_plugins(cfg.plugins)
     if cfg.rollout.replay:
         return rl_replay.run(resolved)
-    source, tokenizer = open_model(cfg)
-    check_supported(cfg)
-    check_machine(cfg)
-    check_algo(cfg, tokenizer)
-    env = build_environment(cfg, source, tokenizer)
-    train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
-    prompts = read_prompts(train_file)
-    check_prompts(prompts, env, train_file)
-    val = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
-    check_prompts(val, env, val_file)
-    check_reward([*prompts, *val], cfg, env)
-    steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
-    check_profile(cfg, steps)
-
+    source, env, prompts, val, steps, budget = prepare(cfg)
     folder = RunDir.open(resolved)
     with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
         tracker.note(
@@ -98,14 +84,65 @@ def run(resolved: Resolved) -> Path:
             if cfg.rollout.only:
                 asyncio.run(_sample_only(training, prompts, env, graders))
             else:
-                train(training, lambda attempt: _train(attempt, prompts, val, env, graders))
+                train(training, lambda attempt: _train(attempt, prompts, val, env, graders, budget))
+        if (line := plan.closing_line(cfg, folder.path)) is not None:
+            tracker.note(line)
     return folder.path
 
 
+def dry_run(resolved: Resolved) -> str:
+    """Everything up to the start of the workers, and then the plan, with the lengths of the prompts. Raises
+    ``UserError`` as ``run`` does."""
+    cfg = resolved.config
+    load_plugins(cfg.plugins)
+    if cfg.rollout.replay:
+        return rl_replay.dry_run(resolved)
+    _, env, prompts, _, steps, _ = prepare(cfg)
+    mean = sum(len(env.prompt_ids(prompt)) for prompt in prompts) / len(prompts)
+    return plan.show(cfg, known=plan.Known(prompt=mean, steps=steps))
+
+
+class Prepared(NamedTuple):
+    """What a run begins with."""
+
+    source: ModelSource
+    env: Environment
+    prompts: Sequence[Prompt]
+    val: Sequence[Prompt]
+    steps: int
+    budget: float | None
+    """GiB that a weight update may take of a GPU"""
+
+
+def prepare(cfg: Config) -> Prepared:
+    """Check all that can be checked before something is written. Raises ``UserError``."""
+    source, tokenizer = open_model(cfg)
+    check_supported(cfg)
+    check_machine(cfg)
+    check_algo(cfg, tokenizer)
+    budget = None if cfg.rollout.only else plan.check_budget(cfg)
+    env = build_environment(cfg, source, tokenizer)
+    train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
+    prompts = read_prompts(train_file)
+    check_prompts(prompts, env, train_file)
+    val = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
+    check_prompts(val, env, val_file)
+    check_reward([*prompts, *val], cfg, env)
+    steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
+    check_profile(cfg, steps)
+    return Prepared(source, env, prompts, val, steps, budget)
+
+
 async def _train(
-    run: TrainingRun, prompts: Sequence[Prompt], val: Sequence[Prompt], env: Environment, graders: GraderPool
+    run: TrainingRun,
+    prompts: Sequence[Prompt],
+    val: Sequence[Prompt],
+    env: Environment,
+    graders: GraderPool,
+    budget: float | None,
 ) -> None:
     cfg, tracker = run.cfg, run.tracker
+    watch = MemoryBudget(budget, tracker.note)
     sampling, val_sampling = sampling_of(cfg.rollout), sampling_of(cfg.val)
     greedy = ADVANTAGES[cfg.algo.advantage].greedy
     async with Cluster(cfg) as cluster, run, AsyncExitStack() as closing:
@@ -149,7 +186,7 @@ async def _train(
             if run.due(cfg.train.save_every, step):
                 await run.save(step, learner.trained, reached)
             with tracker.phase("sync"):
-                metrics |= await weights.publish(step, _canary([t.tokens for t in kept]))
+                metrics |= watch.check(await weights.publish(step, _canary([t.tokens for t in kept])))
             if val and run.due(cfg.train.val_every, step):
                 with tracker.phase("testing"):
                     groups, accuracy = await validate(source, val, cfg.val.n, val_sampling)
@@ -163,7 +200,7 @@ async def _train(
 
 
 def _canary(sequences: Sequence[Ids]) -> list[Ids]:
-    return [ids[:_CANARY_TOKENS] for ids in sequences[:_CANARIES]]
+    return [ids[:CANARY_TOKENS] for ids in sequences[:CANARIES]]
 
 
 async def _sample_only(run: TrainingRun, prompts: Sequence[Prompt], env: Environment, graders: GraderPool) -> None:

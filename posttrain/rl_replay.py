@@ -8,7 +8,9 @@ that its engine recorded, and the clip acts on how far the two have drifted apar
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+from posttrain import plan
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
 from posttrain.data.loader import total_steps
@@ -16,12 +18,17 @@ from posttrain.data.traces import Traces, fingerprint
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import load_config
 from posttrain.presets import Resolved
+from posttrain.rl_batch import usable
 from posttrain.rl_learner import Learner
 from posttrain.rl_metrics import episode_metrics
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_algo, check_machine, check_supported, open_model
 from posttrain.track.examine import examine
 from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, train
+
+if TYPE_CHECKING:
+    from posttrain.models.load import ModelSource
+    from posttrain.types import Trajectory
 
 
 def run(resolved: Resolved) -> Path:
@@ -32,7 +39,36 @@ def run(resolved: Resolved) -> Path:
             are looked at then; a damaged row further on ends the run when it gets there.)
         RunError: a worker failed; the run can be resumed.
     """
-    cfg = resolved.config
+    cfg, (source, traces, steps, _) = resolved.config, prepare(resolved.config)
+    folder = RunDir.open(resolved)
+    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
+        tracker.note(f"replay of {traces.name}: {len(traces.steps)} recorded steps, {steps} steps")
+        if cfg.data.val:
+            tracker.note("data.val is not used: a replay has no sampler to validate with")
+        train(TrainingRun(cfg, folder, source, tracker, stop, steps), lambda attempt: _train(attempt, traces))
+    return folder.path
+
+
+def dry_run(resolved: Resolved) -> str:
+    """Everything up to the start of the workers, and then the plan, with the lengths of the first recorded step. Raises
+    ``UserError`` as ``run`` does."""
+    _, _, steps, first = prepare(resolved.config)
+    lengths = tuple(len(trajectory.tokens) for trajectory in usable(first))
+    return plan.show(resolved.config, known=plan.Known(lengths, steps=steps))
+
+
+class Prepared(NamedTuple):
+    """What a replay begins with."""
+
+    source: ModelSource
+    traces: Traces
+    steps: int
+    first: list[list[Trajectory]]
+    """The groups of the first step"""
+
+
+def prepare(cfg: Config) -> Prepared:
+    """Check all that can be checked before something is written. Raises ``UserError``."""
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
     check_machine(cfg)
@@ -42,15 +78,7 @@ def run(resolved: Resolved) -> Path:
     check_apart(traces, cfg)
     steps = replayed_steps(traces, cfg)
     check_profile(cfg, steps)
-    traces.read(traces.steps[0])
-
-    folder = RunDir.open(resolved)
-    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
-        tracker.note(f"replay of {traces.name}: {len(traces.steps)} recorded steps, {steps} steps")
-        if cfg.data.val:
-            tracker.note("data.val is not used: a replay has no sampler to validate with")
-        train(TrainingRun(cfg, folder, source, tracker, stop, steps), lambda attempt: _train(attempt, traces))
-    return folder.path
+    return Prepared(source, traces, steps, traces.read(traces.steps[0]))
 
 
 async def _train(run: TrainingRun, traces: Traces) -> None:

@@ -35,6 +35,7 @@ from posttrain.lock import RunLock
 from posttrain.presets import Resolved, dump_toml
 from posttrain.registry import nearest
 from posttrain.resume import branch, check_resumable, find_start, go_back
+from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
 
 Status = Literal["finished", "failed", "interrupted"]
@@ -136,6 +137,28 @@ def find_run(root: str | Path, name: str) -> Path:
     close = nearest(name, known)
     hint = f"did you mean {close!r}?" if close else f"runs there: {', '.join(known) or 'none'}"
     raise ConfigError(f"no run {name!r} in {root}", hint=hint)
+
+
+def weights_of(root: str | Path, path: str, key: str = "model.path") -> str:
+    """The folder or hub id that a model path stands for: of `run:NAME` the run's newest checkpoint, of `run:NAME/best`
+    its best one. ``key`` is named in messages.
+
+    Raises:
+        ConfigError: there is no such run, or it has no checkpoint.
+    """
+    if not path.startswith("run:"):
+        return path
+    name, best = path.removeprefix("run:"), ""
+    if name.endswith("/best"):
+        name, best = name.removesuffix("/best"), "best"
+    try:
+        run = find_run(root, name) / best
+    except ConfigError as error:
+        raise ConfigError(
+            f"{key} = {path!r}: {error.message}",
+            hint=f"{error.hint}; train it first, or give --model PATH (builtin:tiny is the untrained tiny model)",
+        ) from error
+    return str(checkpoint.find(run).path)
 
 
 def latest_run(root: str | Path) -> Path:

@@ -32,6 +32,11 @@ def run(resolved: Resolved) -> Path:
     return supervised.run(resolved, Conversations())
 
 
+def dry_run(resolved: Resolved) -> str:
+    """The plan of a run that is not made; see ``supervised.dry_run``."""
+    return supervised.dry_run(resolved, Conversations())
+
+
 class Conversations(supervised.Objective):
     one, many = "conversation", "conversations"
 
@@ -40,6 +45,9 @@ class Conversations(supervised.Objective):
 
     def renderer(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> RenderConversations:
         return supervised.conversation_renderer(cfg, tokenizer)
+
+    def lengths(self, samples: supervised.Samples) -> list[int]:
+        return [len(sample.ids) for sample in samples]
 
     async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> Imitation:
         actor = await cluster.trainer("actor", run.source, total_steps=run.total_steps)

@@ -15,8 +15,7 @@ from posttrain.models.load import ModelSource, load_config, load_tokenizer, loca
 from posttrain.presets import has_gpu
 from posttrain.rollout.engines import NO_EXACT, check_engine
 from posttrain.rollout.hf import BLOCK
-from posttrain.runs import find_run
-from posttrain.train import checkpoint
+from posttrain.runs import weights_of
 from posttrain.types import Sampling
 
 if TYPE_CHECKING:
@@ -131,18 +130,7 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
 def find_model(cfg: Config, path: str, key: str = "model.path") -> ModelSource:
     """The model at ``path``, the value of ``key``: as `model.path`, also the newest checkpoint of a run. Raises
     ``ModelError``, ``ConfigError``."""
-    if path.startswith("run:"):
-        name, best = path.removeprefix("run:"), ""
-        if name.endswith("/best"):
-            name, best = name.removesuffix("/best"), "best"
-        try:
-            run = find_run(cfg.run.dir, name) / best
-        except ConfigError as error:
-            raise ConfigError(
-                f"{key} = {path!r}: {error.message}",
-                hint=f"{error.hint}; train it first, or give --model PATH (builtin:tiny is the untrained tiny model)",
-            ) from error
-        path = str(checkpoint.find(run).path)
+    path = weights_of(cfg.run.dir, path, key)
     source = locate(path, trust_remote_code=cfg.model.trust_remote_code)
     load_config(source)
     return source

@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from posttrain import plan
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
 from posttrain.data.ahead import Render, Rendered
@@ -72,6 +73,10 @@ class Objective(ABC):
     async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> Learner:
         """Start the models; ``val`` is what ``Learner.validate`` is about."""
 
+    @abstractmethod
+    def lengths(self, samples: Samples) -> list[int]:
+        """Tokens of each sequence that samples become."""
+
     def check(self, cfg: Config, source: ModelSource) -> None:
         """Whether this model can be trained so. Raises ``ConfigError``."""
         return
@@ -84,17 +89,7 @@ def run(resolved: Resolved, objective: Objective) -> Path:
         UserError: bad config, data or model, before anything is written. (Of streamed data a part is looked at then.)
         RunError: a worker failed; the run can be resumed.
     """
-    cfg = resolved.config
-    load_plugins(cfg.plugins)
-    source, tokenizer = open_model(cfg)
-    objective.check(cfg, source)
-    check_supported(cfg)
-    check_machine(cfg)
-    data = open_stream(objective, cfg, tokenizer)
-    val = load_validation(objective, cfg, tokenizer) if cfg.data.val else []
-    steps = total_steps(data.usable_rows, cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
-    check_profile(cfg, steps)
-
+    cfg, (source, data, val, steps) = resolved.config, prepare(resolved.config, objective)
     folder = RunDir.open(resolved)
     with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker, data:
         tracker.note(f"{describe(objective, data)}, {steps} steps")
@@ -109,7 +104,41 @@ def run(resolved: Resolved, objective: Objective) -> Path:
             if data.rendered is None:
                 for note in notes(objective, data.shards.name, data.counts, cfg):
                     tracker.note(note)
+        if (line := plan.closing_line(cfg, folder.path)) is not None:
+            tracker.note(line)
     return folder.path
+
+
+def dry_run(resolved: Resolved, objective: Objective) -> str:
+    """Everything up to the start of the workers, and then the plan, with the lengths of the first batch. Raises
+    ``UserError`` as ``run`` does."""
+    _, data, _, steps = prepare(resolved.config, objective)
+    with data:
+        lengths = objective.lengths(data.next().samples)
+    return plan.show(resolved.config, known=plan.Known(tuple(lengths), steps=steps))
+
+
+class Prepared(NamedTuple):
+    """What a run begins with."""
+
+    source: ModelSource
+    data: SampleStream
+    val: list[Rendered]
+    steps: int
+
+
+def prepare(cfg: Config, objective: Objective) -> Prepared:
+    """Check all that can be checked before something is written. Raises ``UserError``."""
+    load_plugins(cfg.plugins)
+    source, tokenizer = open_model(cfg)
+    objective.check(cfg, source)
+    check_supported(cfg)
+    check_machine(cfg)
+    data = open_stream(objective, cfg, tokenizer)
+    val = load_validation(objective, cfg, tokenizer) if cfg.data.val else []
+    steps = total_steps(data.usable_rows, cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
+    check_profile(cfg, steps)
+    return Prepared(source, data, val, steps)
 
 
 async def _train(

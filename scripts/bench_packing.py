@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.data.chat import render_chats
-from posttrain.data.pack import best_fit, partition, place
+from posttrain.data.pack import place
+from posttrain.planning.bins import best_fit, partition
 
 SAMPLED = 20_000
 BATCH, RANKS = 128, 4

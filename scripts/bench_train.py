@@ -166,7 +166,7 @@ def train_trl(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from posttrain.train.flops import ModelFlops, peak_flops
+    from posttrain.train.flops import model_flops, peak_flops
 
     steps = steps_of(args)
     rows = [
@@ -213,7 +213,7 @@ def train_trl(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    flops = ModelFlops(model)
+    flops = model_flops(model)
     lengths = [[len(ids) for ids, _ in step] for step in steps]
     measured = list(zip(lengths, times, strict=True))[WARM_UP:]
     peak = peak_flops(torch.device("cuda"))

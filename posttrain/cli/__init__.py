@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli import data, looking, merging, scoring, training
+from posttrain.cli import data, looking, merging, planning, scoring, training
 from posttrain.cli.guard import guarded, show_tracebacks
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ presets_app = typer.Typer(help="List the shipped presets, or show one.", invoke_
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "prep": data.prep,
+    "plan": planning.plan,
     "sft": training.sft,
     "prefer": training.prefer,
     "rl": training.rl,

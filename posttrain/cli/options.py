@@ -35,6 +35,9 @@ ExamineOption = Annotated[
 ProfileOption = Annotated[
     str | None, typer.Option(metavar="FIRST:LAST", help="Trace the updates of these steps (run.profile).")
 ]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop. Nothing is written.")
+]
 ToolsOption = Annotated[str | None, typer.Option("--tools", help="Tools, separated by commas (rollout.tools).")]
 
 

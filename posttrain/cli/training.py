@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from posttrain.cli.options import (
+    DryRunOption,
     ExamineOption,
     ModelOption,
     NameOption,
@@ -38,6 +39,7 @@ def sft(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
     profile: ProfileOption = None,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Fine-tune on conversations."""
     flags = run_flags(name, model, seed, overwrite, resume)
@@ -45,7 +47,7 @@ def sft(
     resolved = resolve_for("sft", preset, set_, flags)
     from posttrain import sft
 
-    typer.echo(sft.run(resolved))
+    typer.echo(sft.dry_run(resolved) if dry_run else sft.run(resolved))
 
 
 def prefer(
@@ -63,6 +65,7 @@ def prefer(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
     profile: ProfileOption = None,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Train on pairs of answers, of which one is preferred: DPO, or a reward model."""
     flags = run_flags(name, model, seed, overwrite, resume) | {"prefer.method": method}
@@ -70,7 +73,7 @@ def prefer(
     resolved = resolve_for("prefer", preset, set_, flags)
     from posttrain import prefer
 
-    typer.echo(prefer.run(resolved))
+    typer.echo(prefer.dry_run(resolved) if dry_run else prefer.run(resolved))
 
 
 def rl(
@@ -95,6 +98,7 @@ def rl(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
     profile: ProfileOption = None,
+    dry_run: DryRunOption = False,
 ) -> None:
     """Train with reinforcement learning on multi-turn episodes."""
     flags = run_flags(name, model, seed, overwrite, resume)
@@ -104,7 +108,7 @@ def rl(
     resolved = resolve_for("rl", preset, set_, flags)
     from posttrain import rl
 
-    typer.echo(rl.run(resolved))
+    typer.echo(rl.dry_run(resolved) if dry_run else rl.run(resolved))
 
 
 def quickstart(

@@ -15,6 +15,7 @@ from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import ClusterConfig
 from posttrain.models.broadcast import Meeting, MemberLost
 from posttrain.models.buckets import Bucket, Where
+from posttrain.planning.sizes import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES, SENT_BUCKET_BYTES
 from posttrain.rollout.pool import DEAD
 
 
@@ -56,7 +57,7 @@ class Route(ABC):
 class OnTheGPU(Route):
     """Engines read the buckets of the trainers whose GPUs they share (CUDA IPC)."""
 
-    bucket_bytes = 2 << 30
+    bucket_bytes = DEVICE_BUCKET_BYTES
 
     def where(self) -> list[Where | None]:
         used = {rank for sampler in self.samplers for rank in sampler.trainers}
@@ -73,7 +74,7 @@ class OnTheGPU(Route):
 class ThroughTheHost(Route):
     """All read rank 0's buckets in the memory of its node; those on other nodes get a copy through Ray."""
 
-    bucket_bytes = 512 << 20
+    bucket_bytes = HOST_BUCKET_BYTES
 
     def where(self) -> list[Where | None]:
         return ["host", *[None] * (len(self.actor.actors) - 1)]
@@ -91,7 +92,7 @@ class ThroughTheHost(Route):
 class ByBroadcast(Route):
     """Rank 0 sends its buckets to all processes of all engines."""
 
-    bucket_bytes = 1 << 30  # there is room for one more at each receiver
+    bucket_bytes = SENT_BUCKET_BYTES  # there is room for one more at each receiver
 
     def __init__(self, actor: TrainerGroup, samplers: Sequence[RemoteSampler], deadline_s: float) -> None:
         super().__init__(actor, samplers)

@@ -5,6 +5,7 @@ Its tokenizer is made by ``scripts/make_tiny_tokenizer.py``.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -51,23 +52,36 @@ def builtin_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(str(_model(name).tokenizer)))
 
 
-def builtin_config(name: str) -> Qwen2Config:
-    """The configuration. The vocabulary is the tokenizer's, padded to a multiple of 64. Raises ``ModelError``."""
-    from transformers import Qwen2Config
-
-    model, tokenizer = _model(name), builtin_tokenizer(name)
-    sizes: dict[str, Any] = {
-        "vocab_size": -(-len(tokenizer) // 64) * 64,
+def builtin_sizes(name: str) -> dict[str, Any]:
+    """The sizes in its config. The vocabulary is the tokenizer's, padded to a multiple of 64. Raises ``ModelError``."""
+    model = _model(name)
+    return {
+        "model_type": "qwen2",
+        "vocab_size": -(-_vocabulary(model.tokenizer) // 64) * 64,
         "hidden_size": model.hidden,
         "intermediate_size": model.intermediate,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
         "max_position_embeddings": model.max_length,
+        "tie_word_embeddings": True,
     }
+
+
+def _vocabulary(folder: Path) -> int:
+    """Tokens of a tokenizer, from its file."""
+    stored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    return len({*stored["model"]["vocab"], *(token["content"] for token in stored["added_tokens"])})
+
+
+def builtin_config(name: str) -> Qwen2Config:
+    """The configuration. Raises ``ModelError``."""
+    from transformers import Qwen2Config
+
+    tokenizer, sizes = builtin_tokenizer(name), builtin_sizes(name)
+    del sizes["model_type"]  # the class says it
     return Qwen2Config(
         **sizes,
-        tie_word_embeddings=True,
         initializer_range=0.02,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

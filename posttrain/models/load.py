@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -128,6 +128,41 @@ def digest(file: Path) -> str:
     """sha256 of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def read_config(source: ModelSource) -> dict[str, Any]:
+    """What the model's config.json says, read without transformers and without the network.
+
+    Raises:
+        ModelError: there is no such file here, or it is no JSON object.
+    """
+    if source.builtin:
+        from posttrain.models.builtin import builtin_sizes
+
+        return builtin_sizes(source.builtin)
+    file = Path(source.path) / "config.json"
+    if not file.is_file():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(source.path, "config.json")
+        if not isinstance(cached, str):
+            raise ModelError(
+                f"{source.path!r} is not in the local cache of the Hugging Face hub",
+                hint=f"`hf download {source.path} config.json`, or give a folder or a config.json: --model PATH",
+            )
+        file = Path(cached)
+    return read_config_file(file)
+
+
+def read_config_file(file: Path) -> dict[str, Any]:
+    """A config.json. Raises ``ModelError``."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}", hint="is it a model's config.json?") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} is no JSON object", hint="is it a model's config.json?")
+    return found
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BUFFER_BYTES = 970 << 20
+from posttrain.planning.sizes import LOGITS_BYTES, logits_rows
+
+BUFFER_BYTES = LOGITS_BYTES
 """Room for logits, which their gradients then overwrite (on a GPU)."""
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
@@ -218,12 +220,9 @@ def _gradient(
 
 
 def _chunks(hidden: Tensor, head: Tensor) -> Iterator[slice]:
-    """As few as the buffer allows, of equal size: a multiple of 128 rows, which matrix products like."""
+    """Of as many rows as ``logits_rows`` says."""
     count = len(hidden)
-    fits = BUFFER_BYTES // (head.shape[0] * 4)
-    most = max(1, fits // 128 * 128 or fits)
-    size = -(-count // max(1, -(-count // most)))
-    size = min(most, -(-size // 128) * 128)
+    size = logits_rows(count, head.shape[0], BUFFER_BYTES)
     return (slice(start, min(start + size, count)) for start in range(0, count, size or 1))
 
 

@@ -1,9 +1,8 @@
-"""AdamW in its variants, learning-rate schedules, gradient clipping."""
+"""AdamW in its variants, gradient clipping."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 
@@ -124,7 +123,7 @@ def quantize(state: Tensor, values: Tensor) -> None:
     local(state).copy_(local(values).to(state.device))
 
 
-# ---------------------------------------------------------------------- gradients and rates
+# ---------------------------------------------------------------------- gradients
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
@@ -151,16 +150,3 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def learning_rate(cfg: OptimConfig, step: int, total_steps: int) -> float:
-    """The rate at optimizer step ``step`` (from 0) of ``total_steps``."""
-    warmup = round(cfg.warmup_ratio * total_steps) if cfg.warmup_steps is None else cfg.warmup_steps
-    if step < warmup:
-        return cfg.lr * (step + 1) / warmup
-    if cfg.schedule == "constant":
-        return cfg.lr
-    progress = (step - warmup) / max(1, total_steps - warmup)
-    progress = min(1.0, progress)
-    shape = 0.5 * (1.0 + math.cos(math.pi * progress)) if cfg.schedule == "cosine" else 1.0 - progress
-    return cfg.lr * (cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * shape)

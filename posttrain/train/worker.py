@@ -30,15 +30,16 @@ from posttrain.models.invariant import use_invariant_products
 from posttrain.models.load import build
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.ulysses import SequenceParallel, check_heads
+from posttrain.planning import sizes
+from posttrain.planning.schedule import learning_rate
 from posttrain.train import checkpoint, saver
-from posttrain.train.flops import ModelFlops, peak_flops
+from posttrain.train.flops import model_flops, peak_flops
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM, PackedValues
 from posttrain.train.offload import HostParking
 from posttrain.train.optim import (
     build_optimizer,
     clip_gradients,
-    learning_rate,
     local,
     seed_rounding,
     take_step,
@@ -86,7 +87,7 @@ class TrainWorker:
         self.lm = self._load()
         self.optimizer = build_optimizer(self.lm, spec.train.optim) if spec.trainable else None
         self.parameters = dict(self.lm.model.named_parameters())
-        self.flops = ModelFlops(self.lm.model)
+        self.flops = model_flops(self.lm.model)
         self.profiler = Profiler(self.device)
         self.parking = HostParking()
         self.saver = saver.ShardSaver(timeout_s)
@@ -315,7 +316,7 @@ class TrainWorker:
             bucket_bytes: most of a bucket of several weights; of a small model half of it, so that two are in use.
         """
         whole = sum(p.numel() for p in self.parameters.values()) * self.dtype.itemsize
-        size = min(bucket_bytes, -(-whole // 2))
+        size = sizes.bucket_bytes(whole, bucket_bytes)
         weights = lora.whole_weights(self.lm.model, self.dtype)
         self.outlet = Outlet(weights, self.dtype, where, self.device, bucket_bytes=size)
 

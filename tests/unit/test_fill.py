@@ -22,7 +22,7 @@ from posttrain.models.attention import available, choose
 from posttrain.models.fill import fill, materialize
 from posttrain.models.load import ModelSource, build
 from posttrain.models.ulysses import check_heads
-from posttrain.train.flops import ModelFlops
+from posttrain.train.flops import model_flops
 
 CPU = torch.device("cpu")
 COMMON = {
@@ -188,7 +188,7 @@ def test_flops_of_published_shapes():
         ))  # fmt: skip
     total = sum(p.numel() for p in model.parameters())
     multiplied = total - 152_064 * 3584
-    flops = ModelFlops(model)
+    flops = model_flops(model)
     length = 8192
     by_hand = 6 * multiplied * length + 6 * 28 * 3584 * length * length
     assert flops.training([length]) == pytest.approx(by_hand)
@@ -196,7 +196,7 @@ def test_flops_of_published_shapes():
     assert flops.training([length, length]) == pytest.approx(2 * by_hand)
     model.requires_grad_(False)
     frozen = 4 * multiplied * length + 6 * 28 * 3584 * length * length
-    assert flops.training([length]) > ModelFlops(model).training([length]) == pytest.approx(frozen)
+    assert flops.training([length]) > model_flops(model).training([length]) == pytest.approx(frozen)
 
 
 def test_flops_of_a_mixture_count_the_experts_that_a_token_goes_through():
@@ -204,5 +204,5 @@ def test_flops_of_a_mixture_count_the_experts_that_a_token_goes_through():
     one = model(config(**COMMON, **more | {"num_experts_per_tok": 1}))
     two = model(config(**COMMON, **more))
     experts = sum(p.numel() for name, p in two.named_parameters() if ".experts." in name)
-    difference = ModelFlops(two).inference([10]) - ModelFlops(one).inference([10])
+    difference = model_flops(two).inference([10]) - model_flops(one).inference([10])
     assert difference == pytest.approx(2 * experts / 4 * 10)

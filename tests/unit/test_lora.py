@@ -31,7 +31,7 @@ from posttrain.models.fill import fill, materialize
 from posttrain.models.load import ModelSource, build, load_model, locate
 from posttrain.startup import open_model
 from posttrain.train import checkpoint, saver
-from posttrain.train.flops import ModelFlops
+from posttrain.train.flops import model_flops
 from posttrain.train.model import PackedLM
 from posttrain.train.optim import build_optimizer
 from posttrain.train.parallel import parallelize
@@ -220,10 +220,10 @@ def test_flops():
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in plain.parameters())
     lengths = [7, 30]
-    attention_alone = ModelFlops(plain).training(lengths) - 6 * frozen * 37
+    attention_alone = model_flops(plain).training(lengths) - 6 * frozen * 37
     assert attention_alone > 0
-    assert ModelFlops(model).training(lengths) == 4 * frozen * 37 + 6 * trained * 37 + attention_alone
-    assert ModelFlops(model).inference(lengths) == ModelFlops(plain).inference(lengths) + 2 * trained * 37
+    assert model_flops(model).training(lengths) == 4 * frozen * 37 + 6 * trained * 37 + attention_alone
+    assert model_flops(model).inference(lengths) == model_flops(plain).inference(lengths) + 2 * trained * 37
 
 
 # ---------------------------------------------------------------------- what cannot be adapted

@@ -14,13 +14,13 @@ from torch import nn
 from posttrain import startup
 from posttrain.config import Config, OptimConfig
 from posttrain.errors import ConfigError
+from posttrain.planning.schedule import learning_rate
 from posttrain.train import saver
 from posttrain.train.optim import (
     build_optimizer,
     dequantized,
     init_state,
     is_quantized,
-    learning_rate,
     quantize,
     seed_rounding,
     set_learning_rate,

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.pack import PackedBatch, Placement, best_fit, partition, place
+from posttrain.data.pack import PackedBatch, Placement, place
+from posttrain.planning.bins import best_fit, partition
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 

@@ -1,0 +1,35 @@
+"""How much arithmetic a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Model FLOPs of a causal LM as PaLM counts them (arXiv:2204.02311, appendix B), attention as causal: half.
+
+    A weight costs 2 FLOPs a token forward, 2 for the gradient of its input and 2 for its own, where it is trained.
+    Recomputed activations do not count, and of experts those do that a token goes through.
+    """
+
+    forward: float
+    """Of all weights that are multiplied, for a token."""
+    trained: float
+    """Of those of them that are trained."""
+    attention: float
+    """Of attention forward, for a token and each token before it, halved."""
+
+    def training(self, lengths: Sequence[int]) -> float:
+        """FLOPs of a forward and a backward pass over sequences of these lengths."""
+        return (2 * self.forward + self.trained) * sum(lengths) + 3 * self.attention * squares(lengths)
+
+    def inference(self, lengths: Sequence[int]) -> float:
+        """FLOPs of a forward pass."""
+        return self.forward * sum(lengths) + self.attention * squares(lengths)
+
+
+def squares(lengths: Sequence[int]) -> int:
+    """Sum of the squares."""
+    return sum(n * n for n in lengths)

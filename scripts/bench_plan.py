@@ -1,0 +1,246 @@
+"""Predicted against measured: the figures of docs/benchmarks.md beside what `posttrain plan` reckons for them.
+
+    python scripts/bench_plan.py
+
+Needs no GPU: the measured figures are in the tables below, with the settings that they were measured with. A new
+measurement is a new row; no number of a row is used for that row alone. ``tests/unit/test_planning.py`` holds the plan
+to the rows that are within the bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.config import Config, RolloutConfig, TrainConfig
+from posttrain.planning import speed
+from posttrain.planning.batch import assumed_lengths, batch_of
+from posttrain.planning.bins import assign
+from posttrain.planning.layout import Kernels, Shapes, lay_out, sync_budget
+from posttrain.planning.machines import Machine, gpu_named
+from posttrain.planning.memory import EngineMemory, Trainer, total
+from posttrain.planning.shape import ModelShape, shape_of
+from posttrain.planning.sizes import GIB
+from posttrain.planning.speed import Work
+
+MEMORY_BOUND, TIME_BOUND = 0.05, 0.20
+"""What a plan is meant to meet, as a share of what was measured."""
+
+QWEN: dict[str, dict[str, Any]] = {
+    "0.5b": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 151_936,
+    },
+    "7b": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152_064,
+    },
+}  # fmt: skip
+"""Shapes of Qwen2.5."""
+
+
+def shape(name: str) -> ModelShape:
+    """Of ``QWEN``."""
+    return shape_of(QWEN[name], name)
+
+
+# ---------------------------------------------------------------------- optimizer steps
+
+
+@dataclass(frozen=True)
+class Update:
+    """A training step that was measured on H200. Lengths are of the whole step, over all GPUs."""
+
+    what: str
+    model: str
+    lengths: tuple[int, ...]
+    budget: int
+    """train.tokens_per_microbatch"""
+    memory_gib: float | None
+    """Most that torch had allocated"""
+    tokens_per_s: float | None
+    """A GPU"""
+    train: dict[str, Any] = field(default_factory=dict)
+    gpus: int = 1
+    compiled: bool = True
+    repeats_heads: bool = False
+    """Attention of core torch, which had no grouped queries"""
+    loss_share: float = 1.0
+    remark: str = ""
+    """What of the settings is not recorded, or differs from the code of today"""
+
+    @property
+    def work(self) -> Work:
+        """Of the rank with most tokens."""
+        ranks = self.gpus // self.train.get("sequence_parallel", 1)
+        placed = assign(self.lengths, ranks=ranks, token_budget=self.budget)
+        works = [Work(tuple(tuple(self.lengths[i] for i in m) for m in parts), self.loss_share) for parts in placed]
+        return max(works, key=lambda work: work.tokens)
+
+    @property
+    def trainer(self) -> Trainer:
+        work = self.work
+        return Trainer(
+            "actor", shape(self.model), TrainConfig.model_validate(self.train), self.gpus, 2, True, self.compiled,
+            self.repeats_heads, work.largest, len(work.micro_batches),
+        )  # fmt: skip
+
+    def predicted_memory(self) -> float:
+        """GiB"""
+        return total(self.trainer.update()) / GIB
+
+    def predicted_speed(self) -> float:
+        """Tokens a second and GPU."""
+        seconds = speed.update_seconds(self.trainer, machine(self.gpus), self.work).total
+        return sum(self.lengths) / seconds / self.gpus
+
+
+def machine(gpus: int) -> Machine:
+    """So many H200."""
+    return Machine(gpu_named("h200"), gpus)
+
+
+BFLOAT16 = {"param_dtype": "bfloat16"}
+SHARED = {"sequence_parallel": 2, "activation_checkpointing": "selective"}
+_EPISODE = 292
+"""Tokens of an episode of tests/gpu/test_rl_gpu.py: 36 of Qwen2.5's template and the prompt, and 256"""
+_EARLY = 'an earlier commit without compilation; conversations of "about 280 tokens"'
+
+UPDATES = [
+    Update("7B, rows of 8k, bf16", "7b", (8192,) * 8, 8192, 93.0, 12_450, BFLOAT16),
+    Update("0.5B, rows of 8k, 32k at once, bf16", "0.5b", (8192,) * 8, 32768, 34.9, 115_500, BFLOAT16),
+    Update(
+        "0.5B, conversations, bf16", "0.5b", (512,) * 128, 16384, 19.9, 157_700, BFLOAT16,
+        remark="micro-batches of 16k are inferred, not recorded; lengths neither",
+    ),
+    Update("7B, float32, 2 GPUs, rows of 8k", "7b", (8192,) * 8, 8192, 95.5, 10_150, {}, 2),
+    Update("the same, reduce step", "7b", (8192,) * 8, 8192, 109.7, 10_300, {"reduce_gradients": "step"}, 2),
+    Update("the same, gather step", "7b", (8192,) * 8, 8192, 107.4, 10_750, {"gather_weights": "step"}, 2),
+    Update(
+        "the same, both", "7b", (8192,) * 8, 8192, 121.6, 10_490,
+        {"gather_weights": "step", "reduce_gradients": "step"}, 2,
+    ),
+    Update("7B, a row of 32k on 2 GPUs, selective", "7b", (32768,), 32768, 98.7, 7_070, SHARED, 2),
+    Update(
+        "the same, 2 rows, gather step", "7b", (32768,) * 2, 32768, 124.1, 7_200, SHARED | {"gather_weights": "step"}, 2
+    ),
+    Update(
+        "0.5B SFT, float32", "0.5b", (280,) * 256, 32768, 42.1, 104_861, {}, 1, False, True, remark=_EARLY
+    ),
+    Update(
+        "0.5B SFT, float32, 2 GPUs", "0.5b", (280,) * 256, 32768, 30.8, 94_625, {}, 2, False, True, remark=_EARLY
+    ),
+    Update(
+        "0.5B GRPO and PPO, float32", "0.5b", (_EPISODE,) * 128, 16384, 21.3, None, {}, 1, True, True, 256 / _EPISODE,
+        remark="lengths are counted, not recorded",
+    ),
+    Update(
+        "0.5B GRPO, LoRA of rank 16", "0.5b", (_EPISODE,) * 128, 16384, 14.6, None, {"lora": {"rank": 16}}, 1, True,
+        True, 256 / _EPISODE, remark="lengths are counted, not recorded",
+    ),
+]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- phases of rl, and a weight update
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a phase, as the driver saw it."""
+
+    what: str
+    measured: float
+    predicted: float
+    remark: str = ""
+
+
+def phases() -> Iterator[Timed]:
+    """Of tests/gpu/test_rl_gpu.py (128 episodes) and scripts/bench_gpu.py (256), 0.5B on one GPU."""
+    rl = next(update for update in UPDATES if "PPO" in update.what)
+    one, gpu = rl.trainer, machine(1)
+    update = speed.update_seconds(one, gpu, rl.work).total
+    yield Timed("GRPO, 128 episodes: update_actor", 0.71, update)
+    yield Timed("PPO, the same: update_actor", 0.62, update)
+    frozen = Trainer("reference", one.shape, one.train, trainable=False)
+    yield Timed("the same: old_log_prob", 0.28, speed.forward_seconds(one, gpu, rl.work).total)
+    yield Timed("the same: ref", 0.22, speed.forward_seconds(frozen, gpu, rl.work).total)
+    for what, engine, episodes, response, seconds in (
+        ("embedded engine, 128 episodes of 256 tokens", "hf", 128, 256, 7.8),
+        ("embedded engine, 256 of 256", "hf", 256, 256, 7.99),
+        ("SGLang, 128 of up to 512, with a tool", "sglang", 128, 512, 1.45),
+    ):
+        rollout = RolloutConfig.model_validate({"engine": engine, "memory_fraction": 0.3})
+        memory = EngineMemory(shape("0.5b"), rollout, 2, gpu.memory)
+        found = speed.generation_seconds(
+            memory, gpu, episodes=episodes, prompt=36, response=response, longest=response
+        ).total
+        yield Timed(f"gen: {what}", seconds, found)
+    for engine, seconds in (("hf", 0.29), ("sglang", 0.10), ("vllm", 0.18)):
+        yield Timed(f"sync: {engine}", seconds, speed.sync_seconds(one, gpu, "device", engine).total)
+    early = "an earlier commit: the head's work was done twice, nothing was compiled"
+    work = Work(tuple((_EPISODE,) * 86 for _ in range(3)), 256 / _EPISODE)
+    yield Timed("GRPO, 256 episodes: update_actor", 1.48, speed.update_seconds(one, gpu, work).total, early)
+    yield Timed("the same: ref", 0.51, speed.forward_seconds(frozen, gpu, work).total, early)
+
+
+@dataclass(frozen=True)
+class Used:
+    """GiB of a GPU amid a weight update, by all processes."""
+
+    what: str
+    measured: float
+    predicted: float
+
+
+def sync_memory() -> Used:
+    """tests/gpu/test_engines_gpu.py: GRPO at 0.5B with SGLang, engines and trainer in turns."""
+    cfg = Config.model_validate(
+        {
+            "command": "rl", "data": {"batch_size": 16}, "train": {"offload": True},
+            "rollout": {"engine": "sglang", "sleep": True, "memory_fraction": 0.3, "max_response_tokens": 512},
+        }
+    )  # fmt: skip
+    batch = batch_of(cfg, assumed_lengths(cfg), 20)
+    layout = lay_out(cfg, Shapes(shape("0.5b")), machine(1), Kernels(True, 2, True), batch)
+    budget = sync_budget(layout)
+    assert budget is not None
+    return Used("0.5B, SGLang, in turns: amid a weight update", 10.8, budget / GIB)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def off(predicted: float, measured: float) -> float:
+    """How far a prediction is off, as a share of what was measured."""
+    return predicted / measured - 1.0
+
+
+def main() -> None:
+    print("| optimizer steps | GiB: measured | predicted | off | tokens/s a GPU: measured | predicted | off |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for row in UPDATES:
+        cells = [row.what + (" (*)" if row.remark else "")]
+        for measured, predicted, digits in (
+            (row.memory_gib, row.predicted_memory(), 1), (row.tokens_per_s, row.predicted_speed(), 0),
+        ):  # fmt: skip
+            if measured is None:
+                cells += ["", "", ""]
+            else:
+                cells += [f"{measured:,.{digits}f}", f"{predicted:,.{digits}f}", f"{off(predicted, measured):+.1%}"]
+        print(f"| {' | '.join(cells)} |")
+    print()
+    for row in UPDATES:
+        if row.remark:
+            print(f"(*) {row.what}: {row.remark}")
+    print("\n| phases of `rl`, 0.5B on one GPU | seconds: measured | predicted | off |\n| --- | --- | --- | --- |")
+    for phase in phases():
+        mark = " (*)" if phase.remark else ""
+        shown = f"{phase.measured:.2f} | {phase.predicted:.2f} | {off(phase.predicted, phase.measured):+.0%}"
+        print(f"| {phase.what}{mark} | {shown} |")
+    used = sync_memory()
+    print(f"\n{used.what}: {used.measured:.1f} GiB measured, {used.predicted:.1f} predicted")
+
+
+if __name__ == "__main__":
+    main()
