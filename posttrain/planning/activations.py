@@ -78,7 +78,7 @@ def _adapters(shape: ModelShape, policy: Policy) -> float:
 def outside(shape: ModelShape, policy: Policy) -> float:
     """Bytes a token that the rest of the model saves: the last norm with its input, and rotary embeddings."""
     b = policy.itemsize
-    norm = (4 + 2 * b) * shape.hidden + 4  # eager also where layers are compiled
+    norm = (4 + b) * shape.hidden + 4  # eager also where layers are compiled
     return norm + 2 * b * shape.head_dim + 8
 
 

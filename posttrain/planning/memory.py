@@ -151,7 +151,7 @@ class Trainer:
         keeps = self.mine * (
             self.shape.layers * activations.of_layer(self.shape, self.policy)
             + activations.outside(self.shape, self.policy)
-            + 2.0 * self.itemsize * self.shape.hidden  # what enters the head, and its gradient
+            + 3.0 * self.itemsize * self.shape.hidden  # the last ones, those that predict, and their gradient
         )
         head_gradient = 0.0 if self.adapted else self.itemsize * float(self.shape.head_gradient)
         common = self.idle() | {"gathered weights": self._whole(), "activations": keeps}

@@ -95,7 +95,7 @@ def update_seconds(trainer: Trainer, machine: Machine, work: Work) -> Seconds:
         link = known.COLLECTIVES * machine.link(trainer.world)
         communication = max(0.0, _collective_bytes(trainer, len(work.micro_batches)) / link - compute)
         communication += _exchanged_bytes(trainer, work.tokens / share, 2.0) / link
-    host = _host(trainer, len(work.micro_batches), 1.0 + again / 3.0)
+    host = _host(trainer, len(work.micro_batches), forward=1.0 + again, backward=True)
     return Seconds(compute, memory, communication, host)
 
 
@@ -113,7 +113,7 @@ def forward_seconds(trainer: Trainer, machine: Machine, work: Work) -> Seconds:
         link = known.COLLECTIVES * machine.link(trainer.world)
         gathered = trainer.itemsize * shape.parameters * (1 - 1 / trainer.shards) * len(work.micro_batches)
         communication = max(0.0, gathered / link - compute) + _exchanged_bytes(trainer, tokens, 1.0) / link
-    return Seconds(compute, memory, communication, _host(trainer, len(work.micro_batches), 1.0 / 3.0))
+    return Seconds(compute, memory, communication, _host(trainer, len(work.micro_batches), forward=1.0, backward=False))
 
 
 # ---------------------------------------------------------------------- terms of training
@@ -194,9 +194,14 @@ def _exchanged_bytes(trainer: Trainer, tokens: float, passes: float) -> float:
     return passes * trainer.itemsize * shape.layers * (2 * shape.q + 2 * shape.kv) * tokens * (1 - 1 / share)
 
 
-def _host(trainer: Trainer, micro_batches: int, passes: float) -> float:
-    slower = known.HOST_SHARDED if trainer.sharded else 1.0
-    return known.HOST_TRAIN_S * slower * passes * trainer.shape.layers * micro_batches
+def _host(trainer: Trainer, micro_batches: int, *, forward: float, backward: bool) -> float:
+    """Of so many passes forward, and one backward."""
+    each = forward * known.HOST_FORWARD_S + backward * known.HOST_BACKWARD_S
+    if trainer.sharded:
+        kept = trainer.train.gather_weights == "step"
+        gathers = 1.0 / micro_batches if kept and micro_batches else 1.0 + backward
+        each += known.HOST_COLLECTIVE_S * (gathers + 2 * backward)
+    return each * trainer.shape.layers * micro_batches
 
 
 # ---------------------------------------------------------------------- sampling and weights

@@ -1,0 +1,98 @@
+"""What a plan says of batches, beside what runs on the CPU then log; and `--dry-run`, which writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain import plan
+from posttrain.planning.schedule import learning_rate
+
+ROOT = Path(__file__).resolve().parents[2]
+SFT = ("sft", "--preset", "tiny-arith-sft", "--steps", "2", "--set", "train.tokens_per_microbatch=600")
+RL = (
+    "rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--steps", "1", "--set", "data.batch_size=4", "--set",
+    "algo.updates_per_step=2", "--set", "train.tokens_per_microbatch=700",
+)  # fmt: skip
+
+
+def posttrain(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
+    command = [sys.executable, "-m", "posttrain", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def ok(cwd: Path, *arguments: str) -> str:
+    done = posttrain(cwd, *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def number(shown: str, row: str) -> float:
+    """The last number in a row of a plan's table."""
+    [line] = re.findall(rf"^  {re.escape(row)}  +(.*)$", shown, flags=re.M)
+    return float(line.split()[-1].replace(",", ""))
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    ok(folder, "prep", "arith", "--train-rows", "64", "--test-rows", "4")
+    return folder
+
+
+def files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def test_the_plan_of_a_dry_run_is_what_the_run_does(here: Path) -> None:
+    before = files(here)
+    shown = ok(here, *SFT, "--dry-run")
+    assert files(here) == before
+    ok(here, *SFT)
+    folder = here / "runs" / "tiny-arith-sft"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert number(shown, "tokens") == rows[0]["train/tokens"]
+    assert number(shown, "steps of the run") == len(rows) == 2
+    optim = plan.stored_config(folder).train.optim
+    assert [row["train/lr"] for row in rows] == [learning_rate(optim, step, 2) for step in (0, 1)]
+    told = dict(re.findall(r"([\d.e-]+) at (\d+)", shown))
+    assert {int(step): float(rate) for rate, step in told.items()} == pytest.approx(
+        {1: rows[0]["train/lr"], 2: rows[1]["train/lr"]}, rel=1e-2
+    )
+    compared = json.loads(ok(here, "plan", "--run", "tiny-arith-sft", "--json"))["compared"]
+    assert [row["metric"] for row in compared] == ["train/tokens"]  # without a GPU nothing else is predicted
+    assert abs(compared[0]["off"]) < 0.01
+
+
+@pytest.mark.slow
+def test_the_batches_of_rl_are_those_of_its_plan(here: Path) -> None:
+    before = files(here)
+    shown = ok(here, *RL, "--dry-run")
+    assert files(here) == before
+    assert "groups of each" in shown
+    assert re.search(r"groups of each +2, 2", shown)
+    ok(here, *RL)
+    folder = here / "runs" / "tiny-arith"
+    [row] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    told = json.loads(ok(here, "plan", "--run", "runs/tiny-arith", "--json"))["compared"]
+    assert told[0]["metric"] == "perf/total_num_tokens"
+    assert told[0]["predicted"] == pytest.approx(row["perf/total_num_tokens"], rel=0.02)
+    # Nothing is longer than the plan reckons with.
+    assert row["perf/total_num_tokens"] <= number(shown, "tokens")
+
+
+def test_bad_input_ends_a_dry_run_as_it_ends_a_run(here: Path) -> None:
+    for arguments in (
+        (*RL, "--model", "builtin:tinny"),
+        ("sft", "--set", "x=1"),
+    ):
+        done = posttrain(here, *arguments, "--dry-run")
+        assert done.returncode == 2, done.stderr[-2000:]
+        assert "hint: " in done.stderr

@@ -1,0 +1,254 @@
+"""The plan of a run: its figures beside measured ones and beside what a run divides, and the problems that it finds."""
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain import plan
+from posttrain.config import Config
+from posttrain.data.pack import place
+from posttrain.errors import ConfigError, ModelError
+from posttrain.planning.batch import Lengths, batch_of
+from posttrain.planning.compare import Pair
+from posttrain.planning.estimate import Plan, Question
+from posttrain.planning.layout import Kernels, Shapes
+from posttrain.planning.machines import GPUS, Machine, gpu_named, gpu_of_name
+from posttrain.planning.problems import impossible, problems
+from posttrain.planning.shape import shape_of
+
+REPO = Path(__file__).parents[2]
+
+
+def load_bench():
+    spec = importlib.util.spec_from_file_location("bench_plan", REPO / "scripts" / "bench_plan.py")
+    module = sys.modules["bench_plan"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = load_bench()
+
+# ---------------------------------------------------------------------- against what was measured
+
+
+@pytest.mark.parametrize("row", bench.UPDATES, ids=lambda row: row.what)
+def test_an_optimizer_step_is_as_it_was_measured(row):
+    assert abs(bench.off(row.predicted_memory(), row.memory_gib)) < bench.MEMORY_BOUND
+    if row.tokens_per_s is not None:
+        assert abs(bench.off(row.predicted_speed(), row.tokens_per_s)) < bench.TIME_BOUND
+
+
+def test_phases_and_the_memory_of_a_weight_update_are_as_they_were_measured():
+    of_today = [phase for phase in bench.phases() if not phase.remark]
+    assert len(of_today) >= 10
+    for phase in of_today:
+        assert abs(bench.off(phase.predicted, phase.measured)) < bench.TIME_BOUND, phase
+    used = bench.sync_memory()
+    assert abs(bench.off(used.predicted, used.measured)) < bench.MEMORY_BOUND
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def config(command="sft", **sections):
+    return Config.model_validate({"command": command, "run": {"name": "x"}, **sections})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_micro_batches_are_those_of_a_run(seed):
+    draw = random.Random(seed)
+    ranks, budget = draw.choice([1, 2, 4]), draw.choice([500, 2000])
+    lengths = [draw.randint(1, 700) for _ in range(8 * ranks * draw.randint(1, 4))]
+    limit = draw.choice([None, 3])
+    train = {"tokens_per_microbatch": budget, "sequences_per_microbatch": limit}
+    cfg = config(data={"batch_size": len(lengths), "max_length": 700}, train=train, cluster={"workers": ranks})
+    placed = place(lengths, ranks=ranks, token_budget=budget, sequence_limit=limit).parts
+    batch = batch_of(cfg, Lengths(1.0, 700), 10, lengths)
+    tokens = [[sum(lengths[i] for i in micro) for micro in of_rank] for of_rank in placed]
+    assert batch.micro_batches == len(placed[0])
+    assert batch.largest == max(map(max, tokens)) <= batch.worst
+    assert batch.tokens == sum(lengths)
+    assert batch.work.tokens == max(map(sum, tokens))
+
+
+def test_updates_of_a_step_get_whole_groups():
+    cfg = config("rl", data={"batch_size": 6}, algo={"updates_per_step": 3}, rollout={"n": 4}, train={"steps": 5})
+    batch = batch_of(cfg, Lengths(100.0, 2048), 5)
+    assert (batch.groups_per_update, batch.sequences, batch.total_updates) == ((2, 2, 2), 24, 15)
+    short = batch_of(cfg, Lengths(100.0, 2048), 5, [100] * 16)  # of a replay, 4 groups
+    assert short.groups_per_update == (2, 1, 1)
+
+
+# ---------------------------------------------------------------------- problems
+
+
+def question(cfg, model="7b", gpu="h200", gpus=1, mean=None):
+    shape = shape_of(bench.QWEN[model], model)
+    lengths = plan.assumed_lengths(cfg, mean)
+    return Question(cfg, Shapes(shape), Machine(gpu_named(gpu), gpus), Kernels(True, 2, True), lengths, steps=10)
+
+
+def test_what_does_not_fit_is_told_with_settings_that_do():
+    cfg = config(train={"tokens_per_microbatch": 32768}, data={"max_length": 4096})
+    [found] = [p for p in problems(Plan(question(cfg, gpus=1))) if p.level == "error"]
+    assert "does not fit by" in found.message
+    assert "update" in found.message
+    # One setting is not enough here: one GPU holds 114 GiB of weights, gradients and moments in float32.
+    eight = config(train={"tokens_per_microbatch": 32768}, data={"max_length": 4096}, cluster={"workers": 2})
+    asked = question(eight, gpus=2)
+    [found] = [p for p in problems(Plan(asked)) if p.level == "error"]
+    settings = found.fix.split(" or ")
+    assert settings
+    for setting in settings:
+        key, value = setting.split("=")
+        section, name = key.split(".", 1)
+        assert section == "train"
+        assert Plan(asked.with_config({section: {name: int(value) if value.isdigit() else value}})).fits
+
+
+@pytest.mark.parametrize(
+    ("command", "sections", "said"),
+    [
+        ("sft", {"train": {"sequence_parallel": 3}, "cluster": {"workers": 3}}, "train.sequence_parallel = 3"),
+        ("rl", {"rollout": {"tensor_parallel": 8, "engine": "vllm"}, "cluster": {"workers": 8}}, "tensor_parallel = 8"),
+        ("rl", {"rollout": {"memory_fraction": 0.11, "engine": "vllm"}}, "leaves a KV cache of"),
+        ("rl", {"rollout": {"memory_fraction": 0.2, "engine": "vllm", "max_response_tokens": 8192}}, "at once"),
+        ("rl", {"rollout": {"replicas": 2, "memory_fraction": 0.6, "engine": "vllm"}}, "2 engines on a GPU"),
+        ("rl", {"cluster": {"placement": "separate", "workers": 8}}, "needs 9 GPUs, and there are 8"),
+        ("rl", {"rollout": {"filter_groups": True}, "algo": {"updates_per_step": 4}}, "may have fewer groups than 32"),
+        ("sft", {"train": {"optim": {"warmup_steps": 10}}}, "warm-up takes 10 optimizer steps, and the run has 10"),
+        ("sft", {"data": {"max_length": 32768}}, "more than train.tokens_per_microbatch = 16,384"),
+    ],
+)  # fmt: skip
+def test_a_problem_is_found_and_a_setting_named(command, sections, said):
+    cfg = config(command, **sections)
+    [found] = [p for p in problems(Plan(question(cfg, gpus=8))) if said in p.message]
+    assert found.fix or found.level == "note"
+
+
+def test_a_step_of_a_replay_may_have_fewer_groups_than_updates():
+    cfg = config("rl", data={"batch_size": 8}, algo={"updates_per_step": 4}, rollout={"replay": "traces"})
+    asked = question(cfg, "0.5b")
+    three = Question(**{**asked.__dict__, "of_step": (100,) * 24})
+    [found] = [p for p in problems(Plan(three)) if "3 groups for 4 updates" in p.message]
+    assert found.fix == "algo.updates_per_step=3"
+    five = Question(**{**asked.__dict__, "of_step": (100,) * 40})
+    assert any("the last update has fewer groups: 2, 1, 1, 1" in p.message for p in problems(Plan(five)))
+
+
+# ---------------------------------------------------------------------- the memory of colocated runs
+
+
+def test_turns_on_the_gpu_take_less_at_every_moment():
+    def totals(**sections):
+        rollout = {"engine": "sglang", "memory_fraction": 0.5, **sections.pop("rollout", {})}
+        cfg = config("rl", rollout=rollout, cluster={"workers": 2}, **sections)
+        return {moment.name: moment.total for moment in Plan(question(cfg, gpus=2)).moments}
+
+    both = totals()
+    turns = totals(rollout={"sleep": True}, train={"offload": True})
+    assert list(both) == ["start", "first sync", "sample", "free", "update_actor", "load", "save"]
+    assert turns["start"] == both["start"]
+    assert all(turns[name] < both[name] for name in ("sample", "free", "update_actor", "load", "save"))
+    # Amid the update trainers, buckets and the engine's weights are there, and the cache comes when trainers have left.
+    assert turns["free"] < turns["load"]
+
+
+def test_a_budget_that_cannot_be_met_is_refused(monkeypatch):
+    cfg = config("rl", rollout={"engine": "sglang", "memory_fraction": 0.9})
+    found = impossible(question(cfg))
+    assert found is not None
+    assert found.message.startswith("no room on a GPU at: start")
+    assert impossible(question(cfg, "0.5b")) is None
+    monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("4090")))
+    small = config("rl", rollout={"engine": "sglang", "memory_fraction": 0.8})  # builtin:tiny
+    budget = plan.check_budget(small)
+    assert budget is not None
+    assert 0.8 * 23.5 < budget < 23.5
+    assert plan.check_budget(config("rl", cluster={"device": "cpu"})) is None
+
+
+def test_the_refusal_of_a_run_is_bad_input(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(bench.QWEN["7b"]))
+    monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("4090")))
+    with pytest.raises(ConfigError, match="no room on a GPU at: start") as refused:
+        plan.check_budget(config("rl", model={"path": str(tmp_path)}))
+    assert "posttrain plan" in str(refused.value.hint)
+
+
+def test_an_update_above_its_budget_is_told_of_once():
+    said = []
+    watch = plan.MemoryBudget(10.0, said.append)
+    assert watch.check({"sync/canary_gap": 0.0}) == {"sync/canary_gap": 0.0}  # on a CPU
+    assert watch.check({"sync/gpu_used_gib": 10.4})["sync/gpu_budget_gib"] == 10.0
+    assert said == []
+    watch.check({"sync/gpu_used_gib": 10.6})
+    watch.check({"sync/gpu_used_gib": 11.0})
+    assert len(said) == 1
+    assert plan.MemoryBudget(None, said.append).check({"sync/gpu_used_gib": 9.0}) == {"sync/gpu_used_gib": 9.0}
+
+
+# ---------------------------------------------------------------------- machines, models, the command
+
+
+def test_gpus_are_found_by_their_names():
+    assert gpu_of_name("NVIDIA H100 80GB HBM3") == gpu_named("H100")
+    assert gpu_of_name("NVIDIA H100 PCIe") == gpu_named("h100-pcie")
+    assert gpu_of_name("NVIDIA GeForce RTX 4090") == gpu_named("rtx4090")
+    assert gpu_of_name("NVIDIA A100-SXM4-80GB") == gpu_named("a100")
+    assert gpu_of_name("Tesla T4") is None
+    assert len({gpu.name for gpu in GPUS}) == len(GPUS)
+    with pytest.raises(ConfigError, match="unknown GPU") as refused:
+        gpu_named("h2000")
+    assert "h200" in str(refused.value.hint)
+
+
+def test_every_phase_has_its_time_and_what_bounds_it():
+    cfg = config(
+        "rl", algo={"name": "ppo", "advantage": "gae", "kl_coef": 0.1, "updates_per_step": 2},
+        rollout={"engine": "vllm"}, cluster={"workers": 2},
+    )  # fmt: skip
+    found = Plan(question(cfg, gpus=2)).phases
+    phases = ["gen", "old_log_prob", "ref", "values", "update_actor", "update_critic", "sync"]
+    assert list(found) == phases
+    assert all(phase.total > 0 and phase.bound for phase in found.values())
+    assert found["update_actor"].total > found["old_log_prob"].total
+
+
+def test_a_config_that_is_no_decoder_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(ModelError, match="does not give the sizes"):
+        plan.shapes_of(config(model={"path": str(tmp_path / "config.json")}))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="no JSON object"):
+        plan.shapes_of(config(model={"path": str(tmp_path)}))
+
+
+def test_the_command_answers_at_once_and_without_torch(tmp_path):
+    (tmp_path / "7b.json").write_text(json.dumps(bench.QWEN["7b"]))
+    program = (
+        "import sys, time\nstart = time.monotonic()\nfrom posttrain.cli import main\n"
+        "try:\n    main()\nfinally:\n"
+        "    print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], file=sys.stderr)\n"
+        "    assert time.monotonic() - start < 10, 'it takes half a second'"
+    )
+    arguments = ["plan", "--preset", "qwen2.5-coder-7b-sft", "--model", "7b.json", "--gpu", "h200", "--json"]
+    command = [sys.executable, "-c", program, *arguments]
+    environment = {"PYTHONPATH": str(REPO), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
+    told = json.loads(done.stdout)
+    assert told["model"]["parameters"] == 7_615_616_512
+    assert told["fits"] is True
+    assert {moment["at"] for moment in told["memory"]} == {"start", "update", "save"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "7b.json"]
+
+
+def test_a_figure_says_how_far_it_is_off():
+    assert Pair("perf/memory_gib", 22.0, 20.0).describe() == "perf/memory_gib 22 / 20 (+10%)"
