@@ -243,12 +243,14 @@ class EngineMemory:
         """That fit into the cache."""
         return max(0, int(self.cache / self.of_token))
 
-    def awake(self) -> Terms:
-        return {"engine weights": self.weights, "KV cache": max(0.0, self.cache), "engine process": ENGINE_BYTES}
-
     def asleep(self) -> Terms:
-        return {"engine process": ENGINE_BYTES}
+        """What its processes keep."""
+        return {"engine process": CONTEXT_BYTES if self.rollout.engine == "hf" else ENGINE_BYTES}
 
     def loading(self) -> Terms:
         """Weights are there, the cache is not yet."""
-        return {"engine weights": self.weights, "engine process": ENGINE_BYTES}
+        return self.asleep() | {"engine weights": self.weights}
+
+    def awake(self) -> Terms:
+        """It samples."""
+        return self.loading() | {"KV cache": max(0.0, self.cache)}

@@ -28,7 +28,7 @@ class Problem:
 
 def problems(plan: Plan) -> list[Problem]:
     """Everything found, errors first."""
-    found = [*_room(plan), *_memory(plan), *_heads(plan), *_cache(plan), *_batches(plan), *_notes(plan)]
+    found = [*_room(plan), *_memory(plan), *_heads(plan), *_cache(plan), *_batches(plan), *_speed(plan), *_notes(plan)]
     order = ("error", "warning", "note")
     return sorted(found, key=lambda problem: order.index(problem.level))
 
@@ -251,6 +251,19 @@ def _more(cfg: Config) -> str:
     if cfg.algo.updates_per_step > 1 and cfg.command == "rl":
         return "algo.updates_per_step=1, or a larger data.batch_size"
     return "a larger data.batch_size, or fewer cluster.workers"
+
+
+def _speed(plan: Plan) -> Iterator[Problem]:
+    """Updates in which the GPU waits for the host, though larger micro-batches would fit."""
+    phase = next((plan.phases[name] for name in ("update", "update_actor") if name in plan.phases), None)
+    if phase is None or phase.bound != "host" or plan.batch.micro_batches < 2:
+        return
+    train = plan.question.cfg.train
+    double = 2 * train.tokens_per_microbatch
+    larger = plan.question.with_config({"train": {"tokens_per_microbatch": double}})
+    if train.sequences_per_microbatch is None and Plan(larger).fits:
+        text = f"the GPU waits for the host in updates: {plan.batch.micro_batches} micro-batches of few tokens"
+        yield Problem("note", text, f"train.tokens_per_microbatch={double}")
 
 
 def _notes(plan: Plan) -> Iterator[Problem]:

@@ -52,6 +52,14 @@ def test_phases_and_the_memory_of_a_weight_update_are_as_they_were_measured():
     assert abs(bench.off(used.predicted, used.measured)) < bench.MEMORY_BOUND
 
 
+def test_the_table_in_the_docs_is_the_one_that_the_script_prints(capsys):
+    bench.main()
+    page = (REPO / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(printed) > 25
+    assert [line for line in printed if line not in page] == []
+
+
 # ---------------------------------------------------------------------- batches
 
 
