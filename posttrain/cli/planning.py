@@ -15,6 +15,8 @@ from posttrain.cli.options import (
 )
 from posttrain.errors import ConfigError
 
+_PLANNED = "give a preset of sft, prefer or rl: `posttrain presets` lists them"
+
 
 def plan(
     preset: PresetOption = None,
@@ -55,6 +57,8 @@ def plan(
         typer.echo(plan.show_run(plan.run_folder(RunConfig().dir, run), asked, as_json))
         return
     command: Any = "rl" if preset is None else load_preset(preset).command
+    if command not in ("sft", "prefer", "rl"):
+        raise ConfigError(f"preset {preset} is for {command}, and plan is about runs that train", hint=_PLANNED)
     flags = {"model.path": model, "algo.name": algo, "cluster.workers": workers, "train.steps": steps}
     resolved = resolve_for(command, preset, set_, flags)
     typer.echo(plan.show(resolved.config, asked, as_json))

@@ -151,7 +151,7 @@ def moments(layout: Layout) -> list[Moment]:
     found = list(_of_trainers(layout)) if layout.trainers else []
     if layout.engine is not None and not layout.colocated:
         terms = _times(layout.engine.awake(), layout.engines_per_gpu)
-        if layout.transfer == "broadcast":
+        if layout.trainers and layout.transfer == "broadcast":
             terms |= {"buckets": 2.0 * 2**30}
         found.append(Moment("sample", "engines", terms))
     return found

@@ -277,6 +277,8 @@ def _notes(plan: Plan) -> Iterator[Problem]:
         yield Problem("note", "activations and times of mixtures of experts were never compared with measurements")
     if gpu is None:
         return
+    if question.kernels.itemsize == 4:
+        yield Problem("note", "times are those of bfloat16, and train.dtype is float32", "train.dtype=bfloat16")
     if not gpu.flops:
         yield Problem("note", f"{gpu.name} is not in the table of GPUs: times are not predicted")
     elif not gpu.measured:
