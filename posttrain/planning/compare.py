@@ -64,6 +64,8 @@ def compare(plan: Plan, rows: Sequence[Row]) -> list[Pair]:
 
     rl = plan.question.cfg.command == "rl"
     pair("perf/total_num_tokens" if rl else "train/tokens", float(plan.batch.tokens))
+    if rl:
+        pair("actor/updates", float(plan.batch.updates))
     if not plan.question.machine.memory:
         return found
     updates = [m for m in plan.moments if m.name in ("update", "update_actor")]
