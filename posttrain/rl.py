@@ -41,9 +41,9 @@ from posttrain.startup import (
     build_environment,
     check_algo,
     check_machine,
-    check_prompts,
     check_reward,
     check_supported,
+    fitting_prompts,
     open_model,
     sampling_of,
 )
@@ -80,10 +80,10 @@ def run(resolved: Resolved) -> Path:
     check_algo(cfg, tokenizer)
     env = build_environment(cfg, source, tokenizer)
     train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
-    prompts = read_prompts(train_file)
-    check_prompts(prompts, env, train_file)
-    val = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
-    check_prompts(val, env, val_file)
+    rows = read_prompts(train_file)
+    prompts = fitting_prompts(rows, env, train_file, cfg.data.truncation)
+    val_rows = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
+    val = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
     check_reward([*prompts, *val], cfg, env)
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
     check_profile(cfg, steps)
@@ -93,6 +93,10 @@ def run(resolved: Resolved) -> Path:
         tracker.note(
             f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
         )
+        if too_long := len(rows) + len(val_rows) - len(prompts) - len(val):
+            tracker.note(
+                f"{too_long:,} prompts longer than rollout.max_prompt_tokens are left out (data.truncation = drop)"
+            )
         training = TrainingRun(cfg, folder, source, tracker, stop, steps)
         with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
             if cfg.rollout.only:

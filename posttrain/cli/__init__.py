@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli import data, looking, merging, scoring, training
+from posttrain.cli import data, importing, looking, merging, scoring, training
 from posttrain.cli.guard import guarded, show_tracebacks
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": scoring.generate,
     "eval": scoring.evaluate,
     "merge-ckpt": merging.merge_ckpt,
+    "import-verl": importing.import_verl,
     "quickstart": training.quickstart,
     "version": looking.version,
 }
