@@ -37,6 +37,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "merge-ckpt": merging.merge_ckpt,
     "import-verl": importing.import_verl,
     "quickstart": training.quickstart,
+    "doctor": looking.doctor,
     "version": looking.version,
 }
 """In the order of ``--help``."""

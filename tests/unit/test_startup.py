@@ -18,8 +18,8 @@ from posttrain.startup import (
     check_machine,
     check_packages,
     check_prompts,
-    fitting_prompts,
     check_supported,
+    fitting_prompts,
     open_model,
 )
 from posttrain.train import checkpoint
