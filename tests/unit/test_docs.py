@@ -36,10 +36,10 @@ def make_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["config", "cli", "data", "tools", "traces"])
+@pytest.mark.parametrize("page", ["config", "cli", "data", "tools", "traces", "from_verl"])
 def test_made_page_is_up_to_date(page: str) -> None:
     made = getattr(make_docs(), f"{page}_page")()
-    stored = (REPO / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    stored = (REPO / "docs" / f"{page.replace('_', '-')}.md").read_text(encoding="utf-8")
     assert stored == made, "run scripts/make_docs.py"
 
 
