@@ -67,9 +67,9 @@ def main() -> int:
     every, none = sum(totals.values()), totals[Outcome.NOT_MAPPED]
     high = sum(share >= 0.9 for share in shares)
     print(
-        f"\n{len(shares)} scripts, {every} keys: {totals[Outcome.MAPPED]} mapped, {totals[Outcome.NO_NEED]} need not "
-        f"be said, {none} not mapped: {100 * (1 - none / every):.1f} % accounted for; {high} scripts at 90 % or more, the "
-        f"lowest {100 * min(shares):.0f} %"
+        f"\n{len(shares)} scripts, {every} keys: {totals[Outcome.MAPPED]} mapped, {totals[Outcome.NO_NEED]} "
+        f"need not be said, {none} not mapped: {100 * (1 - none / every):.1f} % accounted for; {high} scripts at 90 % "
+        f"or more, the lowest {100 * min(shares):.0f} %"
     )
     if args.keys:
         for text, count in missing.most_common():
