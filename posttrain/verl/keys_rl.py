@@ -223,6 +223,8 @@ def _keep(view: View, draft: Draft) -> None:
     actor, critic = "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"
     if view[actor]:
         draft.set("checkpoint.keep", view[actor], view.origin(actor))
+    else:
+        draft.refuse(view, actor, "all of them: here checkpoint.keep is a number, two unless it is set")
     if critic in view.given and view[critic] != view[actor]:
         draft.refuse(view, critic, "actor and critic are one checkpoint here")
 

@@ -85,7 +85,8 @@ BY_OTHERS: dict[str, str] = {
     "posttrain eval --examine 5": "unit/test_evaluate.py:test_examined_conversations_go_to_stderr",
     "posttrain generate --preset tiny-generate --tools my_tools.py:word_count":
         "unit/test_tools_page.py:test_the_functions",
-    "posttrain rl --preset tiny-gsm8k --replay 'runs/tiny-gsm8k/traces/step_00000*.parquet' --name first-nine --steps 9":
+    "posttrain rl --preset tiny-gsm8k --replay 'runs/tiny-gsm8k/traces/step_00000*.parquet' --name first-nine "
+    "--steps 9":
         "e2e/test_replay.py:test_a_replay_from_the_same_start_repeats_the_run",
     "posttrain rl --preset tiny-gsm8k --rollout-only --steps 20 --name samples":
         "e2e/test_replay.py:test_sampling_without_training",
