@@ -63,6 +63,14 @@ def _offload(view: View, draft: Draft) -> None:
         draft.set("train.cpu_offload", True, key)
 
 
+def _keep(view: View, draft: Draft) -> None:
+    key = T + "max_ckpt_to_keep"
+    if view[key]:
+        draft.set("checkpoint.keep", view[key], view.origin(key))
+    else:
+        draft.refuse(view, key, "all of them: here checkpoint.keep is a number, two unless it is set")
+
+
 SFT = (
     files(D + "train_files", "data.train"),
     files(D + "val_files", "data.val"),
@@ -111,8 +119,7 @@ SFT = (
     *SHARED,
     contents("trainer.checkpoint."),
     contents("checkpoint."),
-    same("trainer.max_ckpt_to_keep", "checkpoint.keep", "verl keeps all by default, posttrain two",
-         lambda n: n or SKIP),
+    Rule((T + "max_ckpt_to_keep",), ("checkpoint.keep",), "verl keeps all by default, posttrain two", _keep),
     no_need("all rows are used", D + "val_max_samples", unless=unless_set),
     no_need("no step is profiled", "trainer.profile_interval", unless=only([-1, -1])),
     no_need("it is switched off", "model.enable_activation_offload", "*tiled_mlp.enabled", "profiler.enable",
