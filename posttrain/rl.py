@@ -44,9 +44,9 @@ from posttrain.startup import (
     build_environment,
     check_algo,
     check_machine,
-    check_prompts,
     check_reward,
     check_supported,
+    fitting_prompts,
     open_model,
     sampling_of,
 )
@@ -73,12 +73,16 @@ def run(resolved: Resolved) -> Path:
     load_plugins(cfg.plugins)
     if cfg.rollout.replay:
         return rl_replay.run(resolved)
-    source, env, prompts, val, steps, budget = prepare(cfg)
+    source, env, prompts, val, too_long, steps, budget = prepare(cfg)
     folder = RunDir.open(resolved)
     with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
         tracker.note(
             f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
         )
+        if too_long:
+            tracker.note(
+                f"{too_long:,} prompts longer than rollout.max_prompt_tokens are left out (data.truncation = drop)"
+            )
         training = TrainingRun(cfg, folder, source, tracker, stop, steps)
         with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
             if cfg.rollout.only:
@@ -97,7 +101,7 @@ def dry_run(resolved: Resolved) -> str:
     load_plugins(cfg.plugins)
     if cfg.rollout.replay:
         return rl_replay.dry_run(resolved)
-    _, env, prompts, _, steps, _ = prepare(cfg)
+    _, env, prompts, _, _, steps, _ = prepare(cfg)
     mean = sum(len(env.prompt_ids(prompt)) for prompt in prompts) / len(prompts)
     return plan.show(cfg, known=plan.Known(prompt=mean, steps=steps))
 
@@ -109,6 +113,8 @@ class Prepared(NamedTuple):
     env: Environment
     prompts: Sequence[Prompt]
     val: Sequence[Prompt]
+    too_long: int
+    """prompts that `data.truncation = "drop"` left out"""
     steps: int
     budget: float | None
     """GiB that a weight update may take of a GPU"""
@@ -123,14 +129,15 @@ def prepare(cfg: Config) -> Prepared:
     budget = None if cfg.rollout.only else plan.check_budget(cfg)
     env = build_environment(cfg, source, tokenizer)
     train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
-    prompts = read_prompts(train_file)
-    check_prompts(prompts, env, train_file)
-    val = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
-    check_prompts(val, env, val_file)
+    rows = read_prompts(train_file)
+    prompts = fitting_prompts(rows, env, train_file, cfg.data.truncation)
+    val_rows = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
+    val = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
     check_reward([*prompts, *val], cfg, env)
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
     check_profile(cfg, steps)
-    return Prepared(source, env, prompts, val, steps, budget)
+    too_long = len(rows) + len(val_rows) - len(prompts) - len(val)
+    return Prepared(source, env, prompts, val, too_long, steps, budget)
 
 
 async def _train(

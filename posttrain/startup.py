@@ -217,13 +217,36 @@ def check_prompts(prompts: Sequence[Prompt], env: Environment, file: str) -> Non
     """
     limit = env.cfg.max_prompt_tokens
     for prompt in prompts:
-        refuse_images(prompt, file, prompt.index)
-        length = len(env.prompt_ids(prompt))
-        if length > limit:
+        if (length := _prompt_length(prompt, env, file)) > limit:
             raise DataError(
                 f"{file}, row {prompt.index}: the prompt has {length} tokens, rollout.max_prompt_tokens is {limit}",
-                hint="raise rollout.max_prompt_tokens, or remove the row",
+                hint="raise rollout.max_prompt_tokens, remove the row, or in `rl` --set data.truncation=drop",
             )
+
+
+def fitting_prompts(prompts: Sequence[Prompt], env: Environment, file: str, truncation: str) -> list[Prompt]:
+    """The prompts of an RL run. ``truncation = "drop"`` leaves out those longer than `rollout.max_prompt_tokens`.
+
+    Raises:
+        DataError: naming the file and the row of a prompt that is too long, or has images; or none is left.
+    """
+    if truncation != "drop":
+        check_prompts(prompts, env, file)
+        return list(prompts)
+    limit = env.cfg.max_prompt_tokens
+    fitting = [prompt for prompt in prompts if _prompt_length(prompt, env, file) <= limit]
+    if prompts and not fitting:
+        raise DataError(
+            f"{file}: each of its {len(prompts)} prompts has more than rollout.max_prompt_tokens = {limit} tokens",
+            hint="raise rollout.max_prompt_tokens",
+        )
+    return fitting
+
+
+def _prompt_length(prompt: Prompt, env: Environment, file: str) -> int:
+    """In tokens. Raises ``DataError`` for one with images."""
+    refuse_images(prompt, file, prompt.index)
+    return len(env.prompt_ids(prompt))
 
 
 def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment) -> None:

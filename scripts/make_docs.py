@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Make ``docs/config.md`` from the config tree, ``docs/cli.md`` from the command line, and the tables of
 ``docs/data.md`` and ``docs/traces.md`` from the row schemas and the data sets, ``docs/tools.md`` from the tools, those
-of ``docs/algorithms.md`` from the catalog of algorithms.
+of ``docs/algorithms.md`` from the catalog of algorithms, and those of ``docs/from-verl.md`` from the rules of
+``import-verl``.
 
 python scripts/make_docs.py            # writes them
 python scripts/make_docs.py --check    # exit code 1 if one is out of date
@@ -39,6 +40,9 @@ from posttrain.prep import LISTED, listing
 from posttrain.tools.base import TOOLS, docstring_parts
 from posttrain.tools.options import REQUIRED, options_of
 from posttrain.tools.verl import REPLACEMENTS
+from posttrain.verl.keys_rl import RL
+from posttrain.verl.keys_sft import SFT
+from posttrain.verl.rules import Outcome, Rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "<!-- Made by scripts/make_docs.py; do not edit. -->\n"
@@ -338,6 +342,27 @@ def _replacements() -> str:
     return _table(("class of verl", "tool", "keys of its config", "keys without a meaning here"), rows)
 
 
+# ---------------------------------------------------------------------- docs/from-verl.md
+
+
+def from_verl_page() -> str:
+    """The page as it is, with the tables of keys made again from the rules of `import-verl`."""
+    return _with_parts("from-verl.md", {"rl": _rules(RL), "sft": _rules(SFT)})
+
+
+def _rules(rules: Iterable[Rule]) -> str:
+    kinds = {Outcome.NO_NEED: "no need", Outcome.NOT_MAPPED: "**none**", Outcome.MAPPED: "no need"}
+    rows = [
+        (
+            ", ".join(f"`{key}`" for key in rule.theirs),
+            ", ".join(f"`{key}`" for key in rule.ours) or kinds[rule.kind],
+            rule.about,
+        )
+        for rule in rules
+    ]
+    return _table(("verl", "here", "how, or why not"), rows)
+
+
 # ---------------------------------------------------------------------- all
 
 
@@ -354,7 +379,7 @@ def main() -> int:
     stale = 0
     pages = {
         "algorithms": algorithms_page, "config": config_page, "cli": cli_page, "data": data_page, "tools": tools_page,
-        "traces": traces_page,
+        "traces": traces_page, "from-verl": from_verl_page,
     }  # fmt: skip
     for name, text in ((f"{page}.md", make()) for page, make in pages.items()):
         file = DOCS / name

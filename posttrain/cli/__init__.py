@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli import data, looking, merging, planning, scoring, training
+from posttrain.cli import data, importing, looking, merging, planning, scoring, training
 from posttrain.cli.guard import guarded, show_tracebacks
 
 app = typer.Typer(
@@ -36,7 +36,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": scoring.generate,
     "eval": scoring.evaluate,
     "merge-ckpt": merging.merge_ckpt,
+    "import-verl": importing.import_verl,
     "quickstart": training.quickstart,
+    "doctor": looking.doctor,
     "version": looking.version,
 }
 """In the order of ``--help``."""

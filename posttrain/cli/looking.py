@@ -1,4 +1,4 @@
-"""Commands that only look: presets, version."""
+"""Commands that only look: presets, doctor, version."""
 
 from __future__ import annotations
 
@@ -32,6 +32,31 @@ def presets_show(
     command: Any = load_preset(name).command
     resolved = resolve(command, name)
     typer.echo(dump_toml(resolved.config, resolved.provenance if provenance else None), nl=False)
+
+
+def doctor(
+    dir_: Annotated[str | None, typer.Option("--dir", help="Folder of runs that is looked at (run.dir).")] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster that must answer (cluster.address).")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not start Ray.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
+) -> None:
+    """Look whether this machine is fit for a run: ok, warn or fail, and what to do. Exit code 1 with a fail."""
+    from posttrain import doctor
+    from posttrain.checks.base import worst
+
+    found = []
+    for finding in doctor.run(dir_, address, quick=quick):
+        found.append(finding)
+        if not as_json:
+            typer.echo(f"{finding.status:<4}  {finding.name}: {finding.detail}")
+            if finding.hint and finding.status != "ok":
+                typer.echo(f"      hint: {finding.hint}")
+    if as_json:
+        typer.echo(json.dumps({"status": worst(found), "findings": [f.as_dict() for f in found]}))
+    if worst(found) == "fail":
+        raise typer.Exit(1)
 
 
 def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False) -> None:

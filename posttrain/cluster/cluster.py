@@ -61,6 +61,20 @@ def init_ray(address: str = "local") -> None:
         )
 
 
+def try_ray() -> dict[str, float]:
+    """Start a Ray of this machine's own, run a task in it, and end it; returns the resources that it sees."""
+
+    def answer() -> bool:
+        return True
+
+    init_ray()
+    try:
+        ray.get(ray.remote(num_cpus=0)(answer).remote())
+        return {name: float(amount) for name, amount in ray.cluster_resources().items()}
+    finally:
+        ray.shutdown()
+
+
 async def join_ray(address: str, deadline_s: float) -> None:
     """``init_ray`` for a cluster that may be dead: Ray tries for minutes then, and cannot be told to stop.
 

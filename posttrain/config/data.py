@@ -83,7 +83,8 @@ class DataConfig(Section):
     max_length: PositiveInt = 2048
     """`sft`, `prefer`: longest conversation, in tokens."""
     truncation: Literal["error", "left", "right", "drop"] = "error"
-    """`sft`, `prefer`: what happens to a longer conversation. A pair is dropped with either of its two."""
+    """`sft`, `prefer`: what happens to a longer conversation. A pair is dropped with either of its two. `rl`: a prompt
+    of more than `rollout.max_prompt_tokens` is an error, or with drop left out; none is cut."""
     enable_thinking: bool | None = None
     """Passed to the chat template, in training and in sampling; none: as the template does without it."""
     template_kwargs: dict[str, Any] = {}

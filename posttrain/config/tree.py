@@ -114,6 +114,11 @@ class Config(Section):
             raise ValueError("train.early_stop.patience needs train.val_every: else the last step alone is validated")
 
     def _check_rl(self) -> None:
+        if self.data.truncation in ("left", "right"):
+            raise ValueError(
+                f"data.truncation = {self.data.truncation!r}: rl cuts no prompt; a longer one is an error, or left "
+                "out (drop)"
+            )
         if self.rollout.only:
             self._check_rollout_only()
             return

@@ -17,6 +17,7 @@ from posttrain.types import Message, Score
 _ROLES = {"developer": "system", "function": "tool"}
 """OpenAI's names for roles that chat templates know by another."""
 _COLUMNS = ("messages", "conversations", "conversation")
+_PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output"))
 
 
 class Messages(FileSet):
@@ -27,7 +28,9 @@ class Messages(FileSet):
       ``train`` or ``weight`` (0 leaves a message out of the loss);
     - ShareGPT's turns: ``conversations: [{"from", "value"}]``, with ``function_call`` and ``observation``, and the
       system message perhaps in a column ``system``;
-    - ``tools`` as OpenAI schemas or bare functions; also named ``functions``.
+    - ``tools`` as OpenAI schemas or bare functions; also named ``functions``;
+    - a user's text and the assistant's answer, in ``prompt`` and ``response``, ``question`` and ``answer``, or
+      ``instruction`` and ``output``, which may stand in ``extra_info``.
 
     A file without a split in its name is ``train``.
     """
@@ -59,9 +62,12 @@ class Messages(FileSet):
     def conversation(self, row: RawRow) -> Conversation:
         """The messages and tools of a row, in OpenAI's shape. Raises ``DataError`` where they are of no known style."""
         raw = first(row, _COLUMNS)
-        messages = json_list(raw)
+        messages = json_list(raw) or _pair(row)
         if not messages:
-            raise DataError("there are no messages", hint=f"looked for {', '.join(_COLUMNS)}; the row has {list(row)}")
+            raise DataError(
+                "there are no messages",
+                hint=f"looked for {', '.join(_COLUMNS)}, and prompt with response; the row has {list(row)}",
+            )
         system = row.get("system")
         if isinstance(system, str) and system.strip() and role_of(messages[0]) != "system":
             messages = [{"role": "system", "content": system}, *messages]
@@ -119,3 +125,16 @@ def modern(message: Any) -> dict[str, Any]:
     if message.get("weight") is not None and role_of(turn) in ("assistant", "gpt"):
         turn["train"] = bool(message["weight"])
     return turn
+
+
+def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A prompt and its response as messages; empty where the row has no such two texts."""
+    inner = row.get("extra_info")
+    for place in (row, inner if isinstance(inner, Mapping) else {}):
+        for names in _PAIRS:
+            texts = [place.get(name) for name in names]
+            if all(isinstance(text, str) and text.strip() for text in texts):
+                return [
+                    {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
+                ]
+    return []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -117,18 +116,6 @@ def test_gsm8k_sequence(tmp_path: Path, test_data: Path) -> None:
     assert report["n"] == 5
     ok(tmp_path, "merge-ckpt", "tiny-gsm8k", "--out", "merged", "--check")
     assert (tmp_path / "merged/model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_the_example_task_trains(tmp_path: Path) -> None:
-    """docs/your-own-task.md, with fewer steps."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    ok(tmp_path, "prep", "larger", "--plugin", "examples/my_task.py")
-    ok(tmp_path, "rl", "--preset", "examples/my_task.toml", "--steps", "2")
-    (run,) = (tmp_path / "runs").iterdir()
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in steps] == [1, 2]
-    assert all(row["rollout/failed"] == row["rollout/grader_failed"] == 0 for row in steps)
 
 
 @pytest.fixture(scope="module")

@@ -429,6 +429,24 @@ def test_every_style_of_messages_gives_the_same_conversation(tmp_path, row):
     assert dataset.to_rlhf(rows[0], 0, "train") is None
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1?", "response": "2"},
+        {"question": "1+1?", "answer": "2", "split": "train"},
+        {
+            "data_source": "x",
+            "prompt": [{"role": "user", "content": "?"}],
+            "extra_info": {"question": "1+1?", "answer": "2"},
+        },
+    ],
+)
+def test_a_prompt_and_a_response_are_a_conversation(tmp_path, row):
+    dataset, rows = read("messages", "train", jsonl(tmp_path / "my.jsonl", [row]))
+    made = sft(dataset, rows[0], tmp_path)
+    assert [(m["role"], m["content"]) for m in made.messages] == [("user", "1+1?"), ("assistant", "2")]
+
+
 def test_weight_zero_is_train_false(tmp_path):
     row = {
         "messages": [

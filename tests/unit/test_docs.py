@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -20,7 +21,7 @@ import typer
 from posttrain.cli import app
 from posttrain.data.parquet import read_conversations, read_preferences, read_prompts, write_rows
 from posttrain.errors import ConfigError
-from posttrain.presets import list_presets, resolve
+from posttrain.presets import leaf_keys, list_presets, resolve
 from posttrain.startup import check_supported
 
 REPO = Path(__file__).resolve().parents[2]
@@ -36,10 +37,10 @@ def make_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["config", "cli", "data", "tools", "traces"])
+@pytest.mark.parametrize("page", ["config", "cli", "data", "tools", "traces", "from_verl"])
 def test_made_page_is_up_to_date(page: str) -> None:
     made = getattr(make_docs(), f"{page}_page")()
-    stored = (REPO / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    stored = (REPO / "docs" / f"{page.replace('_', '-')}.md").read_text(encoding="utf-8")
     assert stored == made, "run scripts/make_docs.py"
 
 
@@ -138,6 +139,35 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_messages_in_the_troubleshooting_page_are_those_of_the_code() -> None:
+    """Of each quoted message, what stands between the `…` is in some string of the code."""
+    source = "\n".join(
+        node.value
+        for file in (REPO / "posttrain").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    page = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*\|$", page, flags=re.M)
+    spans = [span for row in rows for span in row.split("`")[1::2]]
+    quoted = [span for span in spans if "…" in span or re.search(r"[a-z]+ [a-z]+ [a-z]+", span)]
+    messages = [m for m in quoted if not m.startswith(("posttrain ", "ray ", "timing_s", "over 95"))]
+    assert len(messages) > 20
+    for message in messages:
+        for part in filter(None, (piece.strip() for piece in message.split("…"))):
+            assert part in source, f"{message!r}: {part!r} is in no string of the code"
+
+
+def test_keys_in_the_guides_are_there() -> None:
+    known = {*leaf_keys(), *(key.rsplit(".", 1)[0] for key in leaf_keys())}
+    for name in ("troubleshooting.md", "multi-node.md", "from-verl.md"):
+        text = (REPO / "docs" / name).read_text(encoding="utf-8").partition("## Keys of RL")[0]
+        sections = "|".join(sorted({key.partition(".")[0] for key in known if "." in key}))
+        for key in re.findall(rf"`((?:{sections})\.[a-z_]+(?:\.[a-z_]+)*)(?: = [^`]*)?`", text):
+            if not key.endswith((".md", ".toml", ".train_batch_size", ".ppo_mini_batch_size")):
+                assert key in known or key.startswith(("rollout.engine_options.", "optim.")), f"{name}: {key}"
 
 
 # ---------------------------------------------------------------------- data and the example

@@ -19,6 +19,7 @@ from posttrain.startup import (
     check_packages,
     check_prompts,
     check_supported,
+    fitting_prompts,
     open_model,
 )
 from posttrain.train import checkpoint
@@ -150,6 +151,18 @@ def test_a_prompt_that_is_too_long_names_its_file_and_row():
     assert "20" in error.value.message
     assert "rollout.max_prompt_tokens" in error.value.hint
     check_prompts(rows[:1], env, "data/x.parquet")
+
+
+def test_rl_leaves_out_prompts_that_are_too_long_if_asked():
+    env = environment(max_prompt_tokens=20)
+    rows = [prompt(index=0), prompt("word " * 100, index=1), prompt(index=2)]
+    assert [p.index for p in fitting_prompts(rows, env, "x", "drop")] == [0, 2]
+    with pytest.raises(DataError, match="row 1: the prompt has"):
+        fitting_prompts(rows, env, "x", "error")
+    with pytest.raises(DataError, match="each of its 1 prompts has more than"):
+        fitting_prompts(rows[1:2], env, "x", "drop")
+    with pytest.raises(ConfigError, match="rl cuts no prompt"):
+        resolve("rl", "tiny-gsm8k", ["data.truncation=left"])
 
 
 def test_a_prompt_with_images_is_refused():

@@ -1,0 +1,42 @@
+"""What has to start here: the sandbox, and Ray."""
+
+from __future__ import annotations
+
+import time
+
+from posttrain.checks.base import Finding
+from posttrain.config import SandboxConfig
+from posttrain.errors import PosttrainError
+
+
+def sandbox() -> list[Finding]:
+    """Generated programs can be run, apart from this machine's files and network."""
+    from posttrain.sandbox import check_sandbox
+
+    begin = time.monotonic()
+    try:
+        check_sandbox(SandboxConfig())
+    except PosttrainError as error:
+        return [Finding("sandbox", "warn", f"{error.message}", error.hint or "docs/sandbox.md")]
+    return [Finding("sandbox", "ok", f"programs run in namespaces, the first after {time.monotonic() - begin:.1f} s")]
+
+
+def ray() -> list[Finding]:
+    """Ray starts and sees what is here."""
+    from posttrain.cluster.cluster import try_ray
+
+    begin = time.monotonic()
+    resources = try_ray()
+    seen = f"{resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
+    return [Finding("ray", "ok", f"started and answered after {time.monotonic() - begin:.1f} s; it sees {seen}")]
+
+
+def address(where: str, deadline_s: float) -> list[Finding]:
+    """A Ray cluster answers at ``cluster.address``."""
+    from posttrain.cluster.address import check_address
+
+    try:
+        check_address(where, deadline_s)
+    except PosttrainError as error:
+        return [Finding("cluster", "fail", error.message, error.hint or "")]
+    return [Finding("cluster", "ok", f"somebody answers at {where}")]

@@ -1,0 +1,50 @@
+"""From other trainers to presets: import-verl."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.options import OverwriteOption
+from posttrain.errors import ConfigError
+
+
+def import_verl(
+    script: Annotated[str, typer.Argument(help="A launch script of verl. It is read, and never run.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]", help="Arguments that the script would get: $1, $2, ...")
+    ] = None,
+    out: Annotated[str | None, typer.Option(metavar="FILE.toml", help="Write the preset here, not to stdout.")] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A variable that the script would see; repeatable."),
+    ] = None,
+    root: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder that the script is started in; default: this one.")
+    ] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="Say of every key what became of it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON line, not the preset.")] = False,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Turn a launch script of verl into a preset, and name the keys that have no place in it."""
+    import os
+
+    from posttrain import import_verl
+
+    variables = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
+    for text in env or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"--env {text!r} is not of the form NAME=VALUE")
+        variables[name] = value
+    found = import_verl.run(script, arguments or [], out=out, variables=variables, root=root, overwrite=overwrite)
+    for line in import_verl.report(found, every=keys):
+        typer.echo(line, err=True)
+    if as_json:
+        typer.echo(import_verl.as_json(found))
+    elif out is not None:
+        typer.echo(import_verl.command_line(found, out))
+    else:
+        typer.echo(import_verl.preset_text(found), nl=False)
+    import_verl.check(found, out)
