@@ -32,7 +32,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.cluster.calls import gather
-from posttrain.cluster.peers import Peer, actor_class
+from posttrain.cluster.peers import Home, Peer, actor_class
 from posttrain.cluster.rewards import RemoteRewardModel, RewardActor, RewardModelSpec
 from posttrain.cluster.room import check_total, no_room
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
@@ -131,6 +131,7 @@ class Cluster:
         self.groups: dict[str, PlacementGroup] = {}
         self._gpus: dict[str, list[tuple[str, str]]] = {}
         self.owns_ray = False
+        self.home = Home.of_driver(cfg.plugins)
 
     async def __aenter__(self) -> Cluster:
         if not ray.is_initialized():
@@ -206,7 +207,7 @@ class Cluster:
         )
         options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]
         remote = actor_class(TrainActor)
-        actors = [remote.options(**o).remote(spec, rank, world_size, cfg.plugins) for rank, o in enumerate(options)]
+        actors = [remote.options(**o).remote(spec, rank, world_size, self.home) for rank, o in enumerate(options)]
         group = TrainerGroup(
             role,
             [self._peer(f"{role} worker {rank}", actor) for rank, actor in enumerate(actors)],
@@ -251,7 +252,7 @@ class Cluster:
         ranks = cfg.rollout.tensor_parallel
         pool = "trainers" if cfg.cluster.placement == "colocated" and "trainers" in self.groups else "samplers"
         options, places = await self._engine_options(pool, count, ranks, index)
-        actor = actor_class(SamplerActor).options(**options).remote(spec, cfg.plugins)
+        actor = actor_class(SamplerActor).options(**options).remote(spec, self.home)
         sampler = RemoteSampler(
             self._peer(f"sampler {index}", actor),
             deadline_s=cfg.cluster.step_deadline_s,
@@ -277,7 +278,7 @@ class Cluster:
         shared = ("trainers", "samplers") if self.cfg.cluster.placement == "colocated" else ("samplers",)
         pool = next((name for name in shared if name in self.groups), "rewards")
         options = await self._options(pool, 1, -1)
-        actor = actor_class(RewardActor).options(**options).remote(spec, self.cfg.plugins)
+        actor = actor_class(RewardActor).options(**options).remote(spec, self.home)
         model = RemoteRewardModel(self._peer("reward model", actor), self.cfg.cluster.step_deadline_s)
         await model.start(self.cfg.cluster.start_deadline_s)
         return model

@@ -16,7 +16,11 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
+import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from posttrain.errors import RunError
+from posttrain.registry import load_plugins
 
 T = TypeVar("T")
 
@@ -89,6 +93,32 @@ class Look:
     """The end of its log."""
     oom_kills: int = 0
     """How many processes the kernel there has ended for lack of memory since this one began."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """What our actors share with the driver."""
+
+    folder: str
+    """Where it was started: relative paths mean the same everywhere. A worker of a Ray cluster that was there already
+    would look for them where Ray was started."""
+    plugins: list[str]
+
+    @classmethod
+    def of_driver(cls, plugins: list[str]) -> Home:
+        """That of this process."""
+        return cls(os.getcwd(), plugins)
+
+    def enter(self) -> None:
+        """Go there, and import the plugins. Raises ``RunError`` where this node has no such folder."""
+        try:
+            os.chdir(self.folder)
+        except OSError as error:
+            raise RunError(
+                f"node {ray.util.get_node_ip_address()} has no folder {self.folder}, where the command was started",
+                hint="start it in a folder that all nodes share: relative paths are meant from there",
+            ) from error
+        load_plugins(self.plugins)
 
 
 class Supervised:

@@ -10,9 +10,8 @@ import ray
 import torch
 
 from posttrain.cluster.calls import gather, meet
-from posttrain.cluster.peers import Peer, Supervised
+from posttrain.cluster.peers import Home, Peer, Supervised
 from posttrain.models.reward import RewardModel
-from posttrain.registry import load_plugins
 from posttrain.types import Message, Score, Trajectory
 
 
@@ -35,9 +34,9 @@ class RewardModelSpec:
 class RewardActor(Supervised):
     """Owns one ``RewardModel``. ``Cluster`` makes it a Ray actor."""
 
-    def __init__(self, spec: RewardModelSpec, plugins: list[str]) -> None:
+    def __init__(self, spec: RewardModelSpec, home: Home) -> None:
         super().__init__()
-        load_plugins(plugins)
+        home.enter()
         if spec.threads:
             torch.set_num_threads(spec.threads)
         self.spec = spec

@@ -18,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrain.cluster.calls import gather, meet
-from posttrain.cluster.peers import Peer, Process, Supervised
+from posttrain.cluster.peers import Home, Peer, Process, Supervised
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models.buckets import Bucket
-from posttrain.registry import load_plugins
 from posttrain.rollout.base import EngineSpec
 from posttrain.rollout.engines import open_engine
 from posttrain.types import Ids, Sample, SamplingParams
@@ -36,9 +35,9 @@ Answer = tuple[int, Sample | PosttrainError]
 class SamplerActor(Supervised):
     """Owns one engine. ``Cluster`` makes it a Ray actor, an async one: calls interleave on its event loop."""
 
-    def __init__(self, spec: EngineSpec, plugins: list[str]) -> None:
+    def __init__(self, spec: EngineSpec, home: Home) -> None:
         super().__init__()
-        load_plugins(plugins)
+        home.enter()
         self.spec = spec
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.answers: list[Answer] = []

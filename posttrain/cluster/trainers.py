@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from posttrain.cluster.calls import gather, meet
-from posttrain.cluster.peers import PULSE, Peer, Supervised
+from posttrain.cluster.peers import PULSE, Home, Peer, Supervised
 from posttrain.data.pack import PackedBatch, Placement, place
 from posttrain.models.buckets import Bucket, Where, mapped
-from posttrain.registry import load_plugins
 from posttrain.train.spec import LossSpec, WorkerSpec
 from posttrain.types import Ids
 
@@ -28,11 +27,11 @@ class TrainActor(Supervised):
     """A ``TrainWorker`` in a process of its own. ``Cluster`` makes it a Ray actor. The driver, which needs this class
     to do so, is spared the imports of what trains."""
 
-    def __init__(self, spec: WorkerSpec, rank: int, world_size: int, plugins: list[str]) -> None:
+    def __init__(self, spec: WorkerSpec, rank: int, world_size: int, home: Home) -> None:
         super().__init__()
         from posttrain.train.worker import TrainWorker
 
-        load_plugins(plugins)
+        home.enter()
         self.worker = TrainWorker(spec, rank, world_size)
 
     def call(self, method: str, *args: Any) -> Any:

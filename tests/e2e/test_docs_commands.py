@@ -13,10 +13,15 @@ import shlex
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from posttrain.cli import app
+from posttrain.cluster.cluster import local_ray
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -25,6 +30,12 @@ FRESH = ["--model", "builtin:tiny"]
 SMALL = ["--set", "data.batch_size=2", "--set", "rollout.n=2", "--set", "rollout.max_response_tokens=32"]
 ONE_STEP = [*FRESH, *SMALL, "--steps", "1"]
 FEW = ["--limit", "4", "--set", "rollout.max_response_tokens=32"]
+
+QWEN2_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "vocab_size": 152064, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+}  # fmt: skip
 
 HERE: dict[str, list[str]] = {
     "posttrain presets show tiny-gsm8k --provenance": [],
@@ -39,6 +50,10 @@ HERE: dict[str, list[str]] = {
     "posttrain import-verl tests/unit/verl_scripts/gsm8k_grpo.sh": [],
     "posttrain import-verl tests/unit/verl_scripts/sft.sh 8 checkpoints/sft --keys": [],
     "posttrain doctor --quick": [],
+    "posttrain plan --preset qwen2.5-0.5b-gsm8k --gpu h200": FRESH,
+    "posttrain plan --preset qwen2.5-coder-7b-sft --gpu h100 --gpus 8 --model config.json --length 1200": [],
+    "posttrain plan --preset tiny-arith --model builtin:tiny --json": [],
+    "posttrain sft --preset tiny-arith-sft --dry-run": [],
     "posttrain sft --preset tiny-arith-sft --name warm --steps 6": [],
     "posttrain sft --preset tiny-arith-sft --name warm --steps 8 --resume runs/warm": [],
     "posttrain sft --preset tiny-arith-sft --name cooler --steps 8 --resume runs/warm/checkpoints/global_step_6 "
@@ -47,6 +62,7 @@ HERE: dict[str, list[str]] = {
     "--set algo.kl_in=reward": [*ONE_STEP, "--set", "algo.correction.weight=token", "--set", "val.n=2",
                                 "--set", "val.limit=2", "--set", "data.val=data/gsm8k/test.parquet"],
     "posttrain rl --preset tiny-gsm8k --replay runs/tiny-gsm8k/traces --name again": [*FRESH, "--steps", "1"],
+    "posttrain plan --run runs/tiny-gsm8k --gpu h200": [],
     "posttrain rl --preset tiny-gsm8k --tools gsm8k,calculator": [*ONE_STEP, "--name", "tools"],
     "posttrain sft --preset tiny-multiturn --data data/larger/sft_train.parquet --name larger-sft": ["--steps", "2"],
     "posttrain rl --preset examples/my_task.toml --model run:larger-sft": [*SMALL, "--steps", "1"],
@@ -124,6 +140,17 @@ def test_every_command_is_run_by_some_test() -> None:
             assert f"def {name}" in (REPO / "tests" / file).read_text(encoding="utf-8"), place
 
 
+def run(words: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code, and what was said. Where nothing else is needed, in this process, whose Ray several runs share."""
+    if any("my_task" in word or "larger" in word for word in words):  # a plugin registers names for good
+        environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "posttrain", *words]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        return done.returncode, done.stdout + done.stderr
+    result = CliRunner().invoke(app, words)
+    return result.exit_code, result.output + "".join(traceback.format_exception(result.exception))
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, test_data: Path) -> Path:
     """The folder in which the commands of ``HERE`` have run."""
@@ -132,13 +159,14 @@ def ran(tmp_path_factory: pytest.TempPathFactory, test_data: Path) -> Path:
         (folder / name).symlink_to(REPO / name)
     (folder / "path" / "to").mkdir(parents=True)
     (folder / "path" / "to" / "gsm8k").symlink_to(test_data / "gsm8k")
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    for command, shorter in HERE.items():
-        words = [sys.executable, "-m", *shlex.split(command), *shorter]
-        begin = time.monotonic()
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-        print(f"{time.monotonic() - begin:.1f} s  {command}")
-        assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+    (folder / "config.json").write_text(json.dumps(QWEN2_7B))
+    with pytest.MonkeyPatch.context() as patch, local_ray():
+        patch.chdir(folder)
+        for command, shorter in HERE.items():
+            begin = time.monotonic()
+            code, output = run([*shlex.split(command)[1:], *shorter], folder)
+            print(f"{time.monotonic() - begin:.1f} s  {command}")
+            assert code == 0, f"{command}\n{output[-4000:]}"
     return folder
 
 

@@ -173,7 +173,8 @@ def test_two_runs_at_once_on_a_ray_cluster_that_is_there_already(arith: Path, tm
         port = probe.getsockname()[1]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
     start = f"ray start --head --block --port {port} --num-cpus 1 --include-dashboard false --disable-usage-stats"
-    sets = [f"run.dir='{tmp_path}'", f"cluster.address=127.0.0.1:{port}"]
+    # Relative to where the runs begin, and not to where Ray did.
+    sets = [f"run.dir='{os.path.relpath(tmp_path, arith)}'", f"cluster.address=127.0.0.1:{port}"]
     command = ["-m", "posttrain", "sft", "--preset", "tiny-arith-sft", "--steps", "2"]
     # Sockets have short paths only.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:

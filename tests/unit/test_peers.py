@@ -13,7 +13,8 @@ from ray.exceptions import ActorDiedError
 
 from posttrain.cluster import calls
 from posttrain.cluster.calls import cause_of_death
-from posttrain.cluster.peers import Look, Peer, Process, examine, stack_in, tail_of
+from posttrain.cluster.peers import Home, Look, Peer, Process, examine, stack_in, tail_of
+from posttrain.errors import RunError
 
 
 def test_the_end_of_a_log(tmp_path):
@@ -65,6 +66,16 @@ def test_a_stack_is_made_short():
     assert sum("in somewhere_deep" in line for line in found) == 10
     assert not any("threading.py" in line and "in wait" in line for line in found)
     assert stack_in("") == ()
+
+
+def test_a_node_without_the_folder_of_the_driver_is_named(tmp_path, monkeypatch):
+    home = Home(str(tmp_path / "project"), [])
+    with pytest.raises(RunError, match=rf"node [\d.]+ has no folder {home.folder}, where the command was started"):
+        home.enter()
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path)
+    home.enter()
+    assert os.getcwd() == home.folder == Home.of_driver([]).folder
 
 
 @pytest.fixture
