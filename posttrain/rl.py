@@ -75,7 +75,7 @@ def run(resolved: Resolved) -> Path:
         return rl_replay.run(resolved)
     source, env, prompts, val, too_long, steps, budget = prepare(cfg)
     folder = RunDir.open(resolved)
-    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
+    with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
         tracker.note(
             f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
         )
@@ -83,7 +83,7 @@ def run(resolved: Resolved) -> Path:
             tracker.note(
                 f"{too_long:,} prompts longer than rollout.max_prompt_tokens are left out (data.truncation = drop)"
             )
-        training = TrainingRun(cfg, folder, source, tracker, stop, steps)
+        training = TrainingRun(cfg, folder, source, tracker, stop, steps, reporter)
         with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
             if cfg.rollout.only:
                 asyncio.run(_sample_only(training, prompts, env, graders))
@@ -188,6 +188,7 @@ async def _train(
                 tracker.note(line)
             await weights.to_trainers()
             kept, of_updates = await learner.learn(groups, version=weights.version, baselines=baselines)
+            await traces.write_advantages(step, groups)
             metrics |= of_updates
             reached = position()
             if run.due(cfg.train.save_every, step):
