@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.browser.pages import drawn, opened
+
 ROOT = Path(__file__).resolve().parents[2]
 MINUTE = 60.0
 
@@ -100,6 +102,27 @@ def test_merged_folder_decodes_as_the_checkpoint(quickstart: tuple[Path, dict[st
         ids = torch.tensor([render_prompt(prompt.messages, tokenizer, [SCHEMA])])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=96)
         assert out[0, ids.shape[1] :].tolist() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.timeout(1800)
+def test_the_report_of_the_quickstart_in_a_browser(quickstart: tuple[Path, dict[str, object]]) -> None:
+    folder, result = quickstart
+    assert (folder / "runs/quickstart/sft/report.html").is_file()
+    with opened(folder / str(result["report"])) as page:
+        assert page.inner_text("h1 .chip") == "finished"
+        assert drawn(page, '[data-metric="critic/score/mean"] canvas')
+        assert drawn(page, "#time canvas")
+        page.select_option("#by-outcome", "tools")
+        asked = page.locator("#list .row .what").nth(50).inner_text()[:60]
+        page.keyboard.press("/")
+        page.keyboard.type(asked)
+        page.locator("#list").get_by_text(asked).first.click()
+        assert int(page.inner_text("#count").split()[0]) < 100
+        assert asked in page.inner_text("#detail")
+        assert "Tool · calc_gsm8k_reward" in page.inner_text("#detail")
+        assert page.locator("#detail [data-t]").count() > 5
 
 
 def test_gsm8k_sequence(tmp_path: Path, test_data: Path) -> None:

@@ -167,7 +167,6 @@ def test_what_is_chosen_has_best_worst_failed_and_every_step(tmp_path: Path) -> 
     assert sum(int(files[number].tokens[row]) for number, row in few) <= 500
 
 
-@pytest.mark.slow
 def test_twenty_thousand_trajectories_fit(tmp_path: Path) -> None:
     path = write_run(tmp_path, "a", many(steps=25, groups=100, n=8, words=60))
     page = report.run([str(path)], "runs", None)

@@ -84,7 +84,7 @@ def write_run(
 
 
 def many(steps: int, groups: int, n: int, words: int = 8) -> list[list[list[Trajectory]]]:
-    """Episodes by step and group; the first of every tenth step failed. No more than 500 are different in their words."""
+    """Episodes by step and group; the first of every tenth step failed. At most 500 are different in their words."""
     base = [episode(number, 0.0, words=words) for number in range(min(groups * n, 500))]
     made = []
     for step in range(1, steps + 1):
