@@ -184,6 +184,7 @@ async def _train(
                 metrics = rollout_metrics(groups, source)
                 baselines = await greedy_rewards(source, groups) if greedy else None
             await traces.write(step, groups, temperature=sampling.temperature)
+            tracker.sampled(groups)
             for line in examine(groups, cfg.reward.examine):
                 tracker.note(line)
             await weights.to_trainers()
@@ -231,6 +232,7 @@ async def _sample_only(run: TrainingRun, prompts: Sequence[Prompt], env: Environ
             with tracker.phase("gen"):
                 groups = await source.sample([prompts[i] for i in order.next()], cfg.rollout.n, sampling)
             await traces.write(step, groups, temperature=sampling.temperature)
+            tracker.sampled(groups)
             for line in examine(groups, cfg.reward.examine):
                 tracker.note(line)
             kept = usable(groups)
@@ -255,7 +257,9 @@ async def open_source(
     for scorer in scorers:
         closing.push_async_callback(scorer.close)
     rewarder = Rewarder(run.cfg.reward, graders, run.cfg.rollout.max_response_tokens, scorers)
-    return TrajectorySource(pool, env, rewarder)
+    source = TrajectorySource(pool, env, rewarder)
+    run.tracker.watch(source.in_flight)
+    return source
 
 
 async def open_scorers(cluster: Cluster, run: TrainingRun) -> list[EpisodeScorer]:

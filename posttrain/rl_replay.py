@@ -104,6 +104,7 @@ async def _train(run: TrainingRun, traces: Traces) -> None:
         for step in run.steps():
             with tracker.phase("read"):
                 groups = traces.read(traces.steps[(step - 1) % len(traces.steps)])
+            tracker.sampled(groups)
             for line in examine(groups, cfg.reward.examine):
                 tracker.note(line)
             _, metrics = await learner.learn(groups, version=None)

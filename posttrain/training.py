@@ -295,7 +295,7 @@ def train(run: TrainingRun, loop: Callable[[TrainingRun], Coroutine[Any, Any, No
 def open_tracker(cfg: Config, folder: RunDir, total_steps: int) -> Tracker:
     """What the run reports to. Raises ``ConfigError`` where one of `run.logger` does not start."""
     title = f"{cfg.command} {cfg.run.name}"
-    return Tracker(folder.path, title, total_steps, cfg.run.logger, cfg.model_dump(mode="json"))
+    return Tracker(folder.path, title, total_steps, cfg.run.logger, cfg.model_dump(mode="json"), cfg.run.console)
 
 
 def check_profile(cfg: Config, total_steps: int) -> None:

@@ -30,7 +30,7 @@ class RunConfig(Section):
     """Where metrics go; see metrics.md. The last three need extras of the same name."""
     console: Literal["auto", "panel", "plain", "json", "quiet"] = "auto"
     """What the console among the loggers shows. auto: a live panel on a terminal, else one plain line a step. json: one
-    JSON object a line, on stderr as all of them. quiet: nothing but errors."""
+    JSON object a line, on stderr as all of them. quiet: warnings and errors only."""
     report: bool = True
     """Keep `report.html` in the run's folder: made anew at each checkpoint and at the end (report.md)."""
     traces: bool = True
