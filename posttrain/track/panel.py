@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -57,9 +57,11 @@ class LivePanel:
         grid.add_column(no_wrap=True, overflow="ellipsis")
         for label, text in self._rows(width - 20):
             grid.add_row(Text(printable(label, "")), Text(printable(text, "")))
-        done = ProgressBar(total=progress.total_steps or 1, completed=progress.step, width=width - 6)
-        body = Group(done, grid) if progress.total_steps else grid
-        return Panel(body, title=Text(printable(progress.title, "")), title_align="left", width=width)
+        rows = Table.grid()
+        if progress.total_steps:
+            rows.add_row(ProgressBar(total=progress.total_steps, completed=progress.step, width=width - 6))
+        rows.add_row(grid)
+        return Panel(rows, title=Text(printable(progress.title, "")), title_align="left", width=width)
 
     def _rows(self, width: int) -> Iterable[tuple[str, str]]:
         progress = self._progress

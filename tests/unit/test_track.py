@@ -134,6 +134,7 @@ def test_panel_shows_the_run() -> None:
         assert part in text
     for part in ("-1.0000  █▅▁", "30       ▁▅█", "0.250", "0.125", "[saved] step 3", "12 sampling, 3 tool"):
         assert part in text
+    assert "│ step         3/10   eta 0:14   elapsed 0:00" in text
     assert "good sample  1 · #### 8" in text
     assert "bad sample   0 · #### 8" in text
 
