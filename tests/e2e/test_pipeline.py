@@ -132,6 +132,10 @@ def test_gsm8k_sequence(tmp_path: Path, test_data: Path) -> None:
     assert "data/gsm8k/test.parquet  1319 rows" in prepared.stdout
     ok(tmp_path, "sft", "--preset", "tiny-multiturn", "--steps", "3")
     ok(tmp_path, "rl", "--algo", "grpo", "--tools", "gsm8k", "--steps", "2", "--set", "rollout.max_response_tokens=64")
+    page = tmp_path / "runs/tiny-gsm8k/report.html"
+    page.unlink()  # the run's own
+    assert ok(tmp_path, "report", "tiny-gsm8k").stdout.strip() == "runs/tiny-gsm8k/report.html"
+    assert page.stat().st_size > 50_000
     done = ok(tmp_path, "generate", "--limit", "8", "--set", "rollout.max_response_tokens=64")
     assert "no GPU found: using preset tiny-generate" in done.stderr
     report = json.loads(ok(tmp_path, "eval", "--pass-at", "5", "--json").stdout)
