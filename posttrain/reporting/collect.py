@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain import __version__
 from posttrain.reporting.details import LOGPROB_SCALE, Tokens, read_shown
 from posttrain.reporting.episodes import FileNumbers, Numbers, Place, choose, distributions
 from posttrain.reporting.folder import RunFolder, groups_of
 from posttrain.reporting.pieces import Pieces, Splitter, find_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST_EPISODES = 400
 MOST_TOKENS = 1_000_000
@@ -23,7 +26,8 @@ class Collector:
     """Reads run folders. One that is kept reads each trace file's numbers, and each tokenizer, once."""
 
     numbers: Numbers = field(default_factory=Numbers)
-    _tokenizers: dict[tuple[str, ...], tuple[Any, str]] = field(default_factory=dict)
+    _tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
+    """By fingerprint."""
 
     def collect(self, folders: Sequence[RunFolder], most: int = MOST_EPISODES) -> tuple[dict[str, Any], bytes]:
         """The page's data and the columns of its tokens.
@@ -71,12 +75,12 @@ class Collector:
         """By fingerprint, for the files that are shown; and why there is none for some."""
         found, missing = {}, ""
         for made_with in {files[number].tokenizer for number, _ in places}:
-            key = (made_with, *folder.tokenizer_folders())
-            if key not in self._tokenizers:
-                self._tokenizers[key] = find_tokenizer(key[1:], made_with)
-            tokenizer, why = self._tokenizers[key]
+            tokenizer = self._tokenizers.get(made_with)
             if tokenizer is None:
-                missing = why
-            else:
+                tokenizer, why = find_tokenizer(folder.tokenizer_folders(), made_with)
+                missing = why or missing
+            if tokenizer is not None:
                 found[made_with] = Splitter(tokenizer, pieces)
+                if made_with:  # without a fingerprint it may be another one in the next run
+                    self._tokenizers[made_with] = tokenizer
         return found, missing

@@ -127,9 +127,7 @@ def choose(files: Sequence[FileNumbers], most: int, most_tokens: int) -> list[Pl
 
 
 def _in_order(files: Sequence[FileNumbers]) -> Iterator[Place]:
-    places = [(number, row) for number, file in enumerate(files) for row in range(len(file.reward))]
-    if len(places) <= 200_000:  # beyond, the extremes of the shown steps have to do
-        yield from _extremes(files, places)
+    yield from _extremes(files)
     spaced = np.unique(np.linspace(0, len(files) - 1, min(len(files), _MOST_STEPS)).round().astype(int))
     queues = [_of_file(files[number], number) for number in spaced]
     while queues:
@@ -141,13 +139,18 @@ def _in_order(files: Sequence[FileNumbers]) -> Iterator[Place]:
         queues = left
 
 
-def _extremes(files: Sequence[FileNumbers], places: Sequence[Place]) -> Iterator[Place]:
-    reward = np.concatenate([file.reward for file in files]) if files else np.empty(0)
-    failed = np.concatenate([file.failed for file in files]) if files else np.empty(0, bool)
+def _extremes(files: Sequence[FileNumbers]) -> Iterator[Place]:
+    """The best, worst and first failed of all."""
+    if not files:
+        return
+    reward = np.concatenate([file.reward for file in files])
+    failed = np.concatenate([file.failed for file in files])
+    first = np.cumsum([0, *(len(file.reward) for file in files)])
     order = np.lexsort((np.random.default_rng(0).random(len(reward)), reward))  # equal ones from all steps
     order = order[~failed[order] & np.isfinite(reward[order])]
     for index in (*order[::-1][:_EXTREMES], *order[:_EXTREMES], *np.flatnonzero(failed)[:_EXTREMES]):
-        yield places[int(index)]
+        number = int(np.searchsorted(first, index, side="right")) - 1
+        yield number, int(index - first[number])
 
 
 def _of_file(file: FileNumbers, number: int) -> Iterator[Place]:
