@@ -70,8 +70,8 @@ def main() -> None:
             page.wait_for_selector("html[data-ready]")
             if section == "trajectories":
                 page.select_option("#by-colour", "logprob")
-                page.select_option("#by-sort", "best")
-                page.locator("#search").focus()
+                page.select_option("#by-outcome", "tools")
+                page.select_option("#by-sort", "unlikely")
                 page.evaluate("document.getElementById('trajectories').scrollIntoView({ behavior: 'instant' })")
             page.wait_for_timeout(900)
             page.screenshot(path=arguments.out / name)

@@ -132,9 +132,9 @@ function curve(runs, name, width, readout) {
   }
   const tell = (plot) => {
     const at = plot.cursor.idx;
-    const texts = data.slice(1).map((values) => show(at === null || at === undefined ? lastOf(values) : values[at]));
-    const where = at === null || at === undefined ? "" : `step ${data[0][at]}: `;
-    readout.textContent = where + texts.slice(0, 5).join(" · ");
+    const texts = data.slice(1, 6).map((values, i) => el("span", { title: series[i].label, style: runs.length > 1 ? { color: series[i].stroke } : {} },
+      show(at === null || at === undefined ? lastOf(values) : values[at])));
+    readout.replaceChildren(at === null || at === undefined ? "" : `step ${data[0][at]}:`, ...texts);
   };
   return { options: options(width, series, { hooks: { setCursor: [tell], ready: [tell] } }), data };
 }
@@ -197,7 +197,10 @@ function stack(steps, parts, width, readout) {
     readout.textContent = at === null || at === undefined ? "Seconds of each step. Point at one to read it."
       : `step ${steps[at]}: ` + parts.map(([name, seconds]) => `${name} ${duration(seconds[at] || 0)}`).join(", ");
   };
+  const totals = sums[0].values.toSorted((a, b) => a - b);
+  const usual = totals[Math.floor(0.95 * (totals.length - 1))] || 1;
+  const top = Math.min(totals[totals.length - 1] * 1.05, usual * 2.5); // the first step starts everything
   const more = { height: 230, hooks: { setCursor: [tell], ready: [tell] }, scales: { x: { time: false,
-    range: (u, low, high) => [low - 0.6, high + 0.6] }, y: { range: (u, low, high) => [0, high * 1.05] } } };
+    range: (u, low, high) => [low - 0.6, high + 0.6] }, y: { range: () => [0, top] } } };
   return { options: options(width, sums.map((s) => s.series), more), data: [steps, ...sums.map((s) => s.values)] };
 }

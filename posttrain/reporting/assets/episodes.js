@@ -4,6 +4,7 @@ const SORTS = {
   step: ["Step", (a, b) => a.step - b.step || a.at - b.at],
   best: ["Reward, best first", (a, b) => b.reward - a.reward],
   worst: ["Reward, worst first", (a, b) => a.reward - b.reward],
+  unlikely: ["Least likely tokens", (a, b) => likelihood(a) - likelihood(b)],
   longest: ["Longest", (a, b) => b.tokens - a.tokens],
   slowest: ["Slowest", (a, b) => b.seconds - a.seconds],
   group: ["Prompt", (a, b) => a.kind.localeCompare(b.kind) || a.step - b.step || a.group - b.group || b.reward - a.reward],
@@ -62,6 +63,16 @@ function lead(run, mine) {
   return text;
 }
 
+/** The mean log-probability of its tokens. */
+function likelihood(episode) {
+  if (episode.likelihood === undefined) {
+    const turns = episode.messages.filter((message) => message.count);
+    const all = turns.flatMap(({ first, count }) => Array.from({ length: count }, (_, i) => tokens.logprob(first + i)));
+    episode.likelihood = all.length ? sum(all) / all.length : 0;
+  }
+  return episode.likelihood;
+}
+
 /** What a search looks at: everything that is said in an episode. */
 function words(episode) {
   episode.words ??= [episode.source, episode.truth, episode.extracted, episode.error, episode.stop_reason,
@@ -83,7 +94,8 @@ function fill(mine) {
     .sort(SORTS[view.sort][1]);
   $("count").textContent = `${view.shown.length} shown`;
   $("list").replaceChildren(...view.shown.map(row));
-  open(view.shown.includes(view.chosen) ? view.chosen : view.shown[0] ?? null);
+  $("list").scrollTop = 0;
+  open(view.shown[0] ?? null);
 }
 
 const verdict = (e) => (e.error !== null ? "failed" : e.correct ? "correct" : "");
@@ -150,7 +162,7 @@ function facts(e) {
 function parts(e) {
   const shown = Object.entries(e.parts).map(([name, value]) => pair(name, show(value)));
   return el("div", { class: "key" }, pair("reward", show(e.reward)), ...shown, pair("expected", e.truth),
-    pair("found", e.extracted ?? "nothing"), e.scale === null ? pair("advantage", "not trained on") : pair("largest advantage", show(e.scale)));
+    pair("found", e.extracted ?? "nothing"), e.scale === null ? pair("advantage", "not trained on") : pair("largest |advantage|", show(e.scale)));
 }
 
 function scaleOf(e) {

@@ -24,7 +24,7 @@ function tiles(run) {
     change("critic/score/mean", "reward"), accuracy && change(accuracy, "validation"),
     change("train/loss", "loss"), change("val/loss", "validation loss"), change("rewards/accuracies", "pairs in order"),
     change("response_length/mean", "response length"),
-    steps.length && [show(steps[steps.length - 1]), "steps"], seconds && [duration(seconds), "in steps"],
+    steps.length && [show(steps[steps.length - 1]), "steps"], seconds && [duration(seconds), "in all steps"],
   ].filter(Boolean).slice(0, 6).map(([value, label]) => el("div", {}, el("b", {}, value), el("span", {}, label)));
 }
 
