@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import threading
@@ -41,14 +42,23 @@ class Gpus:
 
 def describe(lines: str) -> str:
     """The answer of `nvidia-smi` (MiB used, MiB in all, per cent busy; a line a GPU) in a few words."""
-    gpus = [[float(part) for part in line.split(",")] for line in lines.splitlines() if line.strip()]
+    gpus = [[_number(part) for part in line.split(",")] for line in lines.splitlines() if line.strip()]
     if not gpus:
         return ""
     if len(gpus) <= _MOST:
-        return "   ".join(f"{used / 1024:.1f}/{total / 1024:.0f} GiB {busy:.0f} %" for used, total, busy in gpus)
+        return "   ".join(f"{used / 1024:.1f}/{total / 1024:.0f} GiB{_percent(busy)}" for used, total, busy in gpus)
     used, busy = ([gpu[i] for gpu in gpus] for i in (0, 2))
     memory = _range([u / 1024 for u in used], ".1f")
     return f"{len(gpus)} GPUs: {memory} of {gpus[0][1] / 1024:.0f} GiB, {_range(busy, '.0f')} %"
+
+
+def _number(text: str) -> float:
+    """A part of a GPU has no use of its own: `[N/A]`."""
+    return math.nan if "N/A" in text else float(text)
+
+
+def _percent(busy: float) -> str:
+    return "" if math.isnan(busy) else f" {busy:.0f} %"
 
 
 def _range(values: Sequence[float], style: str) -> str:

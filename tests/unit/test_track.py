@@ -188,6 +188,7 @@ def test_modes(mode: Mode, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_gpus_in_a_few_words() -> None:
     assert describe("1024, 81920, 97\n2048, 81920, 3\n") == "1.0/80 GiB 97 %   2.0/80 GiB 3 %"
     assert describe("1024, 81920, 50\n" * 7 + "2048, 81920, 100\n") == "8 GPUs: 1.0 to 2.0 of 80 GiB, 50 to 100 %"
+    assert describe("1024, 81920, [N/A]\n") == "1.0/80 GiB"
     assert describe("") == ""
 
 
