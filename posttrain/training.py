@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_REPORT_S: dict[Status, float] = {"finished": 60.0, "failed": 20.0, "interrupted": 2.0}
+_REPORT_S: dict[Status, float] = {"finished": 60.0, "failed": 20.0, "interrupted": 1.0}
 """Longest wait for the report, by how the run ended: somebody who pressed Ctrl-C does not wait for it."""
 
 _LOOK_S = 0.1

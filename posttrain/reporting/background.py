@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class Reporter:
         self._run, self._note = run, note
         self._collector = Collector()
         self._thread: threading.Thread | None = None
-        self._failed = False
+        self._made = self._warned = False
 
     def refresh(self) -> None:
         """Begin to make it anew, unless that is being done: the next time has all of this one."""
@@ -33,24 +34,27 @@ class Reporter:
             self._thread.start()
 
     def finish(self, deadline_s: float) -> bool:
-        """Make it a last time; whether it is there."""
+        """Make it a last time; whether it was made."""
+        until = time.monotonic() + deadline_s
         if self._thread is not None:
             self._thread.join(deadline_s)
-        if self._thread is None or not self._thread.is_alive():
-            self.refresh()
-            assert self._thread is not None
-            self._thread.join(deadline_s)
+        self.refresh()
+        assert self._thread is not None
+        self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
+            self._made = False
             self._warn(f"it was not made within {deadline_s:g} s")
-        return not self._failed
+        return self._made
 
     def _make(self) -> None:
         try:
             write_page(self.file, [self._run], self._collector)
+            self._made = True
         except Exception as error:  # whatever it is, the run is more important
+            self._made = False
             self._warn(f"{type(error).__name__}: {error}")
 
     def _warn(self, what: str) -> None:
-        if not self._failed:
-            self._failed = True
+        if not self._warned:
+            self._warned = True
             self._note(f"warning: no report: {what} (`posttrain report {self._run.name}` makes it later)")
