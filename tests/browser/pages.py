@@ -39,8 +39,10 @@ def opened(file: Path, scheme: Literal["light", "dark"] = "light") -> Iterator[P
 
 
 def drawn(page: Page, selector: str) -> bool:
-    """Whether anything but nothing is on a canvas, which is brought into view."""
-    canvas = page.locator(selector).first
-    canvas.scroll_into_view_if_needed()
+    """Whether anything is on the canvas of a plot, which is drawn when it comes into view."""
+    place = page.locator(selector).first
+    place.scroll_into_view_if_needed()
+    canvas = place.locator("canvas").first
+    canvas.wait_for()
     count = "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.filter(v => v).length"
     return int(canvas.evaluate(count)) > 500

@@ -20,8 +20,8 @@ def test_a_run(tmp_path: Path) -> None:
     page_file = report.run([str(write_run(tmp_path, "a", steps))], "runs", None)
     with opened(page_file) as page:
         assert page.inner_text("h1").startswith("a")
-        assert drawn(page, '[data-metric="critic/score/mean"] canvas')
-        assert drawn(page, "#time canvas")
+        assert drawn(page, '[data-metric="critic/score/mean"]')
+        assert drawn(page, "#time .plot")
         assert page.locator('[data-histogram="reward"] rect').count() == 2
         page.locator("summary").click()
         page.wait_for_selector('[data-metric="timing_s/gen"] canvas')
@@ -58,7 +58,7 @@ def test_runs_side_by_side_in_the_dark(tmp_path: Path) -> None:
     with opened(report.run(["a", "b", "c"], str(tmp_path), None), "dark") as page:
         assert page.inner_text("h1") == "3 runs"
         assert "mean" in page.inner_text("#head")
-        assert drawn(page, '[data-metric="critic/score/mean"] canvas')
+        assert drawn(page, '[data-metric="critic/score/mean"]')
         assert "train.optim.lr" in page.inner_text("#settings table")
         page.select_option("#run", label="c")
         assert "c/traces" in page.inner_text("#trajectories .lead")

@@ -112,13 +112,15 @@ def test_the_report_of_the_quickstart_in_a_browser(quickstart: tuple[Path, dict[
     assert (folder / "runs/quickstart/sft/report.html").is_file()
     with opened(folder / str(result["report"])) as page:
         assert page.inner_text("h1 .chip") == "finished"
-        assert drawn(page, '[data-metric="critic/score/mean"] canvas')
-        assert drawn(page, "#time canvas")
+        assert drawn(page, '[data-metric="critic/score/mean"]')
+        assert drawn(page, "#time .plot")
         page.select_option("#by-outcome", "tools")
+        before = page.inner_text("#count")
         asked = page.locator("#list .row .what").nth(50).inner_text()[:60]
         page.keyboard.press("/")
         page.keyboard.type(asked)
-        page.locator("#list").get_by_text(asked).first.click()
+        page.locator("#count").filter(has_not_text=before).wait_for()
+        page.locator("#list .row").first.click()
         assert int(page.inner_text("#count").split()[0]) < 100
         assert asked in page.inner_text("#detail")
         assert "Tool · calc_gsm8k_reward" in page.inner_text("#detail")
