@@ -116,7 +116,7 @@ def test_the_report_of_the_quickstart_in_a_browser(quickstart: tuple[Path, dict[
         assert drawn(page, "#time .plot")
         page.select_option("#by-outcome", "tools")
         before = page.inner_text("#count")
-        asked = page.locator("#list .row .what").nth(50).inner_text()[:60]
+        asked = str(page.locator("#list .row .what").nth(50).text_content())[:60]
         page.keyboard.press("/")
         page.keyboard.type(asked)
         page.locator("#count").filter(has_not_text=before).wait_for()

@@ -220,7 +220,7 @@ function toneOf(episode, at) {
 }
 
 addEventListener("keydown", (event) => {
-  if (event.key === "/" && !/^(INPUT|SELECT)$/.test(document.activeElement.tagName) && $("search")) {
+  if (event.key === "/" && document.activeElement.type !== "search" && $("search")) {
     event.preventDefault();
     $("search").focus();
   } else if (event.key === "Escape" && document.activeElement === $("search")) {
