@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import sys
@@ -20,6 +21,7 @@ from posttrain.models.load import ModelSource
 from posttrain.reporting.background import Reporter
 from posttrain.runs import RunDir, Status, StopSignal
 from posttrain.saving import Saves, check_room
+from posttrain.track.text import printable
 from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
@@ -346,8 +348,12 @@ def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: Tra
 @contextmanager
 def recorded(cfg: Config, folder: RunDir) -> Iterator[Reporter | None]:
     """Write into its folder how the run ended, whatever happens, and its report, where `run.report` asks for it."""
+
+    def say(text: str) -> None:  # the view has been taken down, or is about to be
+        print(json.dumps({"note": text}) if cfg.run.console == "json" else printable(text), file=sys.stderr)
+
     console = "console" in cfg.run.logger and cfg.run.console != "quiet"
-    reporter = Reporter(folder.path, lambda text: print(text, file=sys.stderr)) if cfg.run.report else None
+    reporter = Reporter(folder.path, say) if cfg.run.report else None
     status: Status = "failed"
     try:
         yield reporter
@@ -358,4 +364,4 @@ def recorded(cfg: Config, folder: RunDir) -> Iterator[Reporter | None]:
     finally:
         folder.finish(status)
         if reporter is not None and reporter.finish(_REPORT_S[status]) and console and status == "finished":
-            print(f"report: {reporter.file}", file=sys.stderr)
+            say(f"report: {reporter.file}")
