@@ -53,7 +53,7 @@ def run(resolved: Resolved) -> Path:
     env = build_environment(cfg, source, tokenizer)
     check_prompts(prompts, env, cfg.generate.data)
     chunks = [prompts[i : i + _CHUNK] for i in range(0, len(prompts), _CHUNK)]
-    with Tracker(None, f"generate {cfg.run.name}", len(chunks), cfg.run.logger) as tracker:
+    with Tracker(None, f"generate {cfg.run.name}", len(chunks), cfg.run.logger, console=cfg.run.console) as tracker:
         tracker.note(
             f"{len(prompts):,} prompts x {cfg.rollout.n} responses with {cfg.generate.endpoint.url or source.path}"
         )
@@ -76,11 +76,13 @@ async def _generate(
         with tracker.phase("start"):
             pool = await _open_pool(cfg, source, env, closing)
             trajectories = TrajectorySource(pool, env)  # nothing is graded here: `posttrain eval` does that
+            tracker.watch(trajectories.in_flight)
         groups: list[list[Trajectory]] = []
         for step, chunk in enumerate(chunks, start=1):
             with tracker.phase("gen"):
                 new = await trajectories.sample(chunk, cfg.rollout.n, sampling_of(cfg.rollout))
             groups += new
+            tracker.sampled(new)
             episodes = [t for group in new for t in group]
             sampled = float(sum(t.loss_mask.sum() for t in episodes))
             tracker.log(

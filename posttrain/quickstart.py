@@ -24,6 +24,7 @@ from posttrain.cluster.cluster import local_ray
 from posttrain.evaluate import evaluate
 from posttrain.models.export import check_replaceable
 from posttrain.presets import resolve
+from posttrain.reporting.background import FILE
 
 PASS_AT = (1, 5)
 STAGES = {"base": "untrained", "sft": "after SFT", "rl": "after RL"}
@@ -64,12 +65,14 @@ def run(seed: int, out: Path, as_json: bool, overwrite: bool) -> dict[str, Any]:
         flags = common("rl") | {"model.path": "run:sft", "data.train": str(data / "train.parquet")}
         rl.run(resolve("rl", "tiny-arith", flags=flags))
         score("rl", "run:rl")
+    report = out / "rl" / FILE
     merged = merge_ckpt.run("rl", str(out / "merged"), runs=str(out))
     note(f"merge-ckpt: {merged}")
 
     seconds = round(time.monotonic() - started, 1)
-    result = {"stages": stages, "seconds": seconds, "merged": str(merged)}
+    result = {"stages": stages, "seconds": seconds, "merged": str(merged), "report": str(report)}
     print_table(stages, seconds)
+    note(f"report: {report}")
     if as_json:
         typer.echo(json.dumps(result))
     return result

@@ -17,7 +17,7 @@ from posttrain.train.checkpoint import Checkpoint
 MAY_CHANGE = frozenset(
     {
         *("description", "run.dir", "run.resume", "run.restarts", "run.overwrite", "run.logger"),
-        *("run.traces", "run.trace_every", "run.profile", "reward.examine"),
+        *("run.console", "run.report", "run.traces", "run.trace_every", "run.profile", "reward.examine"),
         *("train.steps", "train.save_every", "train.val_every", "train.max_skipped_steps"),
         *("data.workers", "data.prefetch", "data.deadline_s"),
         *("checkpoint.keep", "checkpoint.best", "checkpoint.best_mode", "checkpoint.save_hf", "checkpoint.background"),

@@ -75,7 +75,7 @@ def run(resolved: Resolved) -> Path:
         return rl_replay.run(resolved)
     source, env, prompts, val, too_long, steps, budget = prepare(cfg)
     folder = RunDir.open(resolved)
-    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
+    with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
         tracker.note(
             f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
         )
@@ -83,7 +83,7 @@ def run(resolved: Resolved) -> Path:
             tracker.note(
                 f"{too_long:,} prompts longer than rollout.max_prompt_tokens are left out (data.truncation = drop)"
             )
-        training = TrainingRun(cfg, folder, source, tracker, stop, steps)
+        training = TrainingRun(cfg, folder, source, tracker, stop, steps, reporter)
         with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
             if cfg.rollout.only:
                 asyncio.run(_sample_only(training, prompts, env, graders))
@@ -184,10 +184,12 @@ async def _train(
                 metrics = rollout_metrics(groups, source)
                 baselines = await greedy_rewards(source, groups) if greedy else None
             await traces.write(step, groups, temperature=sampling.temperature)
+            tracker.sampled(groups)
             for line in examine(groups, cfg.reward.examine):
                 tracker.note(line)
             await weights.to_trainers()
             kept, of_updates = await learner.learn(groups, version=weights.version, baselines=baselines)
+            await traces.write_advantages(step, groups)
             metrics |= of_updates
             reached = position()
             if run.due(cfg.train.save_every, step):
@@ -230,6 +232,7 @@ async def _sample_only(run: TrainingRun, prompts: Sequence[Prompt], env: Environ
             with tracker.phase("gen"):
                 groups = await source.sample([prompts[i] for i in order.next()], cfg.rollout.n, sampling)
             await traces.write(step, groups, temperature=sampling.temperature)
+            tracker.sampled(groups)
             for line in examine(groups, cfg.reward.examine):
                 tracker.note(line)
             kept = usable(groups)
@@ -254,7 +257,9 @@ async def open_source(
     for scorer in scorers:
         closing.push_async_callback(scorer.close)
     rewarder = Rewarder(run.cfg.reward, graders, run.cfg.rollout.max_response_tokens, scorers)
-    return TrajectorySource(pool, env, rewarder)
+    source = TrajectorySource(pool, env, rewarder)
+    run.tracker.watch(source.in_flight)
+    return source
 
 
 async def open_scorers(cluster: Cluster, run: TrainingRun) -> list[EpisodeScorer]:

@@ -107,6 +107,14 @@ def fill_advantages(
     return metrics
 
 
+def keep_advantages(batch: PackedBatch, kept: Sequence[Trajectory]) -> None:
+    """Give each episode the advantages of its tokens, for those who look at it later."""
+    assert batch.advantages is not None
+    parts = batch.advantages.float().split([len(t.tokens) for t in kept])
+    for trajectory, part in zip(kept, parts, strict=True):
+        trajectory.advantages = part.numpy()
+
+
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one; 0 where all returns are
     equal."""

@@ -21,6 +21,7 @@ from posttrain.rl_batch import (
     fill_advantages,
     fill_columns,
     for_critic,
+    keep_advantages,
     minibatches,
     pack,
     stale_tokens,
@@ -99,7 +100,7 @@ class Learner:
                 prompt that has none are left out.
 
         Returns:
-            The episodes that were trained on, and metrics.
+            The episodes that were trained on, which now have their ``advantages``, and metrics.
 
         Raises:
             RunError: there is no such episode, or updates were skipped too often.
@@ -118,6 +119,7 @@ class Learner:
             metrics |= of_kl | fill_advantages(
                 batch, kept, groups, self.run.cfg, penalties=penalties, baselines=baselines, teacher_log_ratio=teacher
             )
+            keep_advantages(batch, kept)
             parts = minibatches(batch, kept, self.run.cfg)
         if self.critic is not None:
             metrics |= await self._update_critic(self.critic, parts)

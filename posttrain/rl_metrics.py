@@ -114,4 +114,5 @@ def update_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "rollout_gap/mean_abs": total.get("gap/abs", 0.0) / gap_tokens,
         "rollout_gap/k3": total.get("gap/k3", 0.0) / gap_tokens,
         "rollout_gap/outside": total.get("gap/outside", 0.0) / gap_tokens,
+        **{f"rollout_{name}": total[name] / gap_tokens for name in total if name.startswith("gap/below/")},
     }

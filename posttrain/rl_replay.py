@@ -41,11 +41,12 @@ def run(resolved: Resolved) -> Path:
     """
     cfg, (source, traces, steps, _) = resolved.config, prepare(resolved.config)
     folder = RunDir.open(resolved)
-    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
+    with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
         tracker.note(f"replay of {traces.name}: {len(traces.steps)} recorded steps, {steps} steps")
         if cfg.data.val:
             tracker.note("data.val is not used: a replay has no sampler to validate with")
-        train(TrainingRun(cfg, folder, source, tracker, stop, steps), lambda attempt: _train(attempt, traces))
+        training = TrainingRun(cfg, folder, source, tracker, stop, steps, reporter)
+        train(training, lambda attempt: _train(attempt, traces))
     return folder.path
 
 
@@ -103,6 +104,7 @@ async def _train(run: TrainingRun, traces: Traces) -> None:
         for step in run.steps():
             with tracker.phase("read"):
                 groups = traces.read(traces.steps[(step - 1) % len(traces.steps)])
+            tracker.sampled(groups)
             for line in examine(groups, cfg.reward.examine):
                 tracker.note(line)
             _, metrics = await learner.learn(groups, version=None)

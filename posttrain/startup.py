@@ -96,6 +96,7 @@ def check_packages(cfg: Config) -> None:
     wanted = {
         "run.logger = tensorboard": ("tensorboard", "tensorboard" in loggers),
         "run.logger = wandb": ("wandb", "wandb" in loggers),
+        "run.logger = mlflow": ("mlflow", "mlflow" in loggers),
         "train.optim.name = adamw_8bit": ("torchao", cfg.trains and optim.name == "adamw_8bit"),
         "train.optim.stochastic_rounding": ("torchao", cfg.trains and optim.stochastic_rounding),
     }

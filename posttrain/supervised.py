@@ -91,12 +91,12 @@ def run(resolved: Resolved, objective: Objective) -> Path:
     """
     cfg, (source, data, val, steps) = resolved.config, prepare(resolved.config, objective)
     folder = RunDir.open(resolved)
-    with recorded(folder), StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker, data:
+    with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker, data:
         tracker.note(f"{describe(objective, data)}, {steps} steps")
         for name, rows in ((data.shards.name, data.rendered or []), (str(cfg.data.val), val)):
             for note in notes(objective, name, Counts.of(rows), cfg):
                 tracker.note(note)
-        training = TrainingRun(cfg, folder, source, tracker, stop, steps)
+        training = TrainingRun(cfg, folder, source, tracker, stop, steps, reporter)
         try:
             usable, beginning = [row for row in val if not row.left_out], data.state()
             train(training, lambda attempt: _train(attempt, objective, data, beginning, usable))

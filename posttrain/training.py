@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -16,8 +18,10 @@ from posttrain import probe
 from posttrain.config import Config
 from posttrain.errors import ConfigError, DeadlineError, Interrupted, RunError, WorkerError
 from posttrain.models.load import ModelSource
-from posttrain.runs import RunDir, StopSignal
+from posttrain.reporting.background import Reporter
+from posttrain.runs import RunDir, Status, StopSignal
 from posttrain.saving import Saves, check_room
+from posttrain.track.text import printable
 from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+_REPORT_S: dict[Status, float] = {"finished": 60.0, "failed": 20.0, "interrupted": 1.0}
+"""Longest wait for the report, by how the run ended: somebody who pressed Ctrl-C does not wait for it."""
 
 _LOOK_S = 0.1
 """Between two looks whether somebody asked to stop."""
@@ -78,6 +85,8 @@ class TrainingRun:
     tracker: Tracker
     stop: StopSignal
     total_steps: int
+    reporter: Reporter | None = None
+    """Keeps the report of the run; None: nobody does."""
     step: int = 0
     skipped_steps: int = 0
     """Updates left out so far because their gradient was not finite."""
@@ -254,11 +263,13 @@ class TrainingRun:
         """Log the metrics of a finished step; they may make its checkpoint the best."""
         self.saves.scored(step, metrics)
         self.tracker.log(step, metrics)
+        if self.reporter is not None and self.saves.step == step:
+            self.reporter.refresh()
 
     def again(self) -> TrainingRun:
         """The same run, to be started again from its last checkpoint."""
         folder = replace(self.folder, resumed=True, changes=())
-        return TrainingRun(self.cfg, folder, self.source, self.tracker, self.stop, self.total_steps)
+        return TrainingRun(self.cfg, folder, self.source, self.tracker, self.stop, self.total_steps, self.reporter)
 
     def raise_if_interrupted(self) -> None:
         if self.step < self.total_steps and not self.early_stop.reached:
@@ -286,7 +297,7 @@ def train(run: TrainingRun, loop: Callable[[TrainingRun], Coroutine[Any, Any, No
 def open_tracker(cfg: Config, folder: RunDir, total_steps: int) -> Tracker:
     """What the run reports to. Raises ``ConfigError`` where one of `run.logger` does not start."""
     title = f"{cfg.command} {cfg.run.name}"
-    return Tracker(folder.path, title, total_steps, cfg.run.logger, cfg.model_dump(mode="json"))
+    return Tracker(folder.path, title, total_steps, cfg.run.logger, cfg.model_dump(mode="json"), cfg.run.console)
 
 
 def check_profile(cfg: Config, total_steps: int) -> None:
@@ -335,14 +346,22 @@ def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: Tra
 
 
 @contextmanager
-def recorded(folder: RunDir) -> Iterator[None]:
-    """Write how the run ended into its folder, whatever happens."""
+def recorded(cfg: Config, folder: RunDir) -> Iterator[Reporter | None]:
+    """Write into its folder how the run ended, whatever happens, and its report, where `run.report` asks for it."""
+
+    def say(text: str) -> None:  # the view has been taken down, or is about to be
+        print(json.dumps({"note": text}) if cfg.run.console == "json" else printable(text), file=sys.stderr)
+
+    console = "console" in cfg.run.logger and cfg.run.console != "quiet"
+    reporter = Reporter(folder.path, say) if cfg.run.report else None
+    status: Status = "failed"
     try:
-        yield
+        yield reporter
+        status = "finished"
     except (KeyboardInterrupt, Interrupted):
-        folder.finish("interrupted")
+        status = "interrupted"
         raise
-    except BaseException:
-        folder.finish("failed")
-        raise
-    folder.finish("finished")
+    finally:
+        folder.finish(status)
+        if reporter is not None and reporter.finish(_REPORT_S[status]) and console and status == "finished":
+            say(f"report: {reporter.file}")

@@ -169,6 +169,8 @@ class Trajectory:
     extracted: str | None = None
     """The answer that the grader found."""
     error: str | None = None
+    advantages: npt.NDArray[np.float32] | None = None
+    """[T] what each sampled token was trained with, 0 elsewhere; None: it was not trained on (yet)."""
 
     @property
     def response_length(self) -> int:

@@ -39,6 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "import-verl": importing.import_verl,
     "quickstart": training.quickstart,
     "doctor": looking.doctor,
+    "report": looking.report,
     "version": looking.version,
 }
 """In the order of ``--help``."""

@@ -1,8 +1,9 @@
-"""Commands that only look: presets, doctor, version."""
+"""Commands that only look: presets, doctor, report, version."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +58,17 @@ def doctor(
         typer.echo(json.dumps({"status": worst(found), "findings": [f.as_dict() for f in found]}))
     if worst(found) == "fail":
         raise typer.Exit(1)
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of runs, or paths of their folders.")],
+    out: Annotated[Path | None, typer.Option(help="The file; default: report.html in the run's folder.")] = None,
+    root: Annotated[str, typer.Option("--dir", help="Folder that holds runs (run.dir).")] = "runs",
+) -> None:
+    """Make one HTML page of one or more runs: curves, time, distributions, trajectories, config."""
+    from posttrain import report
+
+    typer.echo(report.run(runs, root, out))
 
 
 def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False) -> None:

@@ -38,6 +38,10 @@ ProfileOption = Annotated[
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop. Nothing is written.")
 ]
+ConsoleOption = Annotated[
+    Literal["auto", "panel", "plain", "json", "quiet"] | None,
+    typer.Option("--console", help="What is shown while it runs (run.console)."),
+]
 ToolsOption = Annotated[str | None, typer.Option("--tools", help="Tools, separated by commas (rollout.tools).")]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.options import (
+    ConsoleOption,
     ExamineOption,
     ModelOption,
     NameOption,
@@ -40,12 +41,13 @@ def generate(
     tools: ToolsOption = None,
     seed: SeedOption = None,
     overwrite: OverwriteOption = False,
+    console: ConsoleOption = None,
 ) -> None:
     """Sample responses to a parquet of prompts."""
     flags = run_flags(name, model, seed, overwrite)
     flags |= {"generate.data": data, "generate.out": out, "generate.limit": limit, "rollout.n": n}
     flags |= {"rollout.temperature": temperature, "rollout.tools": tools_of(tools)}
-    flags["generate.endpoint.url"] = endpoint
+    flags |= {"generate.endpoint.url": endpoint, "run.console": console}
     resolved = resolve_for("generate", preset, set_, flags)
     from posttrain import generate
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from posttrain.cli.options import (
+    ConsoleOption,
     DryRunOption,
     ExamineOption,
     ModelOption,
@@ -39,11 +40,13 @@ def sft(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
     profile: ProfileOption = None,
+    console: ConsoleOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
     """Fine-tune on conversations."""
     flags = run_flags(name, model, seed, overwrite, resume)
     flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers, "run.profile": profile}
+    flags["run.console"] = console
     resolved = resolve_for("sft", preset, set_, flags)
     from posttrain import sft
 
@@ -65,11 +68,13 @@ def prefer(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
     profile: ProfileOption = None,
+    console: ConsoleOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
     """Train on pairs of answers, of which one is preferred: DPO, or a reward model."""
     flags = run_flags(name, model, seed, overwrite, resume) | {"prefer.method": method}
     flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers, "run.profile": profile}
+    flags["run.console"] = console
     resolved = resolve_for("prefer", preset, set_, flags)
     from posttrain import prefer
 
@@ -98,12 +103,14 @@ def rl(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
     profile: ProfileOption = None,
+    console: ConsoleOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
     """Train with reinforcement learning on multi-turn episodes."""
     flags = run_flags(name, model, seed, overwrite, resume)
     flags |= {"algo.name": algo, "rollout.tools": tools_of(tools), "reward.examine": examine}
     flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers, "run.profile": profile}
+    flags["run.console"] = console
     flags |= {"rollout.replay": replay, "rollout.only": rollout_only or None}
     resolved = resolve_for("rl", preset, set_, flags)
     from posttrain import rl

@@ -26,8 +26,13 @@ class RunConfig(Section):
     """How often the run starts its workers again by itself, from its last checkpoint, after one died or hung."""
     overwrite: bool = False
     """Delete an existing run of this name first."""
-    logger: list[Literal["console", "jsonl", "tensorboard", "wandb"]] = ["console", "jsonl"]
-    """Where metrics go; see metrics.md. The last two need extras of the same name."""
+    logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]] = ["console", "jsonl"]
+    """Where metrics go; see metrics.md. The last three need extras of the same name."""
+    console: Literal["auto", "panel", "plain", "json", "quiet"] = "auto"
+    """What the console among the loggers shows. auto: a live panel on a terminal, else one plain line a step. json: one
+    JSON object a line, on stderr as all of them. quiet: warnings and errors only."""
+    report: bool = True
+    """Keep `report.html` in the run's folder: made anew at each checkpoint and at the end (report.md)."""
     traces: bool = True
     """rl: write every trajectory to `traces/` in the run's folder, about 6 bytes a token (docs/traces.md)."""
     trace_every: PositiveInt = 1

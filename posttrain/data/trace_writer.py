@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from posttrain.data.advantages import advantages_file, write_advantages
 from posttrain.data.traces import Kind, write_traces
 from posttrain.errors import DataError, DeadlineError, RunError
 from posttrain.types import Trajectory
@@ -22,7 +23,8 @@ class TraceWriter:
     last file.
 
     Args:
-        folder: gets ``step_000012.parquet`` and, for validation, ``val_000012.parquet``.
+        folder: gets ``step_000012.parquet``, ``step_000012.advantages.arrow`` and, for validation,
+            ``val_000012.parquet``.
         every: steps between files; 0: none is written.
         tokenizer: ``traces.fingerprint`` of the run's tokenizer.
         deadline_s: longest wait for one file.
@@ -47,13 +49,31 @@ class TraceWriter:
         Raises:
             RunError: the file before could not be written.
         """
-        if not self.every or step % self.every or not any(groups):
+        if not self._wanted(step, groups):
             return
         await self.flush()
         path = self.path(step, kind)
         work = asyncio.to_thread(
             write_traces, path, groups, kind=kind, step=step, temperature=temperature, tokenizer=self.tokenizer
         )
+        self._begin(path, work)
+
+    async def write_advantages(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> None:
+        """Begin to write what a step's trajectories were trained with, beside their file, which it waits for.
+
+        Raises:
+            RunError: that file could not be written.
+        """
+        if not self._wanted(step, groups):
+            return
+        await self.flush()
+        path = advantages_file(self.path(step))
+        self._begin(path, asyncio.to_thread(write_advantages, path, groups))
+
+    def _wanted(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> bool:
+        return bool(self.every) and step % self.every == 0 and any(groups)
+
+    def _begin(self, path: Path, work: Coroutine[Any, Any, None]) -> None:
         self._writing = (path, asyncio.ensure_future(work))
 
     async def flush(self) -> None:
@@ -81,8 +101,8 @@ class TraceWriter:
 
     def drop_after(self, step: int) -> None:
         """Delete the files of later steps: a resumed run writes them again."""
-        for file in self.folder.glob("*.parquet"):
-            found = re.fullmatch(r"(?:step|val)_(\d+)", file.stem)
+        for file in self.folder.glob("*.*"):
+            found = re.fullmatch(r"(?:step|val)_(\d+)\.(?:parquet|advantages\.arrow)", file.name)
             if found and int(found[1]) > step:
                 file.unlink()
 

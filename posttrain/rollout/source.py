@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.rewards.compose import Rewarder
-from posttrain.rollout.episode import Environment, Episode
+from posttrain.rollout.episode import Environment, Episode, EpisodeState
 from posttrain.types import ON_POLICY, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
@@ -63,6 +63,11 @@ class Group:
         """Those of the episodes that have ended, in order."""
         return [episode for episode in self._episodes if isinstance(episode, Trajectory)]
 
+    @property
+    def states(self) -> list[EpisodeState]:
+        """Of the episodes that have not ended."""
+        return [episode.state for episode in self._episodes if isinstance(episode, Episode)]
+
     async def play(self, pool: SamplerPool) -> list[Trajectory]:
         """Play all episodes to their end. A group whose ``play`` was cancelled is to be paused or released."""
         unfinished = [(i, episode) for i, episode in enumerate(self._episodes) if isinstance(episode, Episode)]
@@ -106,6 +111,18 @@ class TrajectorySource:
         self.env = env
         self.rewarder = rewarder
         self.stats = RolloutStats()
+        self._playing: list[Group] = []
+        self._grading = 0
+
+    def in_flight(self) -> dict[str, int]:
+        """State -> episodes that are in it just now. Safe to ask from another thread."""
+        states = [state for group in list(self._playing) for state in group.states]
+        return {
+            "sampling": states.count("running"),
+            "tool": states.count("tool_calling"),
+            "grading": self._grading,
+            "waiting": states.count("pending"),
+        }
 
     async def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling = ON_POLICY) -> list[list[Trajectory]]:
         """``n`` graded episodes of each prompt, in prompt order. Failed episodes are among them, with ``error`` set."""
@@ -119,10 +136,18 @@ class TrajectorySource:
 
     async def play(self, group: Group) -> list[Trajectory]:
         """The graded episodes of one group."""
-        episodes = await group.play(self.pool)
+        self._playing.append(group)
+        try:
+            episodes = await group.play(self.pool)
+        finally:
+            self._playing.remove(group)
         self.stats.started += len(episodes)
         self.stats.failed += sum(t.error is not None for t in episodes)
         if self.rewarder is not None:
-            ungraded = await self.rewarder.reward([t for t in episodes if t.error is None])
+            self._grading += len(episodes)
+            try:
+                ungraded = await self.rewarder.reward([t for t in episodes if t.error is None])
+            finally:
+                self._grading -= len(episodes)
             self.stats.grader_failed += ungraded  # other groups count too while this one is graded
         return episodes

@@ -1,33 +1,36 @@
-"""How a run looks on stderr: one live panel on a terminal, one plain line a step elsewhere."""
+"""How a run looks on stderr: one live panel on a terminal (``posttrain.track.panel``), one line a step elsewhere."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Literal, Protocol
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.panel import Panel
+from posttrain.track.text import printable
+from posttrain.types import Trajectory
+
+Mode = Literal["auto", "panel", "plain", "json", "quiet"]
 
 COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("reward", ("critic/score/mean",), "{:.3f}"),
+    ("reward", ("critic/score/mean", "rewards/margins"), "{:.3f}"),
     ("loss", ("actor/pg_loss", "train/loss"), "{:.4f}"),
+    ("length", ("response_length/mean",), "{:.0f}"),
     ("grad norm", ("actor/grad_norm", "train/grad_norm"), "{:.3f}"),
     ("tokens/s", ("perf/throughput",), "{:.0f}"),
 )
 """(label, the metric names that may fill it, format)."""
-
-BARS = "▁▂▃▄▅▆▇█"
+CURVES = ("reward", "loss", "length")
+"""Labels of which the panel shows the course."""
 
 
 class View(Protocol):
-    """What the tracker talks to."""
+    """What the tracker talks to. What a run is doing, it reads from the ``Progress`` it was made with."""
 
-    def phase(self, name: str) -> None: ...
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def note(self, text: str) -> None: ...
     def close(self) -> None: ...
@@ -35,31 +38,64 @@ class View(Protocol):
 
 @dataclass
 class Progress:
-    """What both views know about the run so far."""
+    """What all views know about the run so far."""
 
     title: str
     total_steps: int | None
     step: int = 0
-    phase: str = ""
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     """Duration of the last steps."""
     shown: dict[str, str] = field(default_factory=dict)
     """Label -> text of the newest value."""
-    curve: deque[float] = field(default_factory=lambda: deque(maxlen=48))
-    """Rewards, or losses where there is no reward."""
+    curves: dict[str, deque[float]] = field(default_factory=dict)
+    """Label -> values of the last steps."""
+    started: float = field(default_factory=time.monotonic)
+    step_started: float = field(default_factory=time.monotonic)
+    open_phases: list[tuple[str, float]] = field(default_factory=list)
+    """(name, when it began) of those that the run is in, the innermost last."""
+    spent: dict[str, float] = field(default_factory=dict)
+    """Phase -> its seconds in the present step, without those of open ones."""
+    in_flight: Callable[[], Mapping[str, int]] | None = None
+    """State -> episodes that are in it just now."""
+    samples: dict[str, tuple[float, str]] = field(default_factory=dict)
+    """`good` and `bad` -> reward and text of the newest such response."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a finished step."""
         self.step = step
+        self.step_started = time.monotonic()
+        self.spent.clear()
         # Starting the workers happens once and says nothing about the steps to come.
         self.seconds.append(float(metrics["timing_s/step"]) - float(metrics.get("timing_s/start", 0.0)))
         for label, names, style in COLUMNS:
             name = next((name for name in names if name in metrics), None)
             if name is not None:
                 self.shown[label] = style.format(float(metrics[name]))
+                if label in CURVES:
+                    self.curves.setdefault(label, deque(maxlen=48)).append(float(metrics[name]))
         self.shown |= {name: f"{float(v):.3f}" for name, v in metrics.items() if name.startswith("val")}
-        value = next((metrics[n] for n in ("critic/score/mean", "actor/pg_loss", "train/loss") if n in metrics), None)
-        if value is not None:
-            self.curve.append(float(value))
+
+    def took(self, name: str, seconds: float) -> None:
+        """A phase of the present step has ended."""
+        self.spent[name] = self.spent.get(name, 0.0) + seconds
+
+    def shares(self) -> dict[str, float]:
+        """Phase -> its share of the present step so far, the largest first."""
+        now = time.monotonic()
+        spent = dict(self.spent)
+        for name, since in list(self.open_phases):
+            spent[name] = spent.get(name, 0.0) + now - since
+        total = max(now - self.step_started, 1e-9)
+        return {name: min(1.0, s / total) for name, s in sorted(spent.items(), key=lambda item: -item[1])}
+
+    def sampled(self, groups: Sequence[Sequence[Trajectory]]) -> None:
+        """Keep the best and the worst of some episodes."""
+        played = [t for group in groups for t in group if t.error is None]
+        if played:
+            best, worst = max(played, key=lambda t: t.reward), min(played, key=lambda t: t.reward)
+            self.samples["good"] = (best.reward, best.response_text)
+            if worst.reward < best.reward:
+                self.samples["bad"] = (worst.reward, worst.response_text)
 
     @property
     def eta(self) -> str:
@@ -74,10 +110,15 @@ class Progress:
         return f"{self.step}/{self.total_steps}" if self.total_steps else str(self.step)
 
 
-def make_view(title: str, total_steps: int | None) -> View:
-    """The live panel when stderr is a terminal, plain lines otherwise."""
-    progress = Progress(title, total_steps)
-    return LivePanel(progress) if sys.stderr.isatty() else PlainLines(progress)
+def make_view(progress: Progress, mode: Mode) -> View:
+    """The view of `run.console`."""
+    if mode == "panel" or (mode == "auto" and sys.stderr.isatty()):
+        from posttrain.track.panel import LivePanel
+
+        return LivePanel(progress)
+    if mode == "json":
+        return JsonLines(progress)
+    return QuietLines(progress) if mode == "quiet" else PlainLines(progress)
 
 
 class PlainLines:
@@ -85,9 +126,6 @@ class PlainLines:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-
-    def phase(self, name: str) -> None:
-        self._progress.phase = name
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         progress = self._progress
@@ -111,64 +149,31 @@ class PlainLines:
         """Nothing to take down."""
 
     def _print(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
-class LivePanel:
-    """For people. Redraws itself, so that the elapsed time moves during a long phase."""
-
-    def __init__(self, progress: Progress, console: Console | None = None) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._progress = progress
-        self._phase_start = time.monotonic()
-        self._console = console or Console(stderr=True)
-        # stdout is for data: only what others print to stderr is kept above the panel.
-        self._live = Live(
-            get_renderable=self.render, console=self._console, refresh_per_second=4, redirect_stdout=False
-        )
-        self._live.start()
-
-    def phase(self, name: str) -> None:
-        self._progress.phase = name
-        self._phase_start = time.monotonic()
+class QuietLines(PlainLines):
+    """Only what went wrong."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._progress.update(step, metrics)
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
-
-    def close(self) -> None:
-        self._live.stop()
-
-    def render(self) -> Panel:
-        from rich.panel import Panel
-        from rich.table import Table
-
-        progress = self._progress
-        phase = f"{progress.phase} {clock(time.monotonic() - self._phase_start)}" if progress.phase else "-"
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim")
-        grid.add_column()
-        grid.add_row("step", progress.counter + (f"   eta {progress.eta}" if progress.eta else ""))
-        grid.add_row("phase", phase)
-        for label, text in progress.shown.items():
-            grid.add_row(label, text)
-        if progress.curve:
-            grid.add_row("reward curve" if "reward" in progress.shown else "loss curve", sparkline(progress.curve))
-        return Panel(grid, title=progress.title, title_align="left", expand=False)
+        if text.startswith("warning"):
+            self._print(text)
 
 
-def sparkline(values: deque[float]) -> str:
-    """One bar a value, from the lowest to the highest; a value that is not finite is a gap."""
-    finite = [v for v in values if v - v == 0.0]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    top = len(BARS) - 1
-    return "".join(" " if v - v != 0.0 else BARS[round((v - low) / span * top) if span else 0] for v in values)
+class JsonLines(PlainLines):
+    """For programs: an object a line, with all metrics of a step, or with a ``note``."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._progress.update(step, metrics)
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        self._print(json.dumps({"step": step, "total_steps": self._progress.total_steps, **finite}))
+
+    def note(self, text: str) -> None:
+        self._print(json.dumps({"note": text}))
 
 
 def clock(seconds: float) -> str:

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from posttrain.track.boards import TensorBoard, WeightsAndBiases
-from posttrain.track.console import View, make_view
+from posttrain.track.boards import MLflow, TensorBoard, WeightsAndBiases
+from posttrain.track.console import Mode, Progress, View, make_view
 from posttrain.track.metrics import MetricsFile, MetricsSink
+from posttrain.types import Trajectory
 
 
 class Tracker:
@@ -23,6 +24,7 @@ class Tracker:
         total_steps: for the counter and the ETA; None: unknown.
         loggers: as `run.logger`.
         config: of the run, for loggers that show it beside the metrics.
+        console: as `run.console`.
 
     Raises:
         ConfigError: a logger does not start.
@@ -35,11 +37,12 @@ class Tracker:
         total_steps: int | None,
         loggers: Sequence[str],
         config: Mapping[str, Any] | None = None,
+        console: Mode = "auto",
     ) -> None:
         self._sinks = [] if run_path is None else open_sinks(run_path, loggers, config or {})
-        self._view: View | None = make_view(title, total_steps) if "console" in loggers else None
+        self._progress = Progress(title, total_steps)
+        self._view: View | None = make_view(self._progress, console) if "console" in loggers else None
         self._timings: dict[str, float] = {}
-        self._phases: list[str] = []
         self._step_start = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -55,15 +58,14 @@ class Tracker:
     def phase(self, name: str) -> Iterator[None]:
         """Show ``name`` and add its seconds to ``timing_s/<name>`` of this step. Phases nest."""
         start = time.monotonic()
-        self._phases.append(name)
-        self._show_phase()
+        self._progress.open_phases.append((name, start))
         try:
             yield
         finally:
-            self._phases.pop()
-            key = f"timing_s/{name}"
-            self._timings[key] = self._timings.get(key, 0.0) + time.monotonic() - start
-            self._show_phase()
+            self._progress.open_phases.pop()
+            seconds = time.monotonic() - start
+            self._timings[f"timing_s/{name}"] = self._timings.get(f"timing_s/{name}", 0.0) + seconds
+            self._progress.took(name, seconds)
 
     def share(self, name: str) -> float:
         """Share of the present step, up to now, that went into a phase."""
@@ -90,6 +92,14 @@ class Tracker:
         if self._view is not None:
             self._view.note(text)
 
+    def watch(self, in_flight: Callable[[], Mapping[str, int]]) -> None:
+        """Show how many episodes are in which state; asked from another thread whenever the panel is drawn."""
+        self._progress.in_flight = in_flight
+
+    def sampled(self, groups: Sequence[Sequence[Trajectory]]) -> None:
+        """Show the best and the worst of these episodes, shortened."""
+        self._progress.sampled(groups)
+
     def close(self) -> None:
         """Take the panel down and close what is written to. Safe to call twice."""
         if self._view is not None:
@@ -98,10 +108,6 @@ class Tracker:
         for sink in self._sinks:
             sink.close()
 
-    def _show_phase(self) -> None:
-        if self._view is not None:
-            self._view.phase(self._phases[-1] if self._phases else "")
-
 
 def open_sinks(run_path: Path, loggers: Sequence[str], config: Mapping[str, Any]) -> list[MetricsSink]:
     """What `run.logger` names, but for the console."""
@@ -109,5 +115,6 @@ def open_sinks(run_path: Path, loggers: Sequence[str], config: Mapping[str, Any]
         "jsonl": lambda: MetricsFile(run_path),
         "tensorboard": lambda: TensorBoard(run_path),
         "wandb": lambda: WeightsAndBiases(run_path, config),
+        "mlflow": lambda: MLflow(run_path, config),
     }
     return [make() for name, make in makers.items() if name in loggers]

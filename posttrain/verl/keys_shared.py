@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.verl.rules import SKIP, Draft, Outcome, Rule, View, no_need, only, same, unless_set
 
-_LOGGERS = ("console", "tensorboard", "wandb")
+_LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 
 
 def frequency(value: Any) -> Any:

@@ -58,6 +58,7 @@ HERE: dict[str, list[str]] = {
     "posttrain sft --preset tiny-arith-sft --name warm --steps 8 --resume runs/warm": [],
     "posttrain sft --preset tiny-arith-sft --name cooler --steps 8 --resume runs/warm/checkpoints/global_step_6 "
     "--set train.optim.lr=1e-4": [],
+    "posttrain report warm cooler --out page.html": [],
     "posttrain rl --preset tiny-gsm8k --algo ppo --set critic.optim.lr=1e-5 --set algo.kl_coef=0.01 "
     "--set algo.kl_in=reward": [*ONE_STEP, "--set", "algo.correction.weight=token", "--set", "val.n=2",
                                 "--set", "val.limit=2", "--set", "data.val=data/gsm8k/test.parquet"],
@@ -82,6 +83,7 @@ BY_OTHERS: dict[str, str] = {
     "posttrain rl --algo grpo --tools gsm8k": "e2e/test_pipeline.py:test_gsm8k_sequence",
     "posttrain generate": "e2e/test_pipeline.py:test_gsm8k_sequence",
     "posttrain eval --pass-at 5": "e2e/test_pipeline.py:test_gsm8k_sequence",
+    "posttrain report tiny-gsm8k": "e2e/test_pipeline.py:test_gsm8k_sequence",
     "posttrain merge-ckpt tiny-gsm8k --out merged": "e2e/test_pipeline.py:test_gsm8k_sequence",
     "posttrain rl --preset tiny-gsm8k --set train.optim.lr=1e-4 --set rollout.max_turns=2 --name slower --workers 2":
         "e2e/test_training.py:test_steps_do_not_depend_on_workers_and_micro_batches",

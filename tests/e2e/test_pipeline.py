@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.browser.pages import drawn, opened
+
 ROOT = Path(__file__).resolve().parents[2]
 MINUTE = 60.0
 
@@ -102,6 +104,29 @@ def test_merged_folder_decodes_as_the_checkpoint(quickstart: tuple[Path, dict[st
         assert out[0, ids.shape[1] :].tolist() == expected
 
 
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.timeout(1800)
+def test_the_report_of_the_quickstart_in_a_browser(quickstart: tuple[Path, dict[str, object]]) -> None:
+    folder, result = quickstart
+    assert (folder / "runs/quickstart/sft/report.html").is_file()
+    with opened(folder / str(result["report"])) as page:
+        assert page.inner_text("h1 .chip") == "finished"
+        assert drawn(page, '[data-metric="critic/score/mean"]')
+        assert drawn(page, "#time .plot")
+        page.select_option("#by-outcome", "tools")
+        before = page.inner_text("#count")
+        asked = str(page.locator("#list .row .what").nth(50).text_content())[:60]
+        page.keyboard.press("/")
+        page.keyboard.type(asked)
+        page.locator("#count").filter(has_not_text=before).wait_for()
+        page.locator("#list .row").first.click()
+        assert int(page.inner_text("#count").split()[0]) < 100
+        assert asked in page.inner_text("#detail")
+        assert "Tool · calc_gsm8k_reward" in page.inner_text("#detail")
+        assert page.locator("#detail [data-t]").count() > 5
+
+
 def test_gsm8k_sequence(tmp_path: Path, test_data: Path) -> None:
     """The README's commands on real GSM8K, shortened by flags."""
     prepared = ok(tmp_path, "prep", "gsm8k", "--source", str(test_data / "gsm8k"))
@@ -109,6 +134,10 @@ def test_gsm8k_sequence(tmp_path: Path, test_data: Path) -> None:
     assert "data/gsm8k/test.parquet  1319 rows" in prepared.stdout
     ok(tmp_path, "sft", "--preset", "tiny-multiturn", "--steps", "3")
     ok(tmp_path, "rl", "--algo", "grpo", "--tools", "gsm8k", "--steps", "2", "--set", "rollout.max_response_tokens=64")
+    page = tmp_path / "runs/tiny-gsm8k/report.html"
+    page.unlink()  # the run's own
+    assert ok(tmp_path, "report", "tiny-gsm8k").stdout.strip() == "runs/tiny-gsm8k/report.html"
+    assert page.stat().st_size > 50_000
     done = ok(tmp_path, "generate", "--limit", "8", "--set", "rollout.max_response_tokens=64")
     assert "no GPU found: using preset tiny-generate" in done.stderr
     report = json.loads(ok(tmp_path, "eval", "--pass-at", "5", "--json").stdout)

@@ -86,7 +86,7 @@ def original(here):
 
 def recorded(folder):
     """The rows of a run's traces, by file."""
-    return {file.name: pq.read_table(file).to_pylist() for file in sorted((folder / "traces").iterdir())}
+    return {file.name: pq.read_table(file).to_pylist() for file in sorted((folder / "traces").glob("*.parquet"))}
 
 
 def test_every_episode_is_recorded(original):

@@ -15,6 +15,7 @@ from posttrain.errors import ConfigError
 from posttrain.track import Tracker
 
 needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
+needs_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 
 
@@ -26,7 +27,7 @@ def log(
         if after is not None:
             tracker.rewind(after)
         for step in steps:
-            tracker.log(step, {"a": float(step), "b": math.nan})
+            tracker.log(step, {"a": float(step), "b": math.nan, "acc/mean@4": 0.5})
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -130,7 +131,43 @@ def test_wandb_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.
     assert "WANDB_MODE=offline" in str(error.value.hint)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@needs_mlflow
+def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    log(tmp_path, "mlflow", range(1, 6), config={"train": {"steps": 9}})
+    log(tmp_path, "mlflow", range(3, 8), after=2)
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("posttrain")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params) == (tmp_path.name, "FINISHED", {"train.steps": "9"})
+    history = client.get_metric_history(run.info.run_id, "a")
+    assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [(s, float(s)) for s in range(1, 8)]
+    assert {"a", "b", "timing_s/step", "acc/mean_at_4"} == set(run.data.metrics)
+
+
+@needs_mlflow
+def test_mlflow_that_is_gone_is_one_message_or_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"MLflow at http://127.0.0.1:9 did not start"):
+        log(tmp_path, "mlflow", range(1, 2))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    with Tracker(tmp_path, "t", 9, ["mlflow"]) as tracker:
+        state = json.loads((tmp_path / "mlflow.json").read_text())
+        (sink,) = tracker._sinks
+        sink._state["id"] = "no such run"  # type: ignore[attr-defined]
+        tracker.log(1, {"a": 1.0})
+        tracker.log(2, {"a": 1.0})
+    assert state["id"] != "no such run"
+    assert capsys.readouterr().err.count("warning: MLflow: ") == 1
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_missing_package_is_an_error_before_the_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=f"run.logger = {name} needs the package {name}") as error:

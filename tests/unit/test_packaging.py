@@ -59,7 +59,8 @@ def test_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"posttrain/_presets/{file.name}" for file in (REPO / "presets").glob("*.toml")} <= set(names)
     tiny = [file.relative_to(REPO) for file in (REPO / "posttrain/models/tiny").iterdir() if file.is_file()]
-    assert {str(file) for file in tiny} <= set(names)
+    page = [file.relative_to(REPO) for file in (REPO / "posttrain/reporting/assets").iterdir()]
+    assert {str(file) for file in (*tiny, *page)} <= set(names)
     assert not [name for name in names if not name.startswith("posttrain")]
 
     # A fresh environment that borrows this one's dependencies, but not its posttrain.
@@ -87,4 +88,8 @@ def test_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
     assert posttrain("version").strip() == __version__
     assert "tiny-gsm8k" in posttrain("presets")
     posttrain("prep", "arith", "--limit", "10")
+    (outside / "runs" / "a").mkdir(parents=True)
+    for name, text in (("run.json", "{}"), ("provenance.json", "{}"), ("config.toml", "")):
+        (outside / "runs" / "a" / name).write_text(text)
+    assert posttrain("report", "a").strip() == "runs/a/report.html"
     assert pq.read_metadata(outside / "data" / "arith" / "train.parquet").num_rows == 10

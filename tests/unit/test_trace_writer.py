@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from posttrain.data.advantages import advantages_file, read_advantages
 from posttrain.data.trace_writer import TraceWriter
 from posttrain.data.traces import Traces
-from posttrain.errors import DeadlineError, RunError
+from posttrain.errors import DataError, DeadlineError, RunError
 from tests.unit.recorded import TOKENIZER, VOCABULARY, assert_same, trajectory
 
 GROUPS = [[trajectory(0, 1.0), trajectory(0, 0.0)], [trajectory(1, error="gone")]]
@@ -35,6 +36,25 @@ async def test_a_file_a_step(tmp_path: Path) -> None:
     assert_same(found.read(2), GROUPS)
     found = Traces(str(tmp_path), vocabulary=VOCABULARY, tokenizer=TOKENIZER, kind="val")
     assert_same(found.read(2), GROUPS[:1])
+
+
+async def test_advantages_are_beside_the_file_of_their_step(tmp_path: Path) -> None:
+    trained = trajectory(0, 1.0, advantages=np.float32([0, 0, 0, 0.5, 0.5, 0.5]))
+    groups = [[trajectory(0, error="gone"), trained], [trajectory(1)]]
+    async with writer(tmp_path, every=2) as traces:
+        for step in (1, 2):
+            await traces.write(step, groups, temperature=1.0)
+            await traces.write_advantages(step, groups)
+    assert names(tmp_path) == ["step_000002.advantages.arrow", "step_000002.parquet"]
+    (found,) = read_advantages(advantages_file(traces.path(2))).items()
+    assert found[0] == 1
+    assert np.array_equal(found[1], [0, 0, 0, 0.5, 0.5, 0.5])
+    assert Traces(str(tmp_path), vocabulary=VOCABULARY, tokenizer=TOKENIZER).steps == [2]
+    advantages_file(traces.path(2)).write_bytes(b"ARROW1 no")
+    with pytest.raises(DataError, match=r"step_000002\.advantages\.arrow: unreadable"):
+        read_advantages(advantages_file(traces.path(2)))
+    traces.drop_after(1)
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(("every", "written"), [(0, []), (2, [2, 4]), (3, [3])])

@@ -3,8 +3,8 @@
 import io
 import json
 import math
+import re
 import time
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,11 @@ from rich.console import Console
 
 from posttrain.errors import ConfigError
 from posttrain.track import Tracker
-from posttrain.track.console import LivePanel, Progress, clock, sparkline
+from posttrain.track.console import Mode, Progress, clock
+from posttrain.track.gpus import describe
 from posttrain.track.metrics import MetricsFile
+from posttrain.track.panel import LivePanel, sparkline
+from tests.unit.recorded import trajectory
 
 
 def rows(path: Path) -> list[dict[str, float]]:
@@ -95,19 +98,98 @@ def test_no_logger_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr() == ("", "")
 
 
-def test_panel_shows_the_run() -> None:
+def drawn(progress: Progress, *notes: str, width: int = 100) -> str:
+    """What a terminal gets of a panel."""
     stream = io.StringIO()
-    panel = LivePanel(Progress("rl tiny", 10), Console(file=stream, force_terminal=True, width=100, color_system=None))
-    panel.phase("gen")
+    console = Console(file=stream, force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    panel = LivePanel(progress, console)
+    for note in notes:
+        panel.note(note)
+    panel.close()
+    panel.close()
+    return stream.getvalue()
+
+
+def test_panel_shows_the_run() -> None:
+    progress = Progress("rl tiny", 10)
     for step, reward in ((1, 0.0), (2, 0.5), (3, 1.0)):
-        values = {"critic/score/mean": reward, "actor/grad_norm": 0.25, "val-core/x": 0.125, "timing_s/step": 2.0}
-        panel.step(step, values)
-    panel.note("[saved] step 3")
-    panel.close()
-    panel.close()
-    text = stream.getvalue()
-    for part in ("rl tiny", "3/10", "eta 0:14", "gen 0:00", "1.000", "0.250", "0.125", "▁▅█", "[saved] step 3"):
+        progress.update(
+            step,
+            {
+                "critic/score/mean": reward,
+                "actor/pg_loss": -reward,
+                "response_length/mean": 10.0 * step,
+                "actor/grad_norm": 0.25,
+                "val-core/x": 0.125,
+                "timing_s/step": 2.0,
+            },
+        )
+    progress.step_started = time.monotonic() - 4.0
+    progress.open_phases.append(("gen", time.monotonic() - 3.0))
+    progress.took("data", 1.0)
+    progress.in_flight = lambda: {"sampling": 12, "tool": 3, "grading": 0}
+    progress.sampled([[trajectory(0, 0.0), trajectory(1, 1.0)], [trajectory(2, error="gone")]])
+    text = drawn(progress, "[saved] step 3")
+    for part in ("rl tiny", "3/10", "eta 0:14", "gen 0:03   of this step: gen 75 % · data 25 %", "1.000    ▁▅█"):
         assert part in text
+    for part in ("-1.0000  █▅▁", "30       ▁▅█", "0.250", "0.125", "[saved] step 3", "12 sampling, 3 tool"):
+        assert part in text
+    assert "│ step         3/10   eta 0:14   elapsed 0:00" in text
+    assert "good sample  1 · #### 8" in text
+    assert "bad sample   0 · #### 8" in text
+
+
+def test_what_a_model_says_cannot_drive_the_terminal() -> None:
+    hostile = "\x1b[2J\x1b]0;owned\x07\x9b31m \u202egnissim [bold]x[/bold]\nnext\ttab"
+    progress = Progress(f"rl {hostile}", 2)
+    progress.update(1, {"timing_s/step": 1.0, f"val-core/{hostile}": 1.0})
+    episode = trajectory(0, 1.0)
+    episode.messages = [*episode.messages[:1], {"role": "assistant", "content": hostile}]
+    progress.sampled([[episode]])
+    text = drawn(progress, f"note {hostile}")
+    for bad in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\u202e"):
+        assert bad not in text
+    assert r"\x1b[2J\x1b]0;owned\x07\x9b31m \u202egnissim [bold]x[/bold]" in text
+
+
+def test_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("rl tiny", 10)
+    progress.sampled([[trajectory(0, 1.0)]])
+    progress.update(1, {"timing_s/step": 1.0, "critic/score/mean": 0.5})
+    assert all(
+        len(line) <= 42 for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn(progress, width=40)).splitlines()
+    )
+
+
+@pytest.mark.parametrize("mode", ["plain", "json", "quiet"])
+def test_modes(mode: Mode, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(None, "t", 4, ["console"], console=mode) as tracker:
+        tracker.note("hello \x1b[31m")
+        tracker.note("warning: careful")
+        with tracker.phase("gen"):
+            pass
+        tracker.log(1, {"critic/score/mean": 0.5, "x": math.nan})
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "\x1b" not in err
+    lines = err.splitlines()
+    if mode == "quiet":
+        assert lines == ["warning: careful"]
+    elif mode == "json":
+        first, second, step = map(json.loads, lines)
+        assert (first["note"], second["note"]) == ("hello \x1b[31m", "warning: careful")
+        assert (step["step"], step["total_steps"], step["critic/score/mean"], step["x"]) == (1, 4, 0.5, "nan")
+        assert "timing_s/gen" in step
+    else:
+        assert lines[0] == r"hello \x1b[31m"
+        assert lines[2].startswith("step 1/4  reward 0.500")
+
+
+def test_gpus_in_a_few_words() -> None:
+    assert describe("1024, 81920, 97\n2048, 81920, 3\n") == "1.0/80 GiB 97 %   2.0/80 GiB 3 %"
+    assert describe("1024, 81920, 50\n" * 7 + "2048, 81920, 100\n") == "8 GPUs: 1.0 to 2.0 of 80 GiB, 50 to 100 %"
+    assert describe("1024, 81920, [N/A]\n") == "1.0/80 GiB"
+    assert describe("") == ""
 
 
 def test_eta_leaves_out_the_start() -> None:
@@ -117,10 +199,10 @@ def test_eta_leaves_out_the_start() -> None:
 
 
 def test_sparkline_and_clock() -> None:
-    assert sparkline(deque([0.0, 1.0])) == "▁█"
-    assert sparkline(deque([2.0, 2.0])) == "▁▁"
-    assert sparkline(deque([0.0, math.nan, 1.0])) == "▁ █"
-    assert sparkline(deque([math.inf])) == ""
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([0.0, math.nan, 1.0]) == "▁ █"
+    assert sparkline([math.inf]) == ""
     assert [clock(s) for s in (0, 61, 3661)] == ["0:00", "1:01", "1:01:01"]
 
 

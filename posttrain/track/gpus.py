@@ -1,0 +1,66 @@
+"""Memory and use of this machine's GPUs, asked of `nvidia-smi` now and then by a thread."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import threading
+from collections.abc import Sequence
+
+_EVERY_S = 5.0
+_DEADLINE_S = 10.0
+_MOST = 4
+"""GPUs with a text of their own; of more the range is told."""
+
+
+class Gpus:
+    """``text`` is what they do; empty where there is none, or `nvidia-smi` does not answer."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._ended = threading.Event()
+        self._program = shutil.which("nvidia-smi")
+        if self._program is not None:
+            threading.Thread(target=self._watch, name="gpus", daemon=True).start()
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        query = ["--query-gpu=memory.used,memory.total,utilization.gpu", "--format=csv,noheader,nounits"]
+        while True:
+            try:
+                command = [str(self._program), *query]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
+                self.text = describe(done.stdout)
+            except (OSError, subprocess.SubprocessError, ValueError):
+                self.text = ""  # a driver that does not answer is not this thread's to report
+            if self._ended.wait(_EVERY_S):
+                return
+
+
+def describe(lines: str) -> str:
+    """The answer of `nvidia-smi` (MiB used, MiB in all, per cent busy; a line a GPU) in a few words."""
+    gpus = [[_number(part) for part in line.split(",")] for line in lines.splitlines() if line.strip()]
+    if not gpus:
+        return ""
+    if len(gpus) <= _MOST:
+        return "   ".join(f"{used / 1024:.1f}/{total / 1024:.0f} GiB{_percent(busy)}" for used, total, busy in gpus)
+    used, busy = ([gpu[i] for gpu in gpus] for i in (0, 2))
+    memory = _range([u / 1024 for u in used], ".1f")
+    return f"{len(gpus)} GPUs: {memory} of {gpus[0][1] / 1024:.0f} GiB, {_range(busy, '.0f')} %"
+
+
+def _number(text: str) -> float:
+    """A part of a GPU has no use of its own: `[N/A]`."""
+    return math.nan if "N/A" in text else float(text)
+
+
+def _percent(busy: float) -> str:
+    return "" if math.isnan(busy) else f" {busy:.0f} %"
+
+
+def _range(values: Sequence[float], style: str) -> str:
+    low, high = f"{min(values):{style}}", f"{max(values):{style}}"
+    return low if low == high else f"{low} to {high}"
