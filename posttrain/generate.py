@@ -87,8 +87,9 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
     env = build_environment(cfg, source, tokenizer)
     with StopSignal() as stop, Tracker(None, f"generate {cfg.run.name}", count, cfg.run.logger) as tracker:
         if cfg.run.overwrite or not (parts_folder(out) / MANIFEST).exists():
-            for prompt in stream_prompts(data, cfg.generate.limit):
-                check_prompts([prompt], env, str(data))
+            with tracker.phase("start"):
+                for prompt in stream_prompts(data, cfg.generate.limit):
+                    check_prompts([prompt], env, str(data))
         parts = _open_parts(out, manifest, count, overwrite=cfg.run.overwrite)
         try:
             for note in parts.notes:

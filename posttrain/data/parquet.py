@@ -221,20 +221,22 @@ def append_columns(
     start = 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with pq.ParquetWriter(temporary, whole) as writer:
-            for batch in file.iter_batches(min(rows_at_once, _BATCH), columns=[field.name for field in kept]):
-                stop = min(count, start + batch.num_rows)
-                if start == stop:
-                    break
-                old, new = pa.Table.from_batches([batch]).slice(0, stop - start), columns(start, stop)
-                writer.write_table(pa.table([*old.columns, *new.columns], schema=whole))
-                start = stop
-        os.replace(temporary, target)
+        try:
+            with pq.ParquetWriter(temporary, whole) as writer:
+                for batch in file.iter_batches(min(rows_at_once, _BATCH), columns=[field.name for field in kept]):
+                    stop = min(count, start + batch.num_rows)
+                    if start == stop:
+                        break
+                    old, new = pa.Table.from_batches([batch]).slice(0, stop - start), columns(start, stop)
+                    writer.write_table(pa.table([*old.columns, *new.columns], schema=whole))
+                    start = stop
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{target}: cannot be written: {error}", hint="choose another output folder") from error
     finally:
         file.close()
-        temporary.unlink(missing_ok=True)
 
 
 def write_table(path: Path, table: pa.Table, **options: Any) -> None:

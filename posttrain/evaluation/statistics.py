@@ -30,7 +30,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n = {n}, c = {c}, k = {k}")
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+    subsets = math.comb(n, k)
+    return (subsets - math.comb(n - c, k)) / subsets  # in whole numbers up to here, so that pass@1 is c / n
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
