@@ -29,7 +29,8 @@ DEADLINE_S = 1800.0
 
 def prepare(folder: Path, prompts: int, steps: int) -> None:
     """A file with so many prompts, and a model that answers some of them."""
-    run = functools.partial(subprocess.run, check=True, stdout=subprocess.DEVNULL)
+    log = (folder / "log.txt").open("ab")
+    run = functools.partial(subprocess.run, check=True, stdout=log, stderr=log)
     data = folder / "data"
     run([*POSTTRAIN, "prep", "arith", "--out", str(data), "--train-rows", "400", "--test-rows", "400"])
     table = pq.read_table(data / "test.parquet")
