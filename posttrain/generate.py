@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -241,6 +242,8 @@ class Recorder:
         self._failed = 0
         self._writing: asyncio.Task[None] | None = None
         self._began = self._last = time.monotonic()
+        self._rate: deque[tuple[float, float]] = deque(maxlen=20)
+        """Tokens and seconds of the last parts: rows come in waves."""
 
     async def __aenter__(self) -> Self:
         self._tracker.log(int(self._parts.done.sum()), {})  # the start is no part of the speed
@@ -282,6 +285,7 @@ class Recorder:
         episodes = [t for _, group in rows for t in group]
         self._failed += sum(t.error is not None for t in episodes)
         sampled = float(sum(np.count_nonzero(t.loss_mask) for t in episodes))
+        self._rate.append((sampled, seconds))
         self._tracker.log(
             int(self._parts.done.sum()),
             {
@@ -290,7 +294,7 @@ class Recorder:
                 "num_turns/mean": sum(t.turns for t in episodes) / len(episodes),
                 "rollout/failed": float(self._failed),
                 "perf/total_num_tokens": sampled,
-                "perf/throughput": sampled / max(seconds, 1e-9),
+                "perf/throughput": sum(tokens for tokens, _ in self._rate) / max(1e-9, sum(s for _, s in self._rate)),
             },
         )
 
