@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from posttrain.evaluation.statistics import majority
 from posttrain.rollout.source import TrajectorySource
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def episode_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
 
 def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int) -> dict[str, float]:
     """Of validation episodes, by data source: ``val-core/<source>/acc/mean@n``, and for n > 1 ``best@n``, whether any
-    episode of a prompt is correct, and ``maj@n``, whether the answer is that most of its episodes give."""
+    episode of a prompt is correct, and ``maj@n``, whether the answer is that most of its episodes give. Means over
+    prompts, as in `posttrain eval`."""
     by_source: dict[str, list[list[Trajectory]]] = {}
     for group in groups:
         played = [t for t in group if t.error is None]
@@ -75,20 +76,12 @@ def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int) -> dict[str
     metrics = {}
     for name, of_source in by_source.items():
         key = f"val-core/{name}/acc"
-        metrics[f"{key}/mean@{n}"] = float(np.mean([t.correct for group in of_source for t in group]))
+        metrics[f"{key}/mean@{n}"] = float(np.mean([_share(group, lambda t: t.correct) for group in of_source]))
         if n > 1:
             metrics[f"{key}/best@{n}"] = float(np.mean([any(t.correct for t in group) for group in of_source]))
-            metrics[f"{key}/maj@{n}"] = float(np.mean([majority(group) for group in of_source]))
+            votes = [majority([t.extracted for t in group], [t.correct for t in group]) for group in of_source]
+            metrics[f"{key}/maj@{n}"] = float(np.mean(votes))
     return metrics
-
-
-def majority(group: Sequence[Trajectory]) -> float:
-    """Whether the answer that most of these episodes give is correct: the share of correct ones, where several are
-    given equally often. An episode without an answer has no vote."""
-    votes = Counter(t.extracted for t in group if t.extracted is not None)
-    right = {t.extracted: t.correct for t in group}
-    winners = [answer for answer, count in votes.items() if count == max(votes.values())]
-    return float(np.mean([right[answer] for answer in winners])) if winners else 0.0
 
 
 def _share(episodes: Sequence[Trajectory], test: Callable[[Trajectory], bool]) -> float:

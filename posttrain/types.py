@@ -80,6 +80,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     """0: no limit."""
+    seed: int | None = None
+    """In [0, 2^31): of this request alone, for engines that can (docs/evaluate.md). None: of the engine's stream."""
 
     @property
     def truncated(self) -> bool:
@@ -95,9 +97,9 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
 
-    def params(self, max_new_tokens: int) -> SamplingParams:
+    def params(self, max_new_tokens: int, seed: int | None = None) -> SamplingParams:
         """For a continuation of so many tokens at most."""
-        return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k)
+        return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, seed)
 
 
 ON_POLICY = Sampling()

@@ -55,16 +55,48 @@ def generate(
 
 
 def evaluate(
-    file: Annotated[Path | None, typer.Argument(help="Responses parquet; default: the newest one under runs/.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="Responses parquet; default: the newest one under runs/, or what is sampled.")
+    ] = None,
     pass_at: Annotated[str, typer.Option("--pass-at", help="k of pass@k, separated by commas.")] = "1",
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", metavar="A B", help="Compare two responses files on the problems that both have."),
+    ] = None,
+    failures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write each response that is not right, as .md, .jsonl or .parquet; - shows them."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
     examine: ExamineOption = None,
+    preset: PresetOption = None,
     set_: SetOption = None,
+    name: NameOption = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Sample from this model first (model.path), and grade that.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Parquet of prompts to sample (generate.data).")] = None,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Responses per prompt to sample (rollout.n).")] = None,
+    temperature: Annotated[float | None, typer.Option(help="rollout.temperature")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (generate.limit).")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="An OpenAI-compatible server that samples (generate.endpoint.url).")
+    ] = None,
+    tools: ToolsOption = None,
+    seed: SeedOption = None,
+    overwrite: OverwriteOption = False,
     plugin: PluginOption = None,
 ) -> None:
-    """Grade responses: pass@k by data source."""
+    """Grade responses: pass@k, mean@N, best@N and maj@N by data source and level, with intervals.
+
+    With --preset, --model or --data, responses are sampled first, as `posttrain generate` does it; what an earlier
+    command of the same settings has sampled is taken as it is.
+    """
     from posttrain import evaluate
+    from posttrain.evaluation.responses import newest_responses
     from posttrain.presets import resolve
     from posttrain.registry import load_plugins
 
@@ -72,10 +104,36 @@ def evaluate(
         ks = [int(k) for k in pass_at.split(",")]
     except ValueError:
         raise ConfigError(f"--pass-at {pass_at!r} is not a list of whole numbers", hint="--pass-at 1,5") from None
-    flags = {"eval.pass_at": ks, "plugins": plugin, "reward.examine": examine}
-    resolved = resolve("eval", sets=set_ or [], flags=flags)
-    load_plugins(resolved.config.plugins)
-    if file is None:
-        file = evaluate.newest_responses()
-        typer.echo(f"evaluating {file}", err=True)
-    evaluate.run(file, resolved.config, as_json, out)
+    flags = {"eval.pass_at": ks, "plugins": plugin, "reward.examine": examine, "run.seed": seed}
+    sampling = {
+        "run.name": name, "run.overwrite": overwrite or None, "model.path": model, "generate.data": data,
+        "generate.limit": limit, "generate.endpoint.url": endpoint, "rollout.n": n, "rollout.temperature": temperature,
+        "rollout.tools": tools_of(tools),
+    }  # fmt: skip
+    if preset is None and model is None and data is None:
+        given = [key for key, value in sampling.items() if value is not None]
+        if given:
+            raise ConfigError(f"{given[0]} is given, and nothing is sampled", hint="give --model, --data or --preset")
+        resolved = resolve("eval", sets=set_ or [], flags=flags)
+        load_plugins(resolved.config.plugins)
+        if compare is not None:
+            _refuse(file is not None or failures is not None, "--compare takes its two files and no other")
+            evaluate.run_comparison(*compare, resolved.config, as_json, out)
+            return
+        if file is None:
+            file = newest_responses()
+            typer.echo(f"evaluating {file}", err=True)
+    else:
+        _refuse(file is not None or compare is not None, "a file is given, and --preset, --model or --data")
+        resolved = resolve_for("generate", preset, set_, flags | sampling)
+        if name is None and not any(text.partition("=")[0].strip() == "run.name" for text in set_ or []):
+            cfg = resolved.config
+            sampling["run.name"] = evaluate.run_name(cfg.model.path, cfg.generate.data)
+            resolved = resolve("generate", preset, set_ or [], flags | sampling)
+        file = evaluate.sample(resolved)
+    evaluate.run(file, resolved.config, as_json, out, failures)
+
+
+def _refuse(found: bool, message: str) -> None:
+    if found:
+        raise ConfigError(message, hint="give one or the other")

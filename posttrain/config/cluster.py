@@ -105,3 +105,5 @@ class EvalConfig(Section):
 
     pass_at: list[PositiveInt] = [1]
     """k of pass@k (unbiased estimator of Chen et al. 2021, arXiv:2107.03374)."""
+    resamples: Annotated[int, Field(ge=0)] = 1000
+    """Of the bootstrap over problems, which gives each score a 95 % interval, from `run.seed`; 0: no intervals."""

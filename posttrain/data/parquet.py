@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -41,6 +41,7 @@ __all__ = [
     "read_typed",
     "refuse_images",
     "sft_row",
+    "stream_prompts",
     "tools_text",
     "write_rows",
     "write_table",
@@ -186,22 +187,56 @@ def _has_empty_struct(kind: pa.DataType) -> bool:
     return any(_has_empty_struct(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def append_columns(source: str | Path, target: str | Path, columns: dict[str, list[Any]]) -> None:
-    """Write the first rows of ``source``, as many as the new columns are long, with these columns added or replaced.
+def append_columns(
+    source: str | Path,
+    target: Path,
+    count: int,
+    columns: Callable[[int, int], pa.Table],
+    schema: pa.Schema,
+    *,
+    rows_at_once: int = _BATCH,
+    metadata: Mapping[bytes, bytes] | None = None,
+) -> None:
+    """Write the first ``count`` rows of ``source`` with columns added or replaced, some rows at a time: the file is
+    there whole or not at all.
+
+    Args:
+        columns: gives the new columns of the rows from ``start`` up to ``stop``.
+        schema: of the new columns.
+        rows_at_once: at most.
+        metadata: more of it, for the whole file.
 
     Raises:
-        DataError: ``target`` cannot be written; nothing is left there then.
+        DataError: ``source`` cannot be read or ``target`` not be written; nothing is left there then.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    count = len(next(iter(columns.values())))
-    table = pq.read_table(source).slice(0, count)
-    for name, values in columns.items():
-        if name in table.column_names:
-            table = table.drop_columns([name])
-        table = table.append_column(name, pa.array(values))
-    write_table(Path(target), table)
+    file = open_parquet(source, ())
+    kept = [field for field in file.schema_arrow if field.name not in schema.names]
+    whole = pa.schema([*kept, *schema], {**(file.schema_arrow.metadata or {}), **(metadata or {})})
+    # pandas' own account of the columns would be of the old ones.
+    whole = whole.with_metadata({key: value for key, value in whole.metadata.items() if key != b"pandas"})
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    start = 0
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with pq.ParquetWriter(temporary, whole) as writer:
+                for batch in file.iter_batches(min(rows_at_once, _BATCH), columns=[field.name for field in kept]):
+                    stop = min(count, start + batch.num_rows)
+                    if start == stop:
+                        break
+                    old, new = pa.Table.from_batches([batch]).slice(0, stop - start), columns(start, stop)
+                    writer.write_table(pa.table([*old.columns, *new.columns], schema=whole))
+                    start = stop
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{target}: cannot be written: {error}", hint="choose another output folder") from error
+    finally:
+        file.close()
 
 
 def write_table(path: Path, table: pa.Table, **options: Any) -> None:
@@ -235,7 +270,12 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     Raises:
         DataError: naming file, row and column, when the file is missing, unreadable, empty or of another schema.
     """
-    return [parse_prompt(raw, path, index) for index, raw in read_rows(path, *_RLHF, limit=limit)]
+    return list(stream_prompts(path, limit))
+
+
+def stream_prompts(path: str | Path, limit: int | None = None) -> Iterator[Prompt]:
+    """As ``read_prompts``, one after the other."""
+    return (parse_prompt(raw, path, index) for index, raw in read_rows(path, *_RLHF, limit=limit))
 
 
 def read_conversations(path: str | Path, limit: int | None = None) -> list[Conversation]:

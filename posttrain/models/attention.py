@@ -259,27 +259,41 @@ def _paged(
     )
     q = query.squeeze(0).transpose(0, 1)
     cu_q, cu_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-    longest_q, longest_k = kwargs["max_seqlen_q"], kwargs["max_seqlen_k"]
     if _half_on_gpu(q):
+        longest_q, longest_k = kwargs["max_seqlen_q"], kwargs["max_seqlen_k"]
         return _varlen(q, k, v, cu_q.int(), cu_k.int(), longest_q, longest_k, scaling).unsqueeze(0)
-    length_q, length_k = cu_q.diff(), cu_k.diff()
-    column_q = torch.arange(longest_q, device=q.device)
-    column_k = torch.arange(longest_k, device=q.device)
-    slots_k = (cu_k[:-1, None] + column_k).clamp_(max=len(k) - 1)
-    padded_k, padded_v = k[slots_k].transpose(1, 2), v[slots_k].transpose(1, 2)
-    if longest_q == 1:
-        padded_q = q[:, :, None]
-        mask = (column_k < length_k[:, None])[:, None, None]
-    else:
-        slots_q = (cu_q[:-1, None] + column_q).clamp_(max=len(q) - 1)
-        padded_q = q[slots_q].transpose(1, 2)
-        # A request's queries are its last tokens: query i sees keys up to i + (keys - queries).
-        last = column_q[None, :] + (length_k - length_q)[:, None]
-        mask = (column_k[None, None, :] <= last[:, :, None])[:, None]
-    out = F.scaled_dot_product_attention(padded_q, padded_k, padded_v, attn_mask=mask, scale=scaling, enable_gqa=True)
-    if longest_q == 1:
-        return out[:, :, 0].unsqueeze(0)
-    return out.transpose(1, 2)[column_q < length_q[:, None]].unsqueeze(0)
+    # Padded together, all requests would cost as much as the longest, and each token that is sampled as much as the
+    # prompt of a request that is new in this step.
+    kinds = 2 * (cu_k.diff().log2().ceil().to(torch.int32)) + (cu_q.diff() > 1)
+    distinct = torch.unique(kinds).tolist()
+    if len(distinct) == 1:
+        return _paged_padded(q, k, v, cu_q, cu_k, slice(None), scaling)[0].unsqueeze(0)
+    out = torch.empty_like(q)
+    for kind in distinct:
+        part, tokens = _paged_padded(q, k, v, cu_q, cu_k, (kinds == kind).nonzero().flatten(), scaling)
+        out[tokens] = part
+    return out.unsqueeze(0)
+
+
+def _paged_padded(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, requests: Tensor | slice, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of some requests, padded to the longest of them: out [n, H, D], and which of the T tokens these are."""
+    start_q, start_k = cu_q[:-1][requests], cu_k[:-1][requests]
+    length_q, length_k = cu_q.diff()[requests], cu_k.diff()[requests]
+    column_q = torch.arange(int(length_q.max()), device=q.device)
+    column_k = torch.arange(int(length_k.max()), device=q.device)
+    slots_k = (start_k[:, None] + column_k).clamp_(max=len(k) - 1)
+    slots_q = (start_q[:, None] + column_q).clamp_(max=len(q) - 1)
+    # A request's queries are its last tokens: query i sees keys up to i + (keys - queries).
+    last = column_q[None, :] + (length_k - length_q)[:, None]
+    mask = (column_k[None, None, :] <= last[:, :, None])[:, None]
+    out = F.scaled_dot_product_attention(
+        q[slots_q].transpose(1, 2), k[slots_k].transpose(1, 2), v[slots_k].transpose(1, 2),
+        attn_mask=mask, scale=scaling, enable_gqa=True,
+    )  # fmt: skip
+    real = column_q < length_q[:, None]
+    return out.transpose(1, 2)[real], slots_q[real]
 
 
 def _varlen(

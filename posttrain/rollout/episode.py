@@ -17,6 +17,7 @@ from posttrain.config import RolloutConfig
 from posttrain.data.chat import ChatDeltas, decode, render_prompt
 from posttrain.errors import PosttrainError, RunError
 from posttrain.rollout.record import Record
+from posttrain.rollout.seeds import seed_of
 from posttrain.tools.base import Tool, ToolResult, cut
 from posttrain.tools.formats import ParsedCall, ToolParser
 from posttrain.types import ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
@@ -28,9 +29,20 @@ if TYPE_CHECKING:
     from posttrain.rollout.interaction import Interaction, UserTurn
 
 EpisodeState = Literal["pending", "running", "tool_calling", "completed", "failed"]
+
+
 """Not begun; the model writes, or is about to; tools or the simulated user are at work; ended; ended with an error."""
 
 T = TypeVar("T")
+
+
+def in_flight(states: Sequence[EpisodeState]) -> dict[str, int]:
+    """How many episodes are where, in the words of the panel."""
+    return {
+        "sampling": states.count("running"),
+        "tool": states.count("tool_calling"),
+        "waiting": states.count("pending"),
+    }
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class Episode:
 
     Args:
         prompt_ids: ``env.prompt_ids(prompt)``, for a caller that plays a prompt several times; None: rendered here.
+        seed: of the episode; None: turns are sampled from the engine's stream.
     """
 
     def __init__(
@@ -72,8 +85,9 @@ class Episode:
         sampling: Sampling = ON_POLICY,
         *,
         prompt_ids: Sequence[int] | None = None,
+        seed: int | None = None,
     ) -> None:
-        self.prompt, self.env, self.sampling = prompt, env, sampling
+        self.prompt, self.env, self.sampling, self.seed = prompt, env, sampling, seed
         self.state: EpisodeState = "pending"
         self.record = Record(env.prompt_ids(prompt) if prompt_ids is None else prompt_ids)
         self.prompt_length = len(self.record)
@@ -198,7 +212,8 @@ class Episode:
     async def _assistant_turn(self, sampler: Generator) -> StopReason | None:
         ids: list[int] = []
         while True:
-            sample = await sampler.generate(self.record.ids, self.sampling.params(self.tokens_left))
+            seed = None if self.seed is None else seed_of(self.seed, len(self.record))
+            sample = await sampler.generate(self.record.ids, self.sampling.params(self.tokens_left, seed))
             self.record.sampled(sample)
             ids += sample.ids
             if sample.finish_reason != "abort" or self.tokens_left == 0:

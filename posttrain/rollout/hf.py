@@ -22,6 +22,7 @@ from posttrain.models.load import load_model
 from posttrain.models.logprobs import token_logprobs
 from posttrain.rollout.base import EngineSpec
 from posttrain.rollout.gate import WeightGate
+from posttrain.rollout.hf_sampling import SeededSampling
 from posttrain.types import FinishReason, Ids, Sample, SamplingParams
 
 BLOCK = 32
@@ -57,6 +58,7 @@ class HFSampler:
         self.gate = WeightGate("the embedded engine", self.shapes, self._abort_all)
         self.request_ids = itertools.count()
         self.futures: dict[str, asyncio.Future[Any]] = {}
+        self.seeded = SeededSampling()
         self.manager: Any = None
         self.loading = asyncio.Lock()
         # Every restart of the manager collects garbage several times. What has been imported and loaded by now stays
@@ -103,6 +105,7 @@ class HFSampler:
         self.manager = self.model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=batching
         )
+        self.seeded.attach(self.manager)
         self.manager.start()
 
     def _share_of_free(self) -> float:
@@ -158,6 +161,8 @@ class HFSampler:
                 future.set_result(output)
 
         self.manager.register_result_handler(request_id, deliver)
+        if params.seed is not None:
+            self.seeded.seeds[request_id] = params.seed
         accepted = self.manager.add_request(
             np.asarray(prompt_ids).tolist(),
             request_id=request_id,
@@ -167,6 +172,7 @@ class HFSampler:
             **self._truncation(params),
         )
         if accepted is None:
+            self.seeded.seeds.pop(request_id, None)
             raise WorkerError(f"the embedded engine has stopped: {self.manager.background_thread_status.fatal_error}")
         self.futures[request_id] = future
         try:
@@ -176,6 +182,7 @@ class HFSampler:
             raise
         finally:
             del self.futures[request_id]
+            self.seeded.seeds.pop(request_id, None)
         if output is not None and output.error is not None:
             raise WorkerError(f"the embedded engine failed: {output.error}")
         return output

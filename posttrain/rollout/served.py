@@ -87,6 +87,8 @@ class ServedSampler:
         }
         if params.top_k:
             body["top_k"] = params.top_k
+        if params.seed is not None:
+            body["seed"] = params.seed
         try:
             response = await self._endpoint.post(body)
             [choice] = response.json()["choices"]

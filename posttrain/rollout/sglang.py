@@ -85,8 +85,8 @@ class SGLangEngine:
             "stop_token_ids": self.spec.stop_token_ids,
         }
         async with self.gate.request() as version:
-            if self.spec.exact:
-                sampling["sampling_seed"] = self._seed(version)
+            if self.spec.exact:  # only then does SGLang look at seeds
+                sampling["sampling_seed"] = self._seed(version) if params.seed is None else params.seed
             output = await self._run(prompt_ids, sampling, return_logprob=True)
         meta = output["meta_info"]
         ids = list(output.get("output_ids") or [])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.rewards.compose import Rewarder
-from posttrain.rollout.episode import Environment, Episode, EpisodeState
+from posttrain.rollout.episode import Environment, Episode, EpisodeState, in_flight
 from posttrain.types import ON_POLICY, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
@@ -117,12 +117,7 @@ class TrajectorySource:
     def in_flight(self) -> dict[str, int]:
         """State -> episodes that are in it just now. Safe to ask from another thread."""
         states = [state for group in list(self._playing) for state in group.states]
-        return {
-            "sampling": states.count("running"),
-            "tool": states.count("tool_calling"),
-            "grading": self._grading,
-            "waiting": states.count("pending"),
-        }
+        return in_flight(states) | {"grading": self._grading}
 
     async def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling = ON_POLICY) -> list[list[Trajectory]]:
         """``n`` graded episodes of each prompt, in prompt order. Failed episodes are among them, with ``error`` set."""

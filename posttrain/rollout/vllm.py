@@ -95,6 +95,7 @@ class VLLMEngine:
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=params.top_k,
+                seed=params.seed,
                 stop_token_ids=self.spec.stop_token_ids,
                 logprobs=0,  # of the sampled token alone
             )

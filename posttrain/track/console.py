@@ -43,8 +43,8 @@ class Progress:
     title: str
     total_steps: int | None
     step: int = 0
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
-    """Duration of the last steps."""
+    seconds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))
+    """Of the last reports: steps since the one before, and seconds."""
     shown: dict[str, str] = field(default_factory=dict)
     """Label -> text of the newest value."""
     curves: dict[str, deque[float]] = field(default_factory=dict)
@@ -62,11 +62,13 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a finished step."""
+        # A run that goes on has not done the steps before its first.
+        steps = max(0, step - self.step) if self.seconds else min(step, 1)
         self.step = step
         self.step_started = time.monotonic()
         self.spent.clear()
         # Starting the workers happens once and says nothing about the steps to come.
-        self.seconds.append(float(metrics["timing_s/step"]) - float(metrics.get("timing_s/start", 0.0)))
+        self.seconds.append((steps, float(metrics["timing_s/step"]) - float(metrics.get("timing_s/start", 0.0))))
         for label, names, style in COLUMNS:
             name = next((name for name in names if name in metrics), None)
             if name is not None:
@@ -100,10 +102,11 @@ class Progress:
     @property
     def eta(self) -> str:
         """Time left by the mean of the last steps; empty while nothing is known."""
-        if not self.seconds or self.total_steps is None:
+        steps = sum(count for count, _ in self.seconds)
+        if not steps or self.total_steps is None:
             return ""
-        left = max(self.total_steps - self.step, 0) * sum(self.seconds) / len(self.seconds)
-        return clock(left)
+        seconds = sum(seconds for _, seconds in self.seconds)
+        return clock(max(self.total_steps - self.step, 0) * seconds / steps)
 
     @property
     def counter(self) -> str:

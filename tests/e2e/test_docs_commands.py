@@ -70,6 +70,12 @@ HERE: dict[str, list[str]] = {
     "posttrain generate --preset tiny-generate --set 'plugins=[\"examples/my_task.py\"]' --tools larger "
     "--data data/larger/test.parquet --name larger": FEW,
     "posttrain eval --plugin examples/my_task.py --pass-at 1,5": [],
+    "posttrain generate --preset tiny-arith-generate --model run:tiny-arith --n 5": [*FRESH, *FEW, "--name", "before"],
+    "posttrain eval --pass-at 1,5 --failures failures.md": [],
+    "posttrain eval --preset tiny-arith-generate --model run:tiny-arith --pass-at 1,5": [
+        *FRESH, *FEW, "--name", "after",
+    ],
+    "posttrain eval --compare runs/before/responses.parquet runs/after/responses.parquet": [],
     "posttrain merge-ckpt tiny-gsm8k --out merged-checked --check": [],
     "posttrain merge-ckpt tiny-gsm8k --out merged-half --dtype bfloat16 --max-shard-size 500MB --check": [],
 }  # fmt: skip

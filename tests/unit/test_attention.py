@@ -224,6 +224,30 @@ def test_top_p_and_top_k_are_of_each_request(folder):
         assert sample.logprobs == pytest.approx(expected[len(prompt) :], abs=1e-4)
 
 
+def test_a_request_with_a_seed_samples_the_same_in_any_company(folder):
+    """And with the probabilities that the trainer finds; requests without one go on as before."""
+    prompts = sequences([5, 31, 40, 7])
+    params = [SamplingParams(25, 0.8, seed=seed) for seed in (1, 2, 3, 3)]
+
+    async def together(engine):
+        unseeded = [engine.generate(prompts[0], SamplingParams(25)) for _ in range(6)]
+        seeded = [engine.generate(p, x) for p, x in zip(prompts, params, strict=True)]
+        found = await asyncio.gather(*unseeded, *seeded)
+        return found[:6], found[6:], engine.seeded.seeds
+
+    async def alone(engine):
+        return [await engine.generate(p, x) for p, x in reversed(list(zip(prompts, params, strict=True)))]
+
+    unseeded, seeded, left = with_engine(spec(folder, seed=5), together)
+    assert [s.ids for s in seeded] == [s.ids for s in reversed(with_engine(spec(folder, replica=3), alone))]
+    assert len({tuple(s.ids) for s in unseeded}) == 6
+    assert not left
+    whole = [[*prompt, *sample.ids] for prompt, sample in zip(prompts, seeded, strict=True)]
+    expected = trainer_logprobs(folder, whole, 0.8)
+    for prompt, sample, logprobs in zip(prompts, seeded, expected, strict=True):
+        assert sample.logprobs == pytest.approx(logprobs[len(prompt) :], abs=1e-4)
+
+
 def test_greedy_tokens_are_those_of_generate(folder):
     prompts = sequences([1, 31, 32, 33, 100])
     lengths = [40, 1, 33, 5, 12]

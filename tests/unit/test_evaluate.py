@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from posttrain.config import Config
 from posttrain.errors import ConfigError, DataError, RunError
-from posttrain.evaluate import evaluate, pass_at_k, run
+from posttrain.evaluate import evaluate, run
+from posttrain.evaluation.statistics import pass_at_k
 from posttrain.presets import resolve
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.types import Score

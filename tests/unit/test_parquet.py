@@ -229,7 +229,16 @@ def test_hints_name_the_command_that_makes_such_files(tmp_path):
 def test_appended_columns_go_with_the_first_rows(tmp_path):
     source, target = tmp_path / "s.parquet", tmp_path / "new" / "t.parquet"
     write_rows(source, [{"a": i, "b": i} for i in range(5)])
-    append_columns(source, target, {"b": ["x", "y", "z"], "c": [[1], [], [2, 3]]})
+    asked = []
+
+    def columns(start, stop):
+        asked.append((start, stop))
+        return pa.table({"b": ["x", "y", "z"][start:stop], "c": [[1], [], [2, 3]][start:stop]})
+
+    schema = pa.schema([("b", pa.string()), ("c", pa.list_(pa.int64()))])
+    append_columns(source, target, 3, columns, schema, rows_at_once=2, metadata={b"made": b"here"})
+    assert asked == [(0, 2), (2, 3)]
+    assert pq.read_schema(target).metadata[b"made"] == b"here"
     table = pq.read_table(target)
     assert table.to_pydict() == {"a": [0, 1, 2], "b": ["x", "y", "z"], "c": [[1], [], [2, 3]]}
     assert [p.name for p in target.parent.iterdir()] == ["t.parquet"]
@@ -245,5 +254,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
         with pytest.raises(DataError, match="cannot be written"):
             write_rows(path, [{"a": 1}])
         with pytest.raises(DataError, match="cannot be written"):
-            append_columns(tmp_path / "s.parquet", path, {"b": [2]})
+            append_columns(
+                tmp_path / "s.parquet", path, 1, lambda *_: pa.table({"b": [2]}), pa.schema([("b", pa.int64())])
+            )
     assert sorted(tmp_path.rglob("*")) == before

@@ -268,7 +268,8 @@ def test_columns_that_nobody_knows_are_kept(tmp_path) -> None:  # type: ignore[n
     assert [row.model_extra for row in read_typed(source, RlhfRow)] == [
         {"mine": {"deep": [i, None]}, "other": f"{i}"} for i in range(3)
     ]
-    append_columns(source, target, {"responses": [["a"], ["b"]]})
+    schema = pa.schema([("responses", pa.list_(pa.string()))])
+    append_columns(source, target, 2, lambda *_: pa.table({"responses": [["a"], ["b"]]}, schema=schema), schema)
     assert [(row.model_extra or {})["responses"] for row in read_typed(target, RlhfRow)] == [["a"], ["b"]]
     assert [(row.model_extra or {})["other"] for row in read_typed(target, RlhfRow)] == ["0", "1"]
 

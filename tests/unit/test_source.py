@@ -9,12 +9,13 @@ from pydantic import ValidationError
 
 from posttrain.config import AlgoConfig, Config, RewardConfig
 from posttrain.errors import ConfigError, RunError
+from posttrain.evaluation.statistics import majority
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.rewards.compose import Rewarder, overlong
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import greedy_rewards, validate
 from posttrain.rl_batch import fill_advantages, minibatches, pack, usable
-from posttrain.rl_metrics import majority, rollout_metrics, update_metrics
+from posttrain.rl_metrics import rollout_metrics, update_metrics
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.types import Sampling, Score
@@ -198,7 +199,7 @@ async def test_validation_counts_what_was_graded():
     groups, metrics = await validate(source(sampler), prompts(2), 2, Sampling(0.5))
     assert [[t.correct for t in g] for g in groups] == [[True, False], [False, True]]
     assert metrics == {
-        "val-core/openai/gsm8k/acc/mean@2": pytest.approx(2 / 3),
+        "val-core/openai/gsm8k/acc/mean@2": pytest.approx((1 / 2 + 1) / 2),  # of prompts, not of episodes
         "val-core/openai/gsm8k/acc/best@2": 1.0,
         "val-core/openai/gsm8k/acc/maj@2": pytest.approx((0.5 + 1.0) / 2),  # 8 and 9 once each; 8 alone
     }
@@ -343,7 +344,7 @@ async def test_minibatches_keep_groups_whole():
 async def test_the_answer_of_the_majority(answers, share):
     """- is an episode without an answer, which has no vote."""
     (group,) = await graded(*("no" if a == "-" else f"#### {a}" for a in answers), n=len(answers))
-    assert majority(group) == share
+    assert majority([t.extracted for t in group], [t.correct for t in group]) == share
 
 
 async def test_metrics_of_several_updates_are_their_means():

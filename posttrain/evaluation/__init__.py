@@ -1,0 +1,1 @@
+"""Scores of responses: statistics, grading, the report, comparisons. `posttrain.evaluate` is the command."""

@@ -1,0 +1,104 @@
+"""Grading the rows of a responses file: each response by the grader of its data source, or by `reward.function`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from posttrain.evaluation.responses import Row
+from posttrain.rewards.grade import GradeItem, GraderPool
+from posttrain.types import Score
+
+_AT_ONCE = 4096
+"""Responses that are graded together, about."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A row with its verdicts."""
+
+    row: Row
+    scores: list[Score | None]
+    """Of each response; None: its episode failed, there is nothing to grade. ``Score.error``: the grader failed."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What statistics need of a row. Small, since all are in memory."""
+
+    number: int
+    data_source: str
+    level: str | None
+    responses: int
+    right: tuple[bool, ...]
+    """Of the graded responses: those that failed, or whose grader did, count neither as right nor as wrong."""
+    answers: tuple[str | None, ...]
+    """That the grader found in these."""
+    grader_errors: int
+    generation_errors: int
+    by_index: str | None
+    by_prompt: str | None
+    truth: str
+
+    @property
+    def graded(self) -> int:
+        return len(self.right)
+
+    @property
+    def share(self) -> float:
+        """Of graded responses that are right. There is at least one."""
+        return sum(self.right) / len(self.right)
+
+
+def problem_of(graded: Graded) -> Problem:
+    row = graded.row
+    verdicts = [score for score in graded.scores if score is not None]
+    known = [score for score in verdicts if score.error is None]
+    return Problem(
+        number=row.number,
+        data_source=row.data_source,
+        level=row.level,
+        responses=len(row.responses),
+        right=tuple(score.correct for score in known),
+        answers=tuple(score.extracted for score in known),
+        grader_errors=len(verdicts) - len(known),
+        generation_errors=len(graded.scores) - len(verdicts),
+        by_index=row.by_index,
+        by_prompt=row.by_prompt,
+        truth=repr(row.ground_truth),
+    )
+
+
+def grade(rows: Iterable[Row], pool: GraderPool, seen: Callable[[Graded], None]) -> list[Problem]:
+    """Grade rows, some at a time.
+
+    Args:
+        seen: is given each row with its verdicts, in order.
+
+    Raises:
+        ConfigError: a data source has no grader.
+    """
+    return asyncio.run(_grade(iter(rows), pool, seen))
+
+
+async def _grade(rows: Iterator[Row], pool: GraderPool, seen: Callable[[Graded], None]) -> list[Problem]:
+    problems = []
+    while chunk := _chunk(rows):
+        items = [[_item(row, i) for i, error in enumerate(row.errors) if error is None] for row in chunk]
+        verdicts = iter(await pool.grade([item for of_row in items for item in of_row]))
+        for row in chunk:
+            graded = Graded(row, [next(verdicts) if error is None else None for error in row.errors])
+            seen(graded)
+            problems.append(problem_of(graded))
+    return problems
+
+
+def _chunk(rows: Iterator[Row]) -> Sequence[Row]:
+    first = next(rows, None)
+    return [] if first is None else [first, *islice(rows, max(1, _AT_ONCE // len(first.responses)) - 1)]
+
+
+def _item(row: Row, number: int) -> GradeItem:
+    return GradeItem(row.data_source, row.responses[number], row.ground_truth, row.extra_info)
