@@ -134,6 +134,11 @@ def test_readme_tables_name_every_command_and_preset() -> None:
         assert rows[preset.name] == runs, preset.name
 
 
+def test_the_index_names_every_page() -> None:
+    named = set(re.findall(r"\]\(([\w-]+\.md)", (REPO / "docs" / "README.md").read_text(encoding="utf-8")))
+    assert {page.name for page in PAGES} - named == {"README.md"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
