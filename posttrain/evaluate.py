@@ -24,6 +24,7 @@ from posttrain.evaluation.responses import read_responses
 from posttrain.rewards import grader_name
 from posttrain.rewards.custom import load_function
 from posttrain.rewards.grade import GraderPool
+from posttrain.track.text import printable
 
 if TYPE_CHECKING:
     from posttrain.presets import Resolved
@@ -170,7 +171,7 @@ def _grade(
                     continue
                 if shown < reward.examine:
                     shown += 1
-                    typer.echo(examined(graded, number, score), err=True)
+                    typer.echo(printable(examined(graded, number, score)), err=True)
                 if score.error is not None:
                     first_error = first_error or f"row {graded.row.number}: {score.error}"
             if sink is not None:
@@ -210,7 +211,7 @@ def _console() -> Any:
 
 
 def _page(file: Path) -> None:
-    text = file.read_text(encoding="utf-8")
+    text = printable(file.read_text(encoding="utf-8"))
     console = _console()
     if console.is_terminal:
         with console.pager():

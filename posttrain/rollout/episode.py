@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from posttrain.rollout.interaction import Interaction, UserTurn
 
 EpisodeState = Literal["pending", "running", "tool_calling", "completed", "failed"]
-
-
 """Not begun; the model writes, or is about to; tools or the simulated user are at work; ended; ended with an error."""
 
 T = TypeVar("T")

@@ -158,6 +158,7 @@ async def test_a_window_that_is_left_cancels_and_releases():
     prompts = iter([gsm8k_prompt(index=i) for i in range(10)])
     async with Window(SamplerPool([sampler]), environment(), ON_POLICY, prompts, n=2, most=4, seed=0) as window:
         assert await window.finished(0.02) == []
+        assert window.in_flight() == {"sampling": 4, "tool": 0, "waiting": 0}
         assert sampler.running == 4
     assert sampler.running == 0
 
