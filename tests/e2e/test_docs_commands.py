@@ -12,16 +12,10 @@ import re
 import shlex
 import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from posttrain.cli import app
-from posttrain.cluster.cluster import local_ray
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -148,17 +142,6 @@ def test_every_command_is_run_by_some_test() -> None:
             assert f"def {name}" in (REPO / "tests" / file).read_text(encoding="utf-8"), place
 
 
-def run(words: list[str], folder: Path) -> tuple[int, str]:
-    """Exit code, and what was said. Where nothing else is needed, in this process, whose Ray several runs share."""
-    if any("my_task" in word or "larger" in word for word in words):  # a plugin registers names for good
-        environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "posttrain", *words]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-        return done.returncode, done.stdout + done.stderr
-    result = CliRunner().invoke(app, words)
-    return result.exit_code, result.output + "".join(traceback.format_exception(result.exception))
-
-
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, test_data: Path) -> Path:
     """The folder in which the commands of ``HERE`` have run."""
@@ -168,13 +151,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory, test_data: Path) -> Path:
     (folder / "path" / "to").mkdir(parents=True)
     (folder / "path" / "to" / "gsm8k").symlink_to(test_data / "gsm8k")
     (folder / "config.json").write_text(json.dumps(QWEN2_7B))
-    with pytest.MonkeyPatch.context() as patch, local_ray():
-        patch.chdir(folder)
-        for command, shorter in HERE.items():
-            begin = time.monotonic()
-            code, output = run([*shlex.split(command)[1:], *shorter], folder)
-            print(f"{time.monotonic() - begin:.1f} s  {command}")
-            assert code == 0, f"{command}\n{output[-4000:]}"
+    # In a process of its own, because a plugin registers names for good.
+    commands = [[*shlex.split(command)[1:], *shorter] for command, shorter in HERE.items()]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    driver = [sys.executable, str(Path(__file__).with_name("run_commands.py")), str(folder)]
+    done = subprocess.run(
+        driver, input=json.dumps(commands), env=environment, capture_output=True, text=True, timeout=600
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return folder
 
 
