@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from posttrain.evaluation.failures import FailuresFile, examined
 from posttrain.evaluation.grading import Graded, Problem, grade
 from posttrain.evaluation.report import Report, make_report, print_report
 from posttrain.evaluation.responses import read_responses
+from posttrain.files import write_text
 from posttrain.rewards import grader_name
 from posttrain.rewards.custom import load_function
 from posttrain.rewards.grade import GraderPool
@@ -197,7 +197,11 @@ def _check_reward(reward: RewardConfig) -> None:
 def _print(found: dict[str, Any], as_json: bool, out: Path | None) -> None:
     line = json.dumps(found)
     if out is not None:
-        _write(out, line + "\n")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_text(out, line + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {out}: {error.strerror}", hint="choose another --out") from error
     if as_json:
         print(line)
 
@@ -218,15 +222,3 @@ def _page(file: Path) -> None:
             console.print(text, markup=False, highlight=False)
     else:
         print(text)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another --out") from error
-    finally:
-        temporary.unlink(missing_ok=True)

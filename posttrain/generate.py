@@ -23,6 +23,7 @@ from posttrain import __version__
 from posttrain.cluster.cluster import Cluster
 from posttrain.data.parquet import open_parquet, stream_prompts
 from posttrain.errors import DataError, Interrupted, RunError
+from posttrain.models.load import mark_of
 from posttrain.presets import Resolved, flatten_config
 from posttrain.registry import load_plugins
 from posttrain.responses import MANIFEST, ResponseParts, differences, manifest_in, manifest_of, parts_folder
@@ -121,10 +122,12 @@ def output_of(cfg: Config) -> Path:
 
 
 def settings_of(cfg: Config, source: ModelSource) -> dict[str, Any]:
-    """What rows depend on, by config key. Of the model: where it was found."""
+    """What rows depend on, by config key. Of the model: where it was found, and whether its files are the same."""
     flat = {key: value for key, value in flatten_config(cfg).items() if key.startswith(_SETTINGS)}
     flat = {key: value for key, value in flat.items() if key not in _NO_MATTER}
     flat["model.path"] = " + ".join([source.shards or source.path, *source.adapters])
+    if (mark := mark_of(source)) is not None and not cfg.generate.endpoint.url:
+        flat["model.files"] = mark
     if cfg.generate.endpoint.url:
         flat["generate.endpoint.model"] = cfg.generate.endpoint.model
     return flat

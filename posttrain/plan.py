@@ -110,6 +110,8 @@ def closing_line(cfg: Config, folder: Path) -> str | None:
         pairs = compared(cfg, folder, Asked())
     except UserError:
         return None  # without metrics, or of a model that plan does not know
+    except Exception as error:  # whatever it is: a run that has been trained does not fail for it
+        return f"warning: nothing was compared with the plan: {type(error).__name__}: {error}"
     if len(pairs) < 2:
         return None
     return "predicted / measured: " + ", ".join(pair.describe() for pair in pairs)

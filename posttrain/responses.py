@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ import numpy.typing as npt
 
 from posttrain.data.parquet import append_columns, write_table
 from posttrain.errors import ConfigError, DataError
+from posttrain.files import write_text
 from posttrain.lock import RunLock
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class ResponseParts:
             stray.unlink()
         file = self.folder / MANIFEST
         if not file.is_file():
-            _write_text(file, json.dumps(self.manifest, indent=1) + "\n")
+            write_text(file, json.dumps(self.manifest, indent=1) + "\n")
             return
         stored = json.loads(file.read_text(encoding="utf-8"))
         if lines := differences(stored, self.manifest):
@@ -250,9 +250,3 @@ class ResponseParts:
 def parts_folder(out: Path) -> Path:
     """Where the rows of ``out`` are until all are there."""
     return out.with_name(f"{out.name}.parts")
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

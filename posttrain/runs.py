@@ -31,6 +31,7 @@ from typing import Any, Literal, Self
 
 from posttrain import __version__
 from posttrain.errors import ConfigError
+from posttrain.files import write_text
 from posttrain.lock import RunLock
 from posttrain.presets import Resolved, dump_toml
 from posttrain.registry import nearest
@@ -117,7 +118,7 @@ class RunDir:
     def finish(self, status: Status) -> None:
         """Record how the run ended. After ``finished`` it cannot be resumed."""
         state = _read_state(self.path)
-        _write_text(self.path / "run.json", _json(state | {"status": status, "ended": _now()}))
+        write_text(self.path / "run.json", _json(state | {"status": status, "ended": _now()}))
         if self._lock is not None:
             self._lock.release()
 
@@ -249,9 +250,9 @@ def _create(path: Path, resolved: Resolved, versions: Mapping[str, str], *, repl
 
 
 def _write_files(path: Path, resolved: Resolved, state: dict[str, Any]) -> None:
-    _write_text(path / "config.toml", dump_toml(resolved.config))
-    _write_text(path / "provenance.json", _json(resolved.provenance))
-    _write_text(path / "run.json", _json(state))
+    write_text(path / "config.toml", dump_toml(resolved.config))
+    write_text(path / "provenance.json", _json(resolved.provenance))
+    write_text(path / "run.json", _json(state))
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -330,12 +331,3 @@ def _now() -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -24,8 +24,8 @@ from posttrain.verl.rules import Outcome
 def read(script: Path, checkout: Path) -> Converted | None:
     """None for a script that starts no trainer known here. SFT scripts want GPUs and a folder as arguments."""
     try:
-        found = convert(script, (), {"HOME": "/home/user"}, checkout)
-        return convert(script, ("8", "out"), {"HOME": "/home/user"}, checkout) if found.command == "sft" else found
+        found = convert(script, (), {"HOME": "/HOME"}, checkout)
+        return convert(script, ("8", "out"), {"HOME": "/HOME"}, checkout) if found.command == "sft" else found
     except DataError:
         return None
 

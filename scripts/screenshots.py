@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from posttrain.reporting.page import write_page
 
@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, browser(chromium) as opened:
         one = Path(folder) / "one.html"
         write_page(one, arguments.runs[:1])
-        shots = {
+        shots: dict[str, tuple[Literal["light", "dark"], Path, str, int]] = {
             "report.png": ("light", one, "", 860),
             "report-trajectories.png": ("dark", one, "trajectories", 760),
         }
@@ -65,7 +65,7 @@ def main() -> None:
             write_page(several, arguments.runs)
             shots["report-runs.png"] = ("light", several, "", 700)
         for name, (scheme, page_file, section, height) in shots.items():
-            page = opened.new_page(viewport={"width": 1280, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+            page = opened.new_page(viewport={"width": 1280, "height": height}, color_scheme=scheme)
             page.goto(page_file.as_uri())
             page.wait_for_selector("html[data-ready]")
             if section == "trajectories":

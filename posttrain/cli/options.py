@@ -42,6 +42,12 @@ ConsoleOption = Annotated[
     Literal["auto", "panel", "plain", "json", "quiet"] | None,
     typer.Option("--console", help="What is shown while it runs (run.console)."),
 ]
+RepeatsOption = Annotated[int | None, typer.Option("--n", "-n", help="Responses per prompt (rollout.n).")]
+TemperatureOption = Annotated[float | None, typer.Option("--temperature", help="rollout.temperature")]
+LimitOption = Annotated[int | None, typer.Option("--limit", help="Only the first so many prompts (generate.limit).")]
+EndpointOption = Annotated[
+    str | None, typer.Option("--endpoint", help="An OpenAI-compatible server that samples (generate.endpoint.url).")
+]
 ToolsOption = Annotated[str | None, typer.Option("--tools", help="Tools, separated by commas (rollout.tools).")]
 
 
@@ -61,15 +67,47 @@ def resolve_for(
 
 
 def run_flags(
-    name: str | None, model: str | None, seed: int | None, overwrite: bool, resume: str | None = None
+    name: str | None, model: str | None, seed: int | None, overwrite: bool, console: str | None = None
 ) -> dict[str, Any]:
-    """Flags that sft, prefer, rl and generate share, by config key; None where one was not given."""
+    """Flags that sft, prefer, rl, generate and eval share, by config key; None where one was not given."""
     return {
         "run.name": name,
         "run.seed": seed,
         "run.overwrite": overwrite or None,
-        "run.resume": resume,
+        "run.console": console,
         "model.path": model,
+    }
+
+
+def training_flags(
+    data: str | None, steps: int | None, workers: int | None, resume: str | None, profile: str | None
+) -> dict[str, Any]:
+    """Flags that sft, prefer and rl share, likewise."""
+    return {
+        "data.train": data,
+        "train.steps": steps,
+        "cluster.workers": workers,
+        "run.resume": resume,
+        "run.profile": profile,
+    }
+
+
+def sampling_flags(
+    data: str | None,
+    limit: int | None,
+    endpoint: str | None,
+    n: int | None,
+    temperature: float | None,
+    tools: str | None,
+) -> dict[str, Any]:
+    """Flags that generate and eval share, likewise."""
+    return {
+        "generate.data": data,
+        "generate.limit": limit,
+        "generate.endpoint.url": endpoint,
+        "rollout.n": n,
+        "rollout.temperature": temperature,
+        "rollout.tools": tools_of(tools),
     }
 
 

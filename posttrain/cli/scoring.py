@@ -9,18 +9,22 @@ import typer
 
 from posttrain.cli.options import (
     ConsoleOption,
+    EndpointOption,
     ExamineOption,
+    LimitOption,
     ModelOption,
     NameOption,
     OverwriteOption,
     PluginOption,
     PresetOption,
+    RepeatsOption,
     SeedOption,
     SetOption,
+    TemperatureOption,
     ToolsOption,
     resolve_for,
     run_flags,
-    tools_of,
+    sampling_flags,
 )
 from posttrain.errors import ConfigError
 
@@ -32,22 +36,18 @@ def generate(
     model: ModelOption = None,
     data: Annotated[str | None, typer.Option(help="Parquet of prompts (generate.data).")] = None,
     out: Annotated[str | None, typer.Option(help="Responses parquet (generate.out).")] = None,
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Responses per prompt (rollout.n).")] = None,
-    temperature: Annotated[float | None, typer.Option(help="rollout.temperature")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (generate.limit).")] = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="An OpenAI-compatible server that samples (generate.endpoint.url).")
-    ] = None,
+    n: RepeatsOption = None,
+    temperature: TemperatureOption = None,
+    limit: LimitOption = None,
+    endpoint: EndpointOption = None,
     tools: ToolsOption = None,
     seed: SeedOption = None,
     overwrite: OverwriteOption = False,
     console: ConsoleOption = None,
 ) -> None:
     """Sample responses to a parquet of prompts."""
-    flags = run_flags(name, model, seed, overwrite)
-    flags |= {"generate.data": data, "generate.out": out, "generate.limit": limit, "rollout.n": n}
-    flags |= {"rollout.temperature": temperature, "rollout.tools": tools_of(tools)}
-    flags |= {"generate.endpoint.url": endpoint, "run.console": console}
+    flags = run_flags(name, model, seed, overwrite, console) | {"generate.out": out}
+    flags |= sampling_flags(data, limit, endpoint, n, temperature, tools)
     resolved = resolve_for("generate", preset, set_, flags)
     from posttrain import generate
 
@@ -79,12 +79,10 @@ def evaluate(
         str | None, typer.Option("--model", help="Sample from this model first (model.path), and grade that.")
     ] = None,
     data: Annotated[str | None, typer.Option(help="Parquet of prompts to sample (generate.data).")] = None,
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Responses per prompt to sample (rollout.n).")] = None,
-    temperature: Annotated[float | None, typer.Option(help="rollout.temperature")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts (generate.limit).")] = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="An OpenAI-compatible server that samples (generate.endpoint.url).")
-    ] = None,
+    n: RepeatsOption = None,
+    temperature: TemperatureOption = None,
+    limit: LimitOption = None,
+    endpoint: EndpointOption = None,
     tools: ToolsOption = None,
     seed: SeedOption = None,
     overwrite: OverwriteOption = False,
@@ -105,11 +103,8 @@ def evaluate(
     except ValueError:
         raise ConfigError(f"--pass-at {pass_at!r} is not a list of whole numbers", hint="--pass-at 1,5") from None
     flags = {"eval.pass_at": ks, "plugins": plugin, "reward.examine": examine, "run.seed": seed}
-    sampling = {
-        "run.name": name, "run.overwrite": overwrite or None, "model.path": model, "generate.data": data,
-        "generate.limit": limit, "generate.endpoint.url": endpoint, "rollout.n": n, "rollout.temperature": temperature,
-        "rollout.tools": tools_of(tools),
-    }  # fmt: skip
+    sampling = run_flags(name, model, None, overwrite)
+    sampling |= sampling_flags(data, limit, endpoint, n, temperature, tools)
     if preset is None and model is None and data is None:
         given = [key for key, value in sampling.items() if value is not None]
         if given:
@@ -125,11 +120,11 @@ def evaluate(
             typer.echo(f"evaluating {file}", err=True)
     else:
         _refuse(file is not None or compare is not None, "a file is given, and --preset, --model or --data")
-        resolved = resolve_for("generate", preset, set_, flags | sampling)
+        resolved = resolve_for("generate", preset, set_, sampling | flags)
         if name is None and not any(text.partition("=")[0].strip() == "run.name" for text in set_ or []):
             cfg = resolved.config
             sampling["run.name"] = evaluate.run_name(cfg.model.path, cfg.generate.data)
-            resolved = resolve("generate", preset, set_ or [], flags | sampling)
+            resolved = resolve("generate", preset, set_ or [], sampling | flags)
         file = evaluate.sample(resolved)
     evaluate.run(file, resolved.config, as_json, out, failures)
 

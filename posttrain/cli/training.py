@@ -25,6 +25,7 @@ from posttrain.cli.options import (
     resolve_for,
     run_flags,
     tools_of,
+    training_flags,
 )
 
 
@@ -44,9 +45,8 @@ def sft(
     dry_run: DryRunOption = False,
 ) -> None:
     """Fine-tune on conversations."""
-    flags = run_flags(name, model, seed, overwrite, resume)
-    flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers, "run.profile": profile}
-    flags["run.console"] = console
+    flags = run_flags(name, model, seed, overwrite, console)
+    flags |= training_flags(data, steps, workers, resume, profile)
     resolved = resolve_for("sft", preset, set_, flags)
     from posttrain import sft
 
@@ -72,9 +72,8 @@ def prefer(
     dry_run: DryRunOption = False,
 ) -> None:
     """Train on pairs of answers, of which one is preferred: DPO, or a reward model."""
-    flags = run_flags(name, model, seed, overwrite, resume) | {"prefer.method": method}
-    flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers, "run.profile": profile}
-    flags["run.console"] = console
+    flags = run_flags(name, model, seed, overwrite, console) | {"prefer.method": method}
+    flags |= training_flags(data, steps, workers, resume, profile)
     resolved = resolve_for("prefer", preset, set_, flags)
     from posttrain import prefer
 
@@ -107,10 +106,9 @@ def rl(
     dry_run: DryRunOption = False,
 ) -> None:
     """Train with reinforcement learning on multi-turn episodes."""
-    flags = run_flags(name, model, seed, overwrite, resume)
+    flags = run_flags(name, model, seed, overwrite, console)
     flags |= {"algo.name": algo, "rollout.tools": tools_of(tools), "reward.examine": examine}
-    flags |= {"data.train": data, "train.steps": steps, "cluster.workers": workers, "run.profile": profile}
-    flags["run.console"] = console
+    flags |= training_flags(data, steps, workers, resume, profile)
     flags |= {"rollout.replay": replay, "rollout.only": rollout_only or None}
     resolved = resolve_for("rl", preset, set_, flags)
     from posttrain import rl

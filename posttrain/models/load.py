@@ -124,6 +124,22 @@ def _with_adapter(folder: Path, trust_remote_code: bool) -> ModelSource:
     return source
 
 
+def mark_of(source: ModelSource) -> str | None:
+    """Tells whether a model's files are still those of before, without reading its weights: by the digests of a
+    checkpoint of ours, else by names, sizes and times. None where nothing of it lies in a folder."""
+    seen = hashlib.sha256()
+    folders = [Path(folder) for folder in (source.shards or source.path, *source.adapters) if Path(folder).is_dir()]
+    for manifest in source.manifests:
+        seen.update(manifest.read_bytes())
+    vouched = {manifest.parent for manifest in source.manifests}
+    for folder in folders:
+        if folder.parent.parent not in vouched:
+            for file in sorted(file for file in folder.iterdir() if file.is_file()):
+                stat = file.stat()
+                seen.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return seen.hexdigest()[:16] if folders else None
+
+
 def digest(file: Path) -> str:
     """sha256 of a file."""
     with file.open("rb") as opened:

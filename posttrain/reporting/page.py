@@ -11,7 +11,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError
+from posttrain.files import write_bytes
 from posttrain.reporting.collect import MOST_EPISODES, Collector
 from posttrain.reporting.folder import RunFolder
 
@@ -45,12 +45,9 @@ def write_page(path: Path, runs: Sequence[Path], collector: Collector | None = N
         if len(page) <= MOST_BYTES or most <= len(folders):
             break
         most = max(len(folders), int(len(data["episodes"]) * 0.8 * MOST_BYTES / len(page)))
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_bytes(page)
-        os.replace(temporary, path)
+        write_bytes(path, page)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(
             f"cannot write {path}: {error.strerror or error}", hint="choose another place with --out FILE"
         ) from error

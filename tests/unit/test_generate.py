@@ -19,9 +19,10 @@ from chat_endpoint import local_and_quick, serving
 
 from posttrain import generate, prep
 from posttrain.errors import ConfigError, DataError, Interrupted, RunError, WorkerError
-from posttrain.models.builtin import builtin_tokenizer
+from posttrain.models.builtin import builtin_tokenizer, create_builtin
+from posttrain.models.load import ModelSource, locate, mark_of
 from posttrain.presets import resolve
-from posttrain.responses import ResponseParts, manifest_of, parts_folder
+from posttrain.responses import ResponseParts, differences, manifest_of, parts_folder
 from posttrain.rollout.episode import Episode
 from posttrain.rollout.hf_sampling import exponentials, keys_of, pick
 from posttrain.rollout.pool import SamplerPool
@@ -358,6 +359,28 @@ def test_what_is_there_is_not_replaced_but_reused_where_asked(data, tmp_path):
         sampled(endpoint.url, data, out, **{"rollout.n": 1})
         assert endpoint.requests == []
     assert not parts_folder(out).exists()
+
+
+def test_a_model_that_was_trained_again_is_another(data, tmp_path):
+    """In a folder of the same name: what the old weights answered is not what the new ones do."""
+    model = create_builtin("tiny", 0)
+    model.save_pretrained(tmp_path / "model")
+    given = {"model.path": str(tmp_path / "model")}
+    cfg = resolve("generate", "tiny-arith-generate", flags=given).config
+    before = manifest_of(generate.settings_of(cfg, locate(cfg.model.path)), data, "1")
+    assert differences(before, manifest_of(generate.settings_of(cfg, locate(cfg.model.path)), data, "2")) == []
+    create_builtin("tiny", 1).save_pretrained(tmp_path / "model")
+    (line,) = differences(before, manifest_of(generate.settings_of(cfg, locate(cfg.model.path)), data, "1"))
+    assert line.startswith("model.files: ")
+    checkpoint = tmp_path / "global_step_1"
+    (checkpoint / "actor" / "model").mkdir(parents=True)
+    source = ModelSource("x", shards=str(checkpoint / "actor" / "model"))
+    marks = []
+    for text in ("one", "one", "two"):  # the digests of its files, whenever they were written
+        (checkpoint / "COMPLETE").write_text(text)
+        marks.append(mark_of(source))
+    assert marks[0] == marks[1] != marks[2]
+    assert mark_of(ModelSource("builtin:tiny")) is None
 
 
 def test_ctrl_c_keeps_what_is_done(data, tmp_path):

@@ -28,7 +28,7 @@ SCRIPTS = Path(__file__).parent / "verl_scripts"
 
 
 def read(name: str, *arguments: str, **variables: str) -> Converted:
-    return convert(SCRIPTS / name, arguments, {"HOME": "/home/me", **variables}, SCRIPTS)
+    return convert(SCRIPTS / name, arguments, {"HOME": "/HOME", **variables}, SCRIPTS)
 
 
 def config_of(converted: Converted, tmp_path: Path) -> Any:
@@ -52,7 +52,7 @@ def test_gsm8k_grpo(tmp_path: Path) -> None:
     assert (cfg.train.sequences_per_microbatch, cfg.train.tokens_per_microbatch) == (40, 40 * (512 + 1024))
     assert (cfg.cluster.workers, cfg.rollout.tensor_parallel, cfg.rollout.replicas) == (8, 2, 4)
     assert (cfg.algo.kl_coef, cfg.algo.kl_in, cfg.algo.kl_estimator) == (0.001, "loss", "low_var_kl")
-    assert cfg.data.train == "/home/me/data/gsm8k/train.parquet"
+    assert cfg.data.train == "/HOME/data/gsm8k/train.parquet"
     assert (cfg.data.truncation, cfg.train.activation_checkpointing, cfg.train.offload) == ("drop", "full", False)
     assert (cfg.train.save_every, cfg.train.val_every, cfg.train.epochs) == (20, 5, 15)
     # What verl does where the script says nothing.
@@ -75,7 +75,7 @@ def test_dapo(tmp_path: Path) -> None:
     assert (cfg.rollout.filter_groups, cfg.rollout.filter_max_batches) == (True, 10)
     assert (cfg.reward.overlong.buffer_tokens, cfg.reward.weights) == (4096, {"score": 1.0, "overlong": 1.0})
     assert cfg.rollout.engine_options == {"enable_chunked_prefill": True, "max_num_batched_tokens": 10240}
-    assert (cfg.run.dir, cfg.run.name) == ("/home/me/verl/ckpts/DAPO", "DAPO-7b")
+    assert (cfg.run.dir, cfg.run.name) == ("/HOME/verl/ckpts/DAPO", "DAPO-7b")
     assert {key for key, outcome in fate(found).items() if outcome is Outcome.NOT_MAPPED} == {
         "data.truncation", "algorithm.filter_groups.metric", "trainer.val_before_train",
         "actor_rollout_ref.model.override_config.max_position_embeddings",

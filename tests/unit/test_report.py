@@ -233,4 +233,6 @@ def test_a_run_does_not_wait_for_its_report_nor_fail_with_it(tmp_path: Path) -> 
 def test_advantages_are_those_of_the_rows(run_path: Path) -> None:
     found = read_advantages(advantages_file(run_path / "traces" / "step_000001.parquet"))
     assert list(found) == [0, 1, 2, 3]
-    assert np.array_equal(found[1], many(1, 2, 2)[0][0][1].advantages)  # type: ignore[arg-type]
+    trained_with = many(1, 2, 2)[0][0][1].advantages
+    assert trained_with is not None
+    assert np.array_equal(found[1], trained_with)
