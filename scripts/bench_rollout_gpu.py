@@ -7,15 +7,17 @@ engine in the same process.
     python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --placement separate      one GPU trains, one samples
 
 The model is a random Qwen2.5 shape (`bench_train.py` writes it). "Raw" are the same requests, given to the engine's own
-Python API at once, in its process, without our driver: no episodes, no Ray. Multi-turn: each turn samples, and then
-reads a tool's answer; raw, the same tokens without decoding, parsing and templates. On GPUs of their own, weights are
-updated while all requests are being sampled; each goes on with the new ones, and must come to its end.
+Python API at once, in its process, without our driver: no episodes, no Ray. No prompt comes twice, since its prefix
+would be cached. Multi-turn: each turn samples, and then reads a tool's answer; raw, the same tokens without decoding,
+parsing and templates. On GPUs of their own, weights are updated while all requests are being sampled, every
+`--interval` seconds; each goes on with the new ones, and must come to its end.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
@@ -178,14 +180,16 @@ async def measure(args: argparse.Namespace) -> list[tuple[str, str]]:
         rows = [(name, f"{clock.median(name):.3f} s") for name in clock.seconds]
         rows.append(("canary gap", f"{max(gaps):.4f}"))
         rows.append(("GPU memory after each update", ", ".join(f"{x:.1f}" for x in memory) + " GiB"))
-        for what, new, turns, answer in (("single-turn", args.new, 1, 0), ("5 turns", args.new // 4, 5, 32)):
+        first = itertools.count(1)
+        kinds = {1: ("single-turn", args.new, 1, 0), 5: ("5 turns", args.new // 4, 5, 32)}
+        for what, new, turns, answer in (kinds[turns] for turns in args.turns):
             rates: dict[str, list[float]] = {"ours": [], "raw": []}
-            for seed in range(3):
+            for _ in range(4):
                 for name, play in (("ours", ours), ("raw", raw)):
-                    asked = [[seed, *ids[1:]] for ids in prompts(args.requests, args.prompt)]
+                    asked = [[next(first), *ids[1:]] for ids in prompts(args.requests, args.prompt)]
                     seconds = await play(sampler, asked, new, turns, answer)
                     rates[name].append(args.requests * new * turns / seconds)
-            best = {name: max(found[1:]) for name, found in rates.items()}
+            best = {name: max(found) for name, found in rates.items()}
             rows.append((f"{what}: tokens/s ours, raw", f"{best['ours']:,.0f}, {best['raw']:,.0f}"))
             rows.append((f"{what}: ours / raw", f"{best['ours'] / best['raw']:.3f}"))
     return rows
@@ -200,8 +204,8 @@ async def measure_in_flight(args: argparse.Namespace) -> list[tuple[str, str]]:
         for version in range(1, args.updates + 2):
             metrics = await clock("update with proof, at rest", sync.publish(version, canary))
 
-        async def episode(ids: list[int]) -> list[int]:
-            """The version of each token."""
+        async def episode(ids: list[int]) -> tuple[list[int], bool]:
+            """The version of each token; whether it came to its end."""
             versions: list[int] = []
             while len(versions) < args.new:
                 sample = await sampler.generate(ids, SamplingParams(args.new - len(versions), 1.0))
@@ -209,22 +213,23 @@ async def measure_in_flight(args: argparse.Namespace) -> list[tuple[str, str]]:
                 versions += [sample.version] * len(sample.ids)
                 if sample.finish_reason != "abort":
                     break
-            return versions
+            return versions, sample.finish_reason in ("stop", "length")
 
         begun = time.perf_counter()
         running = [asyncio.create_task(episode(ids)) for ids in prompts(args.requests, args.prompt)]
         while not all(task.done() for task in running):
-            await asyncio.sleep(args.new / 400)
+            await asyncio.wait(running, timeout=args.interval)
             version += 1
             await clock("update with proof, amid sampling", sync.publish(version, canary))
         episodes = await asyncio.gather(*running)
         seconds = time.perf_counter() - begun
-        whole = sum(len(versions) == args.new and versions == sorted(versions) for versions in episodes)
+        whole = sum(ended and versions == sorted(versions) for versions, ended in episodes)
         rows = [(name, f"{clock.median(name):.3f} s ({len(clock.seconds[name])})") for name in clock.seconds]
         rows.append(("canary gap", f"{metrics['sync/canary_gap']:.4f}"))
         rows.append(("episodes, come to their end", f"{len(episodes)}, {whole}"))
-        rows.append(("of several versions", str(sum(len(set(versions)) > 1 for versions in episodes))))
-        rows.append(("tokens/s amid updates", f"{args.requests * args.new / seconds:,.0f}"))
+        rows.append(("of several versions", str(sum(len(set(versions)) > 1 for versions, _ in episodes))))
+        sampled = sum(len(versions) for versions, _ in episodes)
+        rows.append(("tokens/s amid updates", f"{sampled / seconds:,.0f}"))
     return rows
 
 
@@ -237,6 +242,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--turns", type=int, nargs="+", choices=[1, 5], default=[1, 5])
+    parser.add_argument("--interval", type=float, default=4.0, help="seconds between updates amid sampling")
     parser.add_argument("--memory-fraction", type=float, default=0.5)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--placement", choices=["colocated", "separate"], default="colocated")

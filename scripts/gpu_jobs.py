@@ -74,7 +74,7 @@ def _engine(engine: str) -> list[Job]:
         _test(f"{engine}-rl", "test_engines_gpu", "in_turns_for", limit_s=400, **env),
         _test(f"{engine}-kill", "test_engines_gpu", "killed", limit_s=240, **env),
         measure("7b-tp2", *bench, "7b", "--tensor-parallel", "2", "--new", "256", gpus=2, limit_s=300),
-        measure("7b-apart", *bench, "7b", "--placement", "separate", gpus=2, limit_s=240),
+        measure("7b-apart", *bench, "7b", "--new", "2048", "--placement", "separate", gpus=2, limit_s=240),
         _test(f"{engine}-two", "test_engines_gpu", "two_gpus or from_gpu", gpus=2, limit_s=300, **env),
     ]
 

@@ -42,8 +42,8 @@ class Route(ABC):
     def __init__(self, actor: TrainerGroup, samplers: Sequence[RemoteSampler]) -> None:
         self.actor = actor
         self.samplers = list(samplers)
-        self.broken = False
-        """The loss of a sampler has stopped the update of the others too."""
+        self.broken: str | None = None
+        """Why the update of all has stopped: one was lost, or did not get what was sent."""
 
     @abstractmethod
     def where(self) -> list[Where | None]:
@@ -110,11 +110,10 @@ class ByBroadcast(Route):
         async def load(sampler: RemoteSampler) -> None:
             try:
                 await sampler.load_bucket(replace(buckets[0], first_rank=self._first[sampler]))
-            except MemberLost:  # somebody else is
-                self.broken = True
-            except DEAD:
-                self.broken = True
-                self._meeting.announce_loss(sampler.name)
+            except MemberLost as error:  # somebody else, or it cannot receive
+                self._stop(sampler.name, f"{sampler.name}: {error.message}")
+            except DEAD as error:
+                self._stop(sampler.name, error.message)
                 raise
 
         sending = asyncio.create_task(self.actor.send_bucket(slot))  # it waits for those who load
@@ -122,10 +121,14 @@ class ByBroadcast(Route):
             await readers.each(load)
             await sending
         except BaseException:  # an engine refuses the weights, or the run is stopped: nobody is to wait for the rest
-            self.broken = True
-            self._meeting.announce_loss("the update")
+            self._stop("the update", "it was given up")
             sending.cancel()
             raise
+
+    def _stop(self, who: str, why: str) -> None:
+        """Nobody waits for the rest of the broadcast."""
+        self.broken = self.broken or why
+        self._meeting.announce_loss(who)
 
 
 class Router:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.routes import Route, Router
@@ -140,20 +141,29 @@ async def publish(
         WeightSyncError: a sampler's mean difference is above ``tolerance``; the message names it.
     """
     targets = _Targets(samplers)
-    expected, _ = await asyncio.gather(
-        actor.logprobs(canary_batch(canary), temperature=1.0), targets.each(lambda sampler: sampler.wake())
-    )
-    used = await _send(actor, targets, router)
-    if leave is not None:
-        await leave()
-    gaps: dict[str, float] = {}
+    scored: dict[str, list[list[float]]] = {}
+
+    async def score() -> Tensor:
+        return await actor.logprobs(canary_batch(canary), temperature=1.0)
 
     async def finish(sampler: RemoteSampler) -> None:
-        scored = await sampler.finish_update(version, canary)
-        gaps[sampler.name] = float((torch.tensor([x for s in scored for x in s]) - expected).abs().mean())
+        scored[sampler.name] = await sampler.finish_update(version, canary)
 
-    await targets.each(finish)
-    for name, gap in gaps.items():
+    if any(sampler.trainers for sampler in samplers):  # the engines' KV caches take the room that the trainers need
+        expected, _ = await asyncio.gather(score(), targets.each(lambda sampler: sampler.wake()))
+        used = await _send(actor, targets, router)
+        if leave is not None:
+            await leave()
+        await targets.each(finish)
+    else:  # they have GPUs of their own, and score at the same time
+        await targets.each(lambda sampler: sampler.wake())
+        used = await _send(actor, targets, router)
+        expected, _ = await asyncio.gather(score(), targets.each(finish))
+        if leave is not None:
+            await leave()
+    gaps: dict[str, float] = {}
+    for name, scores in scored.items():
+        gaps[name] = gap = float((torch.tensor([x for s in scores for x in s]) - expected).abs().mean())
         if not gap <= tolerance:
             raise WeightSyncError(
                 f"{name} does not hold weight version {version}: its log-probabilities of the canary "
@@ -192,14 +202,15 @@ class _Targets:
 async def _send(actor: TrainerGroup, targets: _Targets, router: Router) -> float:
     """The actor's weights to all samplers that live. GiB that the trainers' fullest GPU had in use at the end."""
     # A broadcast that lost a member begins again without it. Who is not known to be lost may be so all the same.
+    why: str | None = None
     for _ in range(1 + len(targets.living)):
         if not targets.living:
             return 0.0
         route = router.route(actor, targets.living)
         used = await _stream(route, targets)
-        if not route.broken:
+        if (why := route.broken) is None:
             return used
-    raise WeightSyncError("samplers failed in every try to send them new weights; see their logs")
+    raise WeightSyncError(f"samplers failed in every try to send them new weights, the last time: {why}")
 
 
 async def _stream(route: Route, targets: _Targets) -> float:

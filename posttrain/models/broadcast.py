@@ -6,9 +6,12 @@ A group lives as long as its members do. One that loses a member is of no use to
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, Self
@@ -46,6 +49,9 @@ class BroadcastGroup:
 class Meeting:
     """Where a group meets, in a process that outlives it."""
 
+    lost: str | None = None
+    """Who was lost first, or why."""
+
     def __init__(self, host: str, size: int, deadline_s: float) -> None:
         wait = timedelta(seconds=deadline_s)
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
@@ -53,15 +59,13 @@ class Meeting:
 
     def announce_loss(self, who: str) -> None:
         """Nobody waits for ``who`` any more."""
-        self._store.set(_LOST, who)
+        if self.lost is None:
+            self.lost = who
+            self._store.set(_LOST, who)
 
 
 class Member:
-    """This process in a group. It waits for all others when it is made, or (NCCL) at the first broadcast.
-
-    Raises:
-        MemberLost: they did not come within the group's deadline.
-    """
+    """This process in a group, which comes together at the first broadcast."""
 
     _current: Member | None = None
     _given_up: BroadcastGroup | None = None
@@ -69,26 +73,23 @@ class Member:
     def __init__(self, group: BroadcastGroup, rank: int, device: torch.device) -> None:
         self.group, self.rank, self.device = group, rank, device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        wait = timedelta(seconds=group.deadline_s)
-        self._backend: Any
+        self._deadline = timedelta(seconds=group.deadline_s)
+        self._backend: Any = None
         try:
-            self._store = TCPStore(group.host, group.port, is_master=False, wait_for_workers=False, timeout=wait)
-            # Not in torch.distributed's registry, whose default group is the trainer's or the engine's own.
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = wait
-                self._backend = dist.ProcessGroupNCCL(self._store, rank, group.size, options)
-            else:
-                self._backend = dist.ProcessGroupGloo(self._store, rank, group.size, wait)
+            # One to hear of losses by, while a wait for the group keeps the other.
+            self._news, self._store = (
+                TCPStore(group.host, group.port, is_master=False, wait_for_workers=False, timeout=self._deadline)
+                for _ in range(2)
+            )
         except RuntimeError as error:
-            raise MemberLost(f"rank {rank} of {group.size} could not join the others for weights: {error}") from error
+            raise MemberLost(f"rank {rank} of {group.size} does not reach where weights are sent: {error}") from error
 
     @classmethod
     def of(cls, group: BroadcastGroup, rank: int, device: torch.device) -> Self:
         """This process's place in ``group``, taken at the first call; a place in another group is left.
 
         Raises:
-            MemberLost: as the constructor, or this process has given the group up.
+            MemberLost: the others cannot be reached, or this process has given the group up.
         """
         if group == Member._given_up:
             raise MemberLost("this group has lost a member")
@@ -108,15 +109,49 @@ class Member:
         return flat
 
     def start(self, flat: Tensor) -> Any:
-        """Broadcast, from rank 0 to all others, [size] bytes that this rank must leave alone until ``wait``. Raises
-        ``MemberLost``."""
+        """Broadcast, from rank 0 to all others, [size] bytes that this rank must leave alone until ``wait``. The first
+        time, wait for the others. Raises as ``wait``."""
+        try:
+            if self._backend is not None:
+                return self._broadcast(self._backend, flat)
+            joined = self._join(flat)
+            self._until(joined.done)
+            return joined.result()
+        except RuntimeError as error:
+            self._give_up(str(error))
+
+    def _join(self, flat: Tensor) -> Future[Any]:
+        """Make the group, and begin its first broadcast. Both wait for the others in code that hears of no loss: in a
+        thread, which is left behind where they do not come."""
+        result: Future[Any] = Future()
+        # Of this thread, in which what is done to the bytes before and after is ordered.
+        stream = torch.cuda.stream(torch.cuda.current_stream(self.device)) if flat.is_cuda else contextlib.nullcontext()
+
+        def join() -> None:
+            try:
+                with stream:
+                    self._backend = backend = self._open()
+                    result.set_result(self._broadcast(backend, flat))
+            except BaseException as error:  # told to whoever waits
+                result.set_exception(error)
+
+        threading.Thread(target=join, name="join-group", daemon=True).start()
+        return result
+
+    def _open(self) -> Any:
+        """Not in torch.distributed's registry, whose default group is the trainer's or the engine's own."""
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._deadline
+            return dist.ProcessGroupNCCL(self._store, self.rank, self.group.size, options)
+        return dist.ProcessGroupGloo(self._store, self.rank, self.group.size, self._deadline)
+
+    @staticmethod
+    def _broadcast(backend: Any, flat: Tensor) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.asyncOp = True
-        try:
-            return self._backend.broadcast([flat], options)
-        except RuntimeError as error:
-            self._give_up(str(error))
+        return backend.broadcast([flat], options)
 
     def wait(self, work: Any) -> None:
         """A broadcast that was started is done.
@@ -124,20 +159,24 @@ class Member:
         Raises:
             MemberLost: a member was lost, or nothing moved within the deadline. This one has left the group.
         """
-        begun = looked = time.monotonic()
-        while not work.is_completed():
-            time.sleep(_NAP_S)
-            now = time.monotonic()
-            if now - looked > _LOOK_S:
-                looked = now
-                if self._store.check([_LOST]):
-                    self._give_up(f"{self._store.get(_LOST).decode()} was lost")
-                if now - begun > self.group.deadline_s:
-                    self._give_up(f"nothing came within {self.group.deadline_s:g} s")
+        self._until(work.is_completed)
         try:
             work.wait()
         except RuntimeError as error:
             self._give_up(str(error))
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Wait for ``done``. Raises as ``wait``."""
+        begun = looked = time.monotonic()
+        while not done():
+            time.sleep(_NAP_S)
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
+                if self._news.check([_LOST]):
+                    self._give_up(f"{self._news.get(_LOST).decode()} was lost")
+                if now - begun > self.group.deadline_s:
+                    self._give_up(f"nothing came within {self.group.deadline_s:g} s")
 
     def _give_up(self, why: str) -> NoReturn:
         Member._given_up = self.group

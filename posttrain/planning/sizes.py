@@ -10,7 +10,7 @@ DEVICE_BUCKET_BYTES = 2 << 30
 """Most of a bucket of weights that engines read on the trainers' GPUs."""
 HOST_BUCKET_BYTES = 512 << 20
 """Most of one that they read in host memory."""
-SENT_BUCKET_BYTES = 1 << 30
+SENT_BUCKET_BYTES = 2 << 30
 """Most of one that is sent to them."""
 GATHER_BYTES = 256 << 20
 """Of sharded weights that are gathered at once for a bucket (``models.gather``)."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import RunError, WeightSyncError, WorkerError
+from posttrain.models.broadcast import MemberLost
 from posttrain.models.buckets import Bucket
 from posttrain.rollout.base import EngineSpec
 from posttrain.rollout.external import arguments, give_own_weights, readable_model, shapes
@@ -22,6 +23,9 @@ from posttrain.types import FinishReason, Ids, Sample, SamplingParams
 _ENVIRONMENT = {
     # A colocated trainer holds more of some GPUs of a tensor-parallel engine than of others.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
+    # NCCL's own choice, which is the trainer's too; SGLang's is 0. A group whose members differ in it cannot connect
+    # ("invalid argument").
+    "NCCL_CUMEM_ENABLE": "-2",
 }
 """Read when SGLang is imported. What the user has set stays."""
 
@@ -157,7 +161,8 @@ class SGLangEngine:
             )
             good, message = await self.manager.update_weights_from_tensor(request, None)
             if not good:
-                raise WeightSyncError(f"SGLang did not take the weights: {message}")
+                kind = MemberLost if MemberLost.__name__ in message else WeightSyncError
+                raise kind(f"SGLang did not take the weights: {message}")
 
     async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
         async with self.gate.finish(version):

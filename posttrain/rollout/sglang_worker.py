@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.models.broadcast import MemberLost
 from posttrain.models.buckets import Bucket
 from posttrain.models.logprobs import float32_logits
 
@@ -21,6 +22,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     _keep_logits()
+    _survive_lost_members()
     return run_scheduler_process(*args, **kwargs)
 
 
@@ -40,6 +42,23 @@ def _keep_logits() -> None:
         return rounded(self, hidden, head, bias)
 
     logits_processor.LogitsProcessor._compute_lm_head = compute
+
+
+def _survive_lost_members() -> None:
+    """SGLang's schedulers end with whatever a loader raises. One that was told that somebody else is lost says so, and
+    gets the same weights again."""
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    update = TpModelWorker.update_weights_from_tensor
+
+    def update_or_say(self: Any, request: Any) -> tuple[bool, str]:
+        try:
+            result: tuple[bool, str] = update(self, request)
+        except MemberLost as error:
+            return False, f"{MemberLost.__name__}: {error.message}"
+        return result
+
+    TpModelWorker.update_weights_from_tensor = update_or_say
 
 
 def pack(bucket: Bucket, rank: int) -> bytes:

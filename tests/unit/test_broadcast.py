@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -131,12 +132,30 @@ def test_whoever_has_two_buckets_on_their_way_leaves_once(receivers):
 
 def test_who_comes_to_a_meeting_alone_is_told(receivers):
     meeting = Meeting("127.0.0.1", 2, 1.0)
-    with pytest.raises(MemberLost, match="rank 0 of 2 could not join the others"):
-        Member(meeting.group, 0, torch.device("cpu"))
+    with pytest.raises(MemberLost, match="rank 0 of 2 gave up"):
+        Member(meeting.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
+
+
+def test_whoever_waits_for_the_group_to_come_together_hears_of_a_loss(receivers):
+    meeting = Meeting("127.0.0.1", 2, 60.0)
+    threading.Timer(0.5, meeting.announce_loss, ["sampler 3"]).start()
+    begun = time.monotonic()
+    with pytest.raises(MemberLost, match="sampler 3 was lost"):
+        Member.of(meeting.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
+    assert time.monotonic() - begun < 20
+
+
+def test_the_first_loss_is_the_one_to_hear_of(receivers):
+    meeting = Meeting("127.0.0.1", 2, 60.0)
+    for who in ("sampler 1", "sampler 0, which was told of it"):
+        meeting.announce_loss(who)
+    assert meeting.lost == "sampler 1"
+    with pytest.raises(MemberLost, match="sampler 1 was lost"):
+        Member.of(meeting.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
 
 
 def test_a_new_group_may_have_the_port_of_one_that_was_given_up(monkeypatch):
     meeting = Meeting("127.0.0.1", 2, 1.0)
     monkeypatch.setattr(Member, "_given_up", dataclasses.replace(meeting.group, name="another"))
-    with pytest.raises(MemberLost, match="could not join the others"):  # nobody comes, but it is not refused
-        Member.of(meeting.group, 0, torch.device("cpu"))
+    with pytest.raises(MemberLost, match="rank 0 of 2 gave up"):  # nobody comes, but it is not refused
+        Member.of(meeting.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
