@@ -17,7 +17,7 @@ from posttrain.config import Config, RolloutConfig, TrainConfig
 from posttrain.planning import speed
 from posttrain.planning.batch import assumed_lengths, batch_of
 from posttrain.planning.bins import assign
-from posttrain.planning.layout import Kernels, Shapes, lay_out, sync_budget
+from posttrain.planning.layout import Kernels, Layout, Shapes, lay_out, moments, sync_budget
 from posttrain.planning.machines import Machine, gpu_named
 from posttrain.planning.memory import EngineMemory, Trainer, total
 from posttrain.planning.shape import ModelShape, shape_of
@@ -156,7 +156,7 @@ class Timed:
 
 
 def phases() -> Iterator[Timed]:
-    """Of tests/gpu/test_rl_gpu.py (128 episodes) and scripts/bench_gpu.py (256), 0.5B on one GPU."""
+    """Of tests/gpu/test_rl_gpu.py (128 episodes), scripts/bench_gpu.py (256) and scripts/bench_rollout_gpu.py (7B)."""
     rl = next(update for update in UPDATES if "PPO" in update.what)
     one, gpu = rl.trainer, machine(1)
     update = speed.update_seconds(one, gpu, rl.work).total
@@ -178,6 +178,15 @@ def phases() -> Iterator[Timed]:
         yield Timed(f"gen: {what}", seconds, found)
     for engine, seconds in (("hf", 0.29), ("sglang", 0.10), ("vllm", 0.18)):
         yield Timed(f"sync: {engine}", seconds, speed.sync_seconds(one, gpu, "device", engine).total)
+    large = Trainer("actor", shape("7b"), TrainConfig.model_validate(BFLOAT16))
+    for engine, turns, sampled in (("sglang", 0.139, 3.46), ("vllm", 0.175, 3.27)):
+        rollout = RolloutConfig.model_validate({"engine": engine})
+        memory = EngineMemory(large.shape, rollout, 2, gpu.memory)
+        found = speed.generation_seconds(memory, gpu, episodes=256, prompt=128, response=256, longest=256)
+        yield Timed(f"7B, gen: {engine}, 256 of 256 tokens", sampled, found.total)
+        yield Timed(f"7B, sync in turns: {engine}", turns, speed.sync_seconds(large, gpu, "device", engine).total)
+    sent = speed.sync_seconds(large, machine(2), "broadcast", "sglang").total
+    yield Timed("7B, sync by broadcast: sglang", 0.127, sent)
     early = "an earlier commit: the head's work was done twice, nothing was compiled"
     work = Work(tuple((_EPISODE,) * 86 for _ in range(3)), 256 / _EPISODE)
     yield Timed("GRPO, 256 episodes: update_actor", 1.48, speed.update_seconds(one, gpu, work).total, early)
@@ -186,26 +195,36 @@ def phases() -> Iterator[Timed]:
 
 @dataclass(frozen=True)
 class Used:
-    """GiB of a GPU amid a weight update, by all processes."""
+    """GiB of a GPU, by all processes."""
 
     what: str
     measured: float
     predicted: float
 
 
-def sync_memory() -> Used:
-    """tests/gpu/test_engines_gpu.py: GRPO at 0.5B with SGLang, engines and trainer in turns."""
+def in_turns() -> Iterator[Used]:
+    """tests/gpu/test_engines_gpu.py (GRPO at 0.5B) and scripts/bench_rollout_gpu.py (7B): engine and trainer in
+    turns."""
+    for engine, amid_update, sampling in (("sglang", 11.2, 65.2), ("vllm", 10.7, 71.5)):
+        small = _layout("0.5b", engine, {}, {"memory_fraction": 0.3, "max_response_tokens": 512})
+        budget = sync_budget(small)
+        assert budget is not None
+        yield Used(f"0.5B, {engine}: amid a weight update", amid_update, budget / GIB)
+        large = _layout("7b", engine, BFLOAT16, {"max_prompt_tokens": 128, "max_response_tokens": 3968})
+        found = next(moment.total for moment in moments(large) if moment.name == "sample")
+        yield Used(f"7B, {engine}: sampling, half of the GPU", sampling, found / GIB)
+
+
+def _layout(model: str, engine: str, train: dict[str, Any], rollout: dict[str, Any]) -> Layout:
     cfg = Config.model_validate(
         {
-            "command": "rl", "data": {"batch_size": 16}, "train": {"offload": True},
-            "rollout": {"engine": "sglang", "sleep": True, "memory_fraction": 0.3, "max_response_tokens": 512},
+            "command": "rl", "data": {"batch_size": 16}, "train": {"offload": True} | train,
+            "rollout": {"engine": engine, "sleep": True} | rollout,
         }
     )  # fmt: skip
-    batch = batch_of(cfg, assumed_lengths(cfg), 20)
-    layout = lay_out(cfg, Shapes(shape("0.5b")), machine(1), Kernels(True, 2, True), batch)
-    budget = sync_budget(layout)
-    assert budget is not None
-    return Used("0.5B, SGLang, in turns: amid a weight update", 10.8, budget / GIB)
+    return lay_out(
+        cfg, Shapes(shape(model)), machine(1), Kernels(True, 2, True), batch_of(cfg, assumed_lengths(cfg), 20)
+    )
 
 
 # ---------------------------------------------------------------------- the table
@@ -233,13 +252,17 @@ def main() -> None:
     for row in UPDATES:
         if row.remark:
             print(f"(*) {row.what}: {row.remark}")
-    print("\n| phases of `rl`, 0.5B on one GPU | seconds: measured | predicted | off |\n| --- | --- | --- | --- |")
+    print(
+        "\n| phases of `rl`, 0.5B on one GPU, or 7B | seconds: measured | predicted | off |\n| --- | --- | --- | --- |"
+    )
     for phase in phases():
         mark = " (*)" if phase.remark else ""
         shown = f"{phase.measured:.2f} | {phase.predicted:.2f} | {off(phase.predicted, phase.measured):+.0%}"
         print(f"| {phase.what}{mark} | {shown} |")
-    used = sync_memory()
-    print(f"\n{used.what}: {used.measured:.1f} GiB measured, {used.predicted:.1f} predicted")
+    print("\n| a GPU, engine and trainer in turns | GiB: measured | predicted | off |\n| --- | --- | --- | --- |")
+    for used in in_turns():
+        shown = f"{used.measured:.1f} | {used.predicted:.1f} | {off(used.predicted, used.measured):+.1%}"
+        print(f"| {used.what} | {shown} |")
 
 
 if __name__ == "__main__":

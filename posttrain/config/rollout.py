@@ -62,7 +62,8 @@ class RolloutConfig(Section):
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """Share of a GPU's memory for an engine (weights and KV cache). On CPU `kv_tokens` rules."""
+    """Share of a GPU's memory for an engine (weights and KV cache); with SGLang, of what is free when it starts. On CPU
+    `kv_tokens` rules."""
     engine_options: dict[str, Any] = {}
     """More arguments of the engine itself: fields of vLLM's `AsyncEngineArgs`, or of SGLang's `ServerArgs`."""
     exact: bool = False

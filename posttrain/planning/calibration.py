@@ -55,9 +55,14 @@ DECODE_BANDWIDTH = 0.7
 """Of the memory's bandwidth, for reading weights and KV cache while decoding. Assumed."""
 CALL_S = 0.02
 """Of a phase of `rl` beyond what the workers do: packing, messages, waiting for the slowest. Assumed."""
-SYNC_S = {"hf": 0.28, "sglang": 0.10, "vllm": 0.18}
+BROADCAST = 0.64
+"""Of the link, for weights that are sent to engines: 287 of 450 GB/s between two GPUs, by NCCL alone."""
+SYNC_S = {"hf": 0.28, "sglang": 0.10, "vllm": 0.15}
 """Of a weight update beyond its bytes: the canary, two messages a bucket, and with hf the restart of its batching.
-Medians at 0.5B."""
+Medians at 0.5B; vLLM: of those at 0.5B and 7B, rounded."""
+SYNC_APART = 0.5
+"""Share of that where engines have GPUs of their own: they score the canary while the trainer does. Fits 0.127 s of
+SGLang at 7B."""
 HOST_COPY = 10e9
 """Bytes a second of a weight update through host memory, and of one rank's copy of its state. Assumed."""
 DISK = 1.4e9

@@ -12,6 +12,7 @@ from posttrain.planning.calibration import CONTEXT_BYTES, FRAGMENTATION
 from posttrain.planning.machines import Machine
 from posttrain.planning.memory import EngineMemory, Terms, Trainer, total
 from posttrain.planning.shape import ModelShape
+from posttrain.planning.sizes import SENT_BUCKET_BYTES, bucket_bytes
 
 CHECKED_AT_START = ("start", "first sync", "free", "load", "sample")
 """Moments whose memory does not depend on the data."""
@@ -74,16 +75,20 @@ class Layout:
 
 def lay_out(cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, batch: Batch) -> Layout:
     """The processes that `sft`, `prefer` or `rl` start with this config."""
+    trainers = tuple(_trainers(cfg, shapes, kernels, batch)) if cfg.trains else ()
+    colocated = cfg.cluster.placement == "colocated"
     engine = None
     if cfg.samples:
-        engine = EngineMemory(shapes.actor, cfg.rollout, kernels.itemsize, machine.memory)
-    colocated = cfg.cluster.placement == "colocated"
+        counted = machine.memory
+        if cfg.rollout.engine == "sglang" and colocated and counted:  # its share is of what is free when it starts
+            counted -= sum(total(trainer.fresh()) + trainer.beside() for trainer in trainers)
+        engine = EngineMemory(shapes.actor, cfg.rollout, kernels.itemsize, counted)
     workers = cfg.cluster.workers if cfg.trains else cfg.rollout.replicas * cfg.rollout.tensor_parallel
     shared = -(-cfg.rollout.replicas * cfg.rollout.tensor_parallel // workers) if colocated else 1
     return Layout(
         cfg,
         machine,
-        tuple(_trainers(cfg, shapes, kernels, batch)) if cfg.trains else (),
+        trainers,
         engine,
         shared,
         colocated and cfg.trains,
@@ -152,7 +157,8 @@ def moments(layout: Layout) -> list[Moment]:
     if layout.engine is not None and not layout.colocated:
         terms = _times(layout.engine.awake(), layout.engines_per_gpu)
         if layout.trainers and layout.transfer == "broadcast":
-            terms |= {"buckets": 2.0 * 2**30}
+            whole = layout.itemsize * layout.engine.shape.parameters
+            terms |= {"buckets": float(bucket_bytes(whole, SENT_BUCKET_BYTES))}
         found.append(Moment("sample", "engines", terms))
     return found
 

@@ -222,6 +222,7 @@ class EngineMemory:
     rollout: RolloutConfig
     itemsize: int
     gpu_bytes: float
+    """That `rollout.memory_fraction` is a share of"""
 
     @property
     def weights(self) -> float:

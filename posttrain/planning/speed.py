@@ -234,8 +234,9 @@ def sync_seconds(trainer: Trainer, machine: Machine, transfer: str, engine: str)
     assert machine.gpu is not None
     whole = trainer.itemsize * float(trainer.shape.parameters)
     moved = 4.0 * whole / (machine.gpu.bandwidth * known.TENSOR_LISTS)  # gathered, into a bucket, and out of it
-    rate = {"host": known.HOST_COPY, "broadcast": known.COLLECTIVES * machine.link(machine.total)}.get(transfer)
+    rate = {"host": known.HOST_COPY, "broadcast": known.BROADCAST * machine.link(machine.total)}.get(transfer)
     sent = 0.0 if rate is None else whole / rate
     if trainer.shards > 1:
         sent += whole / (known.COLLECTIVES * machine.link(trainer.world))
-    return Seconds(0.0, moved, sent, 0.0, known.SYNC_S[engine])
+    fixed = known.SYNC_S[engine] * (known.SYNC_APART if transfer == "broadcast" else 1.0)
+    return Seconds(0.0, moved, sent, 0.0, fixed)
