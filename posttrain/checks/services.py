@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from posttrain.checks.base import Finding
@@ -34,9 +35,12 @@ def ray() -> list[Finding]:
 def address(where: str, deadline_s: float) -> list[Finding]:
     """A Ray cluster answers at ``cluster.address``."""
     from posttrain.cluster.address import check_address
+    from posttrain.cluster.cluster import nodes_at
 
     try:
         check_address(where, deadline_s)
+        nodes = asyncio.run(nodes_at(where, deadline_s))
     except PosttrainError as error:
         return [Finding("cluster", "fail", error.message, error.hint or "")]
-    return [Finding("cluster", "ok", f"somebody answers at {where}")]
+    seen = ", ".join(f"{sum(node.get(kind, 0.0) for node in nodes):g} {kind}s" for kind in ("CPU", "GPU"))
+    return [Finding("cluster", "ok", f"Ray answers at {where}: {len(nodes)} nodes, {seen}")]

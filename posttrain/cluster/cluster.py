@@ -104,6 +104,15 @@ async def join_ray(address: str, deadline_s: float) -> None:
         raise ConfigError(f"cannot join the Ray cluster at {address!r}: {error}", hint=_JOIN_HINT) from error
 
 
+async def nodes_at(address: str, deadline_s: float) -> list[dict[str, float]]:
+    """Resources of each living node of the Ray cluster at ``address``. Raises as ``join_ray``."""
+    await join_ray(address, deadline_s)
+    try:
+        return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    finally:
+        ray.shutdown()
+
+
 def take_back_sigterm() -> None:
     """Give SIGTERM back to whoever had it before Ray. Its library puts a handler in front that prints a stack and sets
     an alarm, of which the process dies three seconds later, in the middle of its last save."""

@@ -85,7 +85,14 @@ class VLLMEngine:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         of_token = 2 * config.num_hidden_layers * heads * width * dtype(self.spec).itemsize
-        return {"kv_cache_memory_bytes": self.spec.kv_tokens * of_token, "enforce_eager": True}
+        # Prompts in one piece: of a piece that is not the last, vLLM takes back what it drew from the request's own
+        # generator, and a CPU's generator cannot go back.
+        return {
+            "kv_cache_memory_bytes": self.spec.kv_tokens * of_token,
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(2048, self.spec.max_tokens),
+        }
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
         async with self.gate.request() as version:

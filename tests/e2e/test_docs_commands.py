@@ -110,11 +110,26 @@ BY_OTHERS: dict[str, str] = {
         "e2e/test_replay.py:test_sampling_without_training",
     "posttrain sft --preset tiny-arith-sft --steps 12 --profile 10:12":
         "e2e/test_sft_runs.py:test_traces_and_speed_of_the_steps_asked_for",
+    "posttrain import-verl run_grpo.sh --out mine.toml":
+        "unit/test_import_verl.py:test_command_writes_a_preset_once",
+    "posttrain rl --preset tiny-arith --set rollout.engine=vllm":
+        "e2e/test_vllm_engine.py:test_rl_learns_as_with_the_embedded_engine",
+    "posttrain generate --endpoint http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-0.5B-Instruct "
+    "--data data/gsm8k/test.parquet":
+        "e2e/test_vllm_engine.py:test_generate_by_a_server",
+    "ray start --head --port 6379": "e2e/test_multi_node.py:test_the_commands_of_the_guide",
+    "ray start --address FIRST:6379": "e2e/test_multi_node.py:test_the_commands_of_the_guide",
+    "posttrain doctor --address FIRST:6379": "e2e/test_multi_node.py:test_the_commands_of_the_guide",
+    "ray status": "e2e/test_multi_node.py:test_the_commands_of_the_guide",
+    "posttrain rl --preset mine.toml --set cluster.address=FIRST:6379 --set cluster.workers=16":
+        "e2e/test_multi_node.py:test_the_commands_of_the_guide",
 }  # fmt: skip
 """Command -> file:test that runs it, perhaps at another size, in its own process, or against a hub of its own."""
 GUIDES = {"lora.md": "e2e/test_lora_runs.py", "preference.md": "e2e/test_prefer_runs.py"}
 """Pages whose commands are all run by `test_the_commands_of_the_guide` of a file."""
-NOT_RUN: dict[str, str] = {}
+NOT_RUN: dict[str, str] = {
+    "sbatch --nodes 4 --gpus-per-node 8 scripts/slurm_rl.sbatch rl --preset mine.toml": "needs Slurm",
+}
 """Command -> why no test runs it."""
 
 

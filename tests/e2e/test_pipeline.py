@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -194,50 +193,6 @@ def test_a_server_that_is_not_ray_is_given_up_in_time(arith: Path, tmp_path: Pat
         flags = [word for text in sets for word in ("--set", text)]
         shown = refused(arith, "sft", "--preset", "tiny-arith-sft", *flags)
     assert f"no answer from cluster.address = '{address}' within cluster.start_deadline_s = 2 s" in shown
-
-
-@pytest.mark.slow
-def test_two_runs_at_once_on_a_ray_cluster_that_is_there_already(arith: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-    start = f"ray start --head --block --port {port} --num-cpus 1 --include-dashboard false --disable-usage-stats"
-    # Relative to where the runs begin, and not to where Ray did.
-    sets = [f"run.dir='{os.path.relpath(tmp_path, arith)}'", f"cluster.address=127.0.0.1:{port}"]
-    command = ["-m", "posttrain", "sft", "--preset", "tiny-arith-sft", "--steps", "2"]
-    # Sockets have short paths only.
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        head = subprocess.Popen(
-            [str(Path(sys.executable).with_name("ray")), *start.split()[1:], "--temp-dir", folder],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert head.stdout is not None
-            assert any("Ray runtime started" in line for line in iter(head.stdout.readline, ""))
-            runs = [
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        *command,
-                        *(word for text in (*sets, f"run.name={name}") for word in ("--set", text)),
-                    ],
-                    cwd=arith,
-                    env=environment,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for name in ("one", "other")
-            ]
-            for run in runs:
-                _, shown = run.communicate(timeout=3 * MINUTE)
-                assert run.returncode == 0, shown[-2000:]
-                assert "step 2/2" in shown
-            assert head.poll() is None  # the cluster is not ours to end
-        finally:
-            head.terminate()
-            head.communicate(timeout=MINUTE)
 
 
 def wait_for(process: subprocess.Popen[str], text: str, seconds: float) -> None:

@@ -145,6 +145,17 @@ async def test_top_p_and_top_k_are_of_each_request(sampler):
     assert narrow[0].ids == narrow[1].ids == narrow[2].ids != wide.ids
 
 
+async def test_a_request_with_a_seed_is_sampled_alike_in_any_company(sampler):
+    ids, params = prompt(200, seed=5), SamplingParams(24, 1.0, seed=7)
+    alone = await sampler.generate(ids, params)
+    # More prompts than vLLM reads at once.
+    others = [sampler.generate(prompt(250, seed=n), SamplingParams(24, 1.0, seed=n)) for n in range(16)]
+    *_, again, other = await asyncio.gather(
+        *others, sampler.generate(ids, params), sampler.generate(ids, SamplingParams(24, 1.0, seed=8))
+    )
+    assert again.ids == alone.ids != other.ids
+
+
 async def test_cancelling_aborts_the_request(sampler):
     task = asyncio.create_task(sampler.generate(prompt(20), SamplingParams(500, 1.0)))
     while not await running(sampler):
