@@ -175,6 +175,16 @@ async def _train(
 
         # Engines load the starting weights by themselves: prove that they are the trainer's, or bring a resumed run's.
         await weights.publish(run.step, _canary([env.prompt_ids(p) for p in prompts]))
+
+        async def validated(step: int) -> dict[str, float]:
+            with tracker.phase("testing"):
+                groups, accuracy = await validate(source, val, cfg.val.n, val_sampling)
+            await traces.write(step, groups, temperature=val_sampling.temperature, kind="val")
+            return accuracy
+
+        if val and cfg.val.before_train and run.step == 0:
+            tracker.rewind(-1)  # an attempt that ended before its first checkpoint may have done this
+            tracker.log(0, await validated(0))
         for step in run.steps():
             with tracker.phase("gen"):
                 groups = await run.unless_stopped(batches.next())
@@ -197,10 +207,7 @@ async def _train(
             with tracker.phase("sync"):
                 metrics |= watch.check(await weights.publish(step, _canary([t.tokens for t in kept])))
             if val and run.due(cfg.train.val_every, step):
-                with tracker.phase("testing"):
-                    groups, accuracy = await validate(source, val, cfg.val.n, val_sampling)
-                await traces.write(step, groups, temperature=val_sampling.temperature, kind="val")
-                metrics |= accuracy
+                metrics |= await validated(step)
             run.finished(step, metrics)
         if run.step > run.saves.step:  # asked to stop
             await weights.to_trainers()

@@ -116,3 +116,5 @@ class ValConfig(Section):
     """As `rollout.top_k`."""
     limit: PositiveInt | None = None
     """Only the first so many rows of `data.val`."""
+    before_train: bool = False
+    """Validate the model that the run starts from, too: step 0 of the metrics."""

@@ -300,6 +300,7 @@ RL = (
         "verl's tool files are read as they are (tools.md); without tools there is one turn", _turns),
     *ALGO,
     *SHARED,
+    same("trainer.val_before_train", "val.before_train"),
     contents(A + "checkpoint."),
     Rule(("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"), ("checkpoint.keep",),
          "verl keeps all by default, posttrain two", _keep),
@@ -334,9 +335,6 @@ RL = (
          unless=only(True)),
     no_need("every validation episode is in the run's traces/", "trainer.log_val_generations"),
     no_need("every episode is in the run's traces/", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
-    no_need("there is no validation before the first step", "trainer.val_before_train",
-            unless=lambda on: "" if not on else "there is none before the first step: run `generate` and `eval` on the "
-            "model"),
     no_need("it is switched off", A + "shuffle", A + "use_prefix_grouper", A + "freeze_vision_tower",
          "*router_replay.mode",
             R + "ignore_eos", R + "skip_rollout", "trainer.val_only", M + "enable_activation_offload",

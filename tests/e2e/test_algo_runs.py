@@ -266,8 +266,10 @@ def test_without_a_learning_rate_nothing_changes_for_ten_steps(here, recorded, s
 def test_sampling_without_a_learning_rate_stays_on_policy(here):
     """As above, with new episodes every step."""
     sets = ["train.steps=10", "train.optim.lr=0.0", "train.optim.weight_decay=0.0", f"data.val='{here}/any.parquet'"]
-    folder, metrics = run(here, "still-sampling", *sets, "train.val_every=1", "val.temperature=0.0")
-    for step in metrics:
+    sets += ["train.val_every=1", "val.temperature=0.0", "val.before_train=true"]
+    folder, metrics = run(here, "still-sampling", *sets)
+    assert [step["step"] for step in metrics] == list(range(11))
+    for step in metrics[1:]:
         assert step["actor/ppo_kl"] == 0.0
         assert step["actor/pg_clipfrac"] == 0.0
         assert step["rollout_gap/mean_abs"] < 1e-5

@@ -25,6 +25,8 @@ from posttrain.presets import leaf_keys, list_presets, resolve
 from posttrain.startup import check_supported
 
 REPO = Path(__file__).resolve().parents[2]
+MINE = "mine.toml"
+"""The reader's own preset."""
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 
 
@@ -78,8 +80,13 @@ def parse(words: list[str]) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(("page", "words"), [pytest.param(p, w, id=f"{p}: {shlex.join(w)}") for p, w in snippets()])
 def test_command_in_the_docs_is_real(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO)
+    if words[0] == "sbatch":  # Slurm's, with a script of ours
+        words = [word for word in words if word.endswith(".sbatch")]
+        assert Path(words[0]).is_file()
+        return
     if words[0] != "posttrain":
-        assert os.access(words[0], os.X_OK), f"{page} names {words[0]}, which is not an executable file"
+        found = os.access(words[0], os.X_OK) or Path(sys.executable).with_name(words[0]).is_file()
+        assert found, f"{page} names {words[0]}, which is not an executable file"
         return
     path, params = parse(words)
     for file in params.get("plugin") or []:
@@ -90,7 +97,8 @@ def test_command_in_the_docs_is_real(page: str, words: list[str], monkeypatch: p
     if path in ("posttrain sft", "posttrain prefer", "posttrain rl", "posttrain generate"):
         flags = {"algo.name": params.get("algo"), "cluster.workers": params.get("workers")}
         command: Any = path.removeprefix("posttrain ")
-        check_supported(resolve(command, params["preset"], params["set_"] or [], flags).config)
+        preset = "tiny-arith" if params["preset"] == MINE else params["preset"]
+        check_supported(resolve(command, preset, params["set_"] or [], flags).config)
 
 
 def test_the_parser_of_this_test_refuses_what_the_cli_refuses() -> None:
