@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 from posttrain.errors import RunError, WeightSyncError
+from posttrain.models.broadcast import MemberLost
 
 _QUIET_S = 60.0
 """Longest wait for requests to come back once they were told to."""
@@ -109,6 +110,9 @@ class WeightGate:
         """Requests that wait for the end of an update hear of its failure."""
         try:
             yield
+        except MemberLost:  # it begins again without the one that was lost
+            self._loaded.clear()
+            raise
         except Exception as error:
             self._broken = error
             self._loaded.clear()

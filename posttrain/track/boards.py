@@ -69,7 +69,7 @@ class WeightsAndBiases:
         import wandb
 
         self._file = run_path / "wandb.json"
-        self._state: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "step": 0}
+        self._state: dict[str, Any] = {"id": uuid.uuid4().hex[:12], "step": -1}
         if self._file.is_file():
             self._state = dict(json.loads(self._file.read_text()))
         try:
@@ -132,7 +132,7 @@ class MLflow:
                 self._state: dict[str, Any] = dict(json.loads(self._file.read_text()))
                 self._client.update_run(self._state["id"], status="RUNNING")
             else:
-                self._state = {"id": _new_mlflow_run(self._client, run_path, config), "step": 0}
+                self._state = {"id": _new_mlflow_run(self._client, run_path, config), "step": -1}
                 _write_json(self._file, self._state)
         except MlflowException as error:
             raise ConfigError(

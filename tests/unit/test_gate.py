@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from posttrain.errors import RunError, WeightSyncError
+from posttrain.models.broadcast import MemberLost
 from posttrain.rollout import gate as module
 from posttrain.rollout.gate import WeightGate
 
@@ -108,6 +109,21 @@ async def test_requests_that_wait_hear_of_a_failure():
         await engine.update(1, {"c": (1,)})
     with pytest.raises(RunError, match="no whole set of weights"):
         await waiting
+
+
+async def test_requests_wait_on_while_an_update_begins_again():
+    """Another engine was lost in the middle of a broadcast: the living get all weights once more."""
+    engine = Engine()
+    with pytest.raises(MemberLost):
+        async with engine.gate.loading({"a": (2, 3)}):
+            waiting = asyncio.create_task(engine.request())
+            await asyncio.sleep(0)
+            raise MemberLost("sampler 1 was lost")
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await engine.update(4)
+    engine.ends.set()
+    assert await waiting == 4
 
 
 async def test_requests_that_do_not_come_back_end_the_update(monkeypatch):
