@@ -348,6 +348,8 @@ def test_generate_by_a_server(tmp_path):
             found.append(pq.read_table(file).select(["response_ids", "stop_reasons", "errors"]).to_pylist())
         assert found[0] == found[1]
     finally:
+        for process in psutil.Process(server.pid).children(recursive=True):  # they would outlive it
+            process.kill()
         server.kill()
         server.wait()
 
