@@ -27,7 +27,9 @@ def test_constraints_pin_every_dependency() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("script", ["scripts/quickstart", "scripts/test", ".ci/run", "scripts/_venv.sh"])
+@pytest.mark.parametrize(
+    "script", ["scripts/quickstart", "scripts/test", ".ci/run", "scripts/_venv.sh", "scripts/slurm_rl.sbatch"]
+)
 def test_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", str(REPO / script)], check=True)
     if not script.endswith(".sh"):
