@@ -128,8 +128,9 @@ BY_OTHERS: dict[str, str] = {
 GUIDES = {"lora.md": "e2e/test_lora_runs.py", "preference.md": "e2e/test_prefer_runs.py"}
 """Pages whose commands are all run by `test_the_commands_of_the_guide` of a file."""
 NOT_RUN: dict[str, str] = {
-    "sbatch --nodes 4 --gpus-per-node 8 scripts/slurm_rl.sbatch rl --preset mine.toml": "needs Slurm: it ran there by hand, and runs in unit/test_slurm_script.py with stand-ins",
-}
+    "sbatch --nodes 4 --gpus-per-node 8 scripts/slurm_rl.sbatch rl --preset mine.toml":
+        "needs Slurm, where it was tried by hand; unit/test_slurm_script.py has stand-ins",
+}  # fmt: skip
 """Command -> why no test runs it."""
 
 
