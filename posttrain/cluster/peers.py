@@ -215,9 +215,14 @@ def _here() -> str:
 
 
 def _kill(process: Process) -> None:
-    if (found := process.find()) is not None:
-        for one in (found, *found.children(recursive=True)):
-            _signal(one, signal.SIGKILL)
+    if (found := process.find()) is None:
+        return
+    try:
+        family = [found, *found.children(recursive=True)]
+    except psutil.NoSuchProcess:  # it has ended meanwhile
+        return
+    for one in family:
+        _signal(one, signal.SIGKILL)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
@@ -234,22 +239,23 @@ def examine(process: Process, ask: bool) -> Look:
     log = Path(process.log) if process.log else None
     tail = tail_of(log) if log else ()
     memory = max(0, _oom_kills() - process.oom_kills)
+    ended = Look(ended=True, log=tail, oom_kills=memory)
     found = process.find()
     if found is None:
-        return Look(ended=True, log=tail, oom_kills=memory)
-    if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return Look(stopped=True, log=tail, oom_kills=memory)
-    if not ask:
-        return Look(log=tail, oom_kills=memory)
+        return ended
     stacks = Path(f"/proc/{process.pid}/fd/{process.stacks}")
-    try:
+    try:  # it may end at any moment
+        if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return Look(stopped=True, log=tail, oom_kills=memory)
+        if not ask:
+            return Look(log=tail, oom_kills=memory)
         before, size = sum(found.cpu_times()[:2]), stacks.stat().st_size
         _signal(found, signal.SIGUSR1)
         time.sleep(_STACK_S)
         works = sum(found.cpu_times()[:2]) - before > _WORKS * _STACK_S
         stack = stack_in(_from(stacks, size))
     except (psutil.NoSuchProcess, FileNotFoundError):
-        return Look(ended=True, log=tail, oom_kills=memory)
+        return ended
     return Look(works=works, stack=stack, log=tail, oom_kills=memory)
 
 

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError
 
 from posttrain.cluster import calls
 from posttrain.cluster.calls import cause_of_death
-from posttrain.cluster.peers import Home, Look, Peer, Process, examine, stack_in, tail_of
+from posttrain.cluster.peers import Home, Look, Peer, Process, _kill, examine, stack_in, tail_of
 from posttrain.errors import RunError
 
 
@@ -108,6 +108,28 @@ def test_a_process_is_examined(child):
     os.kill(child.pid, signal.SIGKILL)
     psutil.Process(child.pid).wait(10)
     assert examine(child, ask=True).ended
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_a_process_that_ends_while_it_is_looked_at_has_ended(child, ask, monkeypatch):
+    find = Process.find
+
+    def find_and_lose(self):
+        found = find(self)
+        os.kill(self.pid, signal.SIGKILL)
+        psutil.Process(self.pid).wait(10)
+        return found
+
+    monkeypatch.setattr(Process, "find", find_and_lose)
+    assert examine(child, ask=ask).ended
+
+
+def test_a_process_that_ends_before_its_children_are_found_is_not_killed_twice(child, monkeypatch):
+    found = child.find()
+    os.kill(child.pid, signal.SIGKILL)
+    psutil.Process(child.pid).wait(10)
+    monkeypatch.setattr(Process, "find", lambda self: found)
+    _kill(child)
 
 
 def test_another_process_with_its_number_is_not_it(child):
