@@ -217,8 +217,7 @@ async def measure_in_flight(args: argparse.Namespace) -> list[tuple[str, str]]:
 
         begun = time.perf_counter()
         running = [asyncio.create_task(episode(ids)) for ids in prompts(args.requests, args.prompt)]
-        while not all(task.done() for task in running):
-            await asyncio.wait(running, timeout=args.interval)
+        while (await asyncio.wait(running, timeout=args.interval))[1]:
             version += 1
             await clock("update with proof, amid sampling", sync.publish(version, canary))
         episodes = await asyncio.gather(*running)

@@ -104,7 +104,7 @@ def test_grpo_in_turns_for_twenty_steps(model, tmp_path):
     budget = metrics[-1]["sync/gpu_budget_gib"]
     memory = f"{used[3]:.1f} then {used[-1]:.1f} GiB of {budget:.1f}"
     print(f"\n| {ENGINE}: GRPO, tool, 20 steps | {shown} | {memory} | {gap} |")
-    print("".join(f"| {line} |\n" for line in done.stdout.splitlines() if "predicted / measured" in line))
+    print("".join(f"| {line} |\n" for line in done.stderr.splitlines() if "predicted / measured" in line))
     assert max(used[3:]) - used[2] < 0.5
     assert all(m["rollout/failed"] == 0 for m in metrics)
     assert gap["sd"] < 0.04
