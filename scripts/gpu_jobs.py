@@ -62,6 +62,7 @@ def _engine(engine: str) -> list[Job]:
     quick = _QUICK_START[engine]
     env = {"POSTTRAIN_GPU_ENGINE": engine, "POSTTRAIN_GPU_ENGINE_OPTIONS": quick}
     bench = ("scripts/bench_rollout_gpu.py", "--engine", engine, "--updates", "3", "--options", quick, "--shape")
+    apart = ("7b", "--new", "2048", "--requests", "128", "--interval", "6", "--placement", "separate")
     gap = ("scripts/bench_gap_gpu.py", "--engine", engine, "--options", quick)
 
     def measure(name: str, *command: str, gpus: int = 1, limit_s: float = 300.0) -> Job:
@@ -74,13 +75,16 @@ def _engine(engine: str) -> list[Job]:
         _test(f"{engine}-rl", "test_engines_gpu", "in_turns_for", limit_s=400, **env),
         _test(f"{engine}-kill", "test_engines_gpu", "killed", limit_s=240, **env),
         measure("7b-tp2", *bench, "7b", "--tensor-parallel", "2", "--new", "256", gpus=2, limit_s=300),
-        measure("7b-apart", *bench, "7b", "--new", "2048", "--placement", "separate", gpus=2, limit_s=240),
+        measure("7b-apart", *bench, *apart, gpus=2, limit_s=240),
         _test(f"{engine}-two", "test_engines_gpu", "two_gpus or from_gpu", gpus=2, limit_s=300, **env),
     ]
 
 
 _SHARDS = "scripts/bench_train.py shards --shape 7b --steps 4 --gather step"
 _LONG = f"{_SHARDS} --length 32768 --tokens-per-microbatch 32768"
+_CHECK = (
+    f"scripts/bench_gpu.py --parts 0.5b --steps 6 --tokenizer {os.environ.get('POSTTRAIN_GPU_TOKENIZER', 'tokenizer')}"
+)
 _TWO = "--sequence-parallel 2 --checkpointing selective"
 GROUPS: dict[str, list[Job]] = {
     "kernels": [
@@ -106,6 +110,10 @@ GROUPS: dict[str, list[Job]] = {
         _bench("long-4-sp1", f"{_LONG} --gpus 4 --rows 4 --checkpointing full", gpus=4, limit_s=150),
         _bench("long-4-sp2", f"{_LONG} --gpus 4 --rows 4 {_TWO}", gpus=4, limit_s=150),
         _bench("long-4-sp4", f"{_LONG} --gpus 4 --rows 4 --sequence-parallel 4", gpus=4, limit_s=150),
+    ],
+    "check": [
+        _bench("check", _CHECK, limit_s=240),
+        _bench("check-2", f"{_CHECK} --workers 2", gpus=2, limit_s=240),
     ],
     "save": [_bench("save", "scripts/bench_save.py --shape 7b --gpus 2 --folder /tmp/save", gpus=2, limit_s=500)],
     "sglang": _engine("sglang"),

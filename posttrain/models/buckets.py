@@ -7,12 +7,13 @@ A trainer fills a bucket while engines read the one before (``Outlet``), so two 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,8 @@ class Bucket:
     """What lies where. It can be sent to another process, which reads it until it says that it is done."""
 
     entries: tuple[Entry, ...]
+    number: int = 0
+    """In its update."""
     path: str | None = None
     """A file in memory."""
     handles: tuple[Handle, ...] = ()
@@ -144,7 +147,7 @@ class HostFile(Place):
         return torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
 
     def bucket(self) -> Bucket:
-        return Bucket(tuple(self.entries), self.path)
+        return Bucket(tuple(self.entries), path=self.path)
 
     def close(self) -> None:
         super().close()
@@ -240,6 +243,7 @@ class Outlet:
         self._weights = iter(weights)
         self._dtype, self._bytes = dtype, bucket_bytes
         self._places: list[Place] = [] if where is None else [new_place(where, device) for _ in range(2)]
+        self._numbers = itertools.count()
         self._held: tuple[str, Tensor] | None = None
         """Drawn, and too large for the bucket before."""
 
@@ -263,7 +267,7 @@ class Outlet:
             size += nbytes
         if not drawn:
             return None
-        return Bucket(()) if place is None else place.bucket()
+        return replace(Bucket(()) if place is None else place.bucket(), number=next(self._numbers))
 
     def send(self, slot: int) -> None:
         """Begin to send the bucket in place ``slot``, of an outlet whose buckets are sent, and return."""

@@ -32,6 +32,12 @@ class WeightGate:
         self.running: set[asyncio.Task[Any]] = set()
         self._name, self._shapes, self._abort = name, shapes, abort
         self._loaded: set[str] = set()
+        self._next = 0
+        """Number of the bucket whose turn it is."""
+        self._turns: dict[int, asyncio.Future[None]] = {}
+        """Of buckets that came before it was theirs."""
+        self._failure: Exception | None = None
+        """Of a bucket of this update."""
         self._broken: Exception | None = None
         self._open = asyncio.Event()
         self._open.set()
@@ -56,9 +62,12 @@ class WeightGate:
             self.running.discard(task)
 
     @contextlib.asynccontextmanager
-    async def loading(self, shapes: Mapping[str, tuple[int, ...]]) -> AsyncIterator[None]:
-        """Around the load of parameters of these shapes. The first one of an update sends all requests back; new ones
-        wait until ``finish``.
+    async def loading(self, number: int, shapes: Mapping[str, tuple[int, ...]]) -> AsyncIterator[None]:
+        """Around the load of bucket ``number`` of an update, with parameters of these shapes. The first one sends all
+        requests back; new ones wait until ``finish``.
+
+        Buckets are loaded one at a time, in their order, whatever order they come in. Neither Ray nor the engines keep
+        it, and the bytes of a broadcast go to whoever receives next.
 
         Raises:
             WeightSyncError: the engine does not have such a parameter, or requests did not come back.
@@ -67,13 +76,28 @@ class WeightGate:
             for name, shape in shapes.items():
                 if self._shapes.get(name) != shape:
                     raise WeightSyncError(f"the trainer sent {name} {shape}; the engine has {self._shapes.get(name)}")
+            await self._turn(number)
             await self.close()
             yield
             self._loaded |= shapes.keys()
+            self._next = number + 1
+            turn = self._turns.pop(self._next, None)
+            if turn is not None and not turn.done():
+                turn.set_result(None)
+
+    async def _turn(self, number: int) -> None:
+        """Wait for the bucket before. Raises what that one did."""
+        if number == 0:
+            self._next, self._failure = 0, None
+        elif self._failure is not None:
+            raise self._failure
+        elif number != self._next:
+            self._turns[number] = turn = asyncio.get_running_loop().create_future()
+            await turn
 
     async def close(self) -> None:
         """Requests that run come back as far as they are; new ones wait until ``finish``."""
-        async with self._closing:  # the second bucket of an update must not overtake the first one, which waits here
+        async with self._closing:
             if not self._open.is_set():
                 return
             self._open.clear()
@@ -107,14 +131,17 @@ class WeightGate:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Requests that wait for the end of an update hear of its failure."""
+        """Buckets and requests that wait for the end of an update hear of its failure."""
         try:
             yield
-        except MemberLost:  # it begins again without the one that was lost
-            self._loaded.clear()
-            raise
         except Exception as error:
-            self._broken = error
+            self._failure = error
             self._loaded.clear()
-            self._open.set()
+            turns, self._turns = self._turns, {}
+            for turn in turns.values():
+                if not turn.done():
+                    turn.set_exception(error)
+            if not isinstance(error, MemberLost):  # then it begins again, without the one that was lost
+                self._broken = error
+                self._open.set()
             raise

@@ -60,7 +60,6 @@ class HFSampler:
         self.futures: dict[str, asyncio.Future[Any]] = {}
         self.seeded = SeededSampling()
         self.manager: Any = None
-        self.loading = asyncio.Lock()
         # Every restart of the manager collects garbage several times. What has been imported and loaded by now stays
         # for good, so it need not be looked through each time: a weight update then takes 0.1 s, not 0.45 s.
         gc.collect()
@@ -228,7 +227,7 @@ class HFSampler:
                 parameter.data = parameter.data.new_empty(self.shapes[name])
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        async with self.gate.loading(bucket.shapes), self.loading:  # bytes that are sent come in order
+        async with self.gate.loading(bucket.number, bucket.shapes):
             for name, tensor in await asyncio.to_thread(bucket.tensors, 0, self.device):
                 self.parameters[name].copy_(tensor)
             if self.device.type == "cuda":

@@ -388,7 +388,7 @@ class Stale(RemoteSampler):
     """By their entries."""
 
     async def load_bucket(self, bucket, data=None):
-        await super().load_bucket(self.stale[bucket.entries])
+        await super().load_bucket(replace(self.stale[bucket.entries], number=bucket.number))
 
 
 def test_what_is_saved_after_an_evaluation_is_what_was_trained(clusters, tmp_path):
@@ -443,7 +443,7 @@ def test_weight_sync_is_proven(alone, start, tmp_path):
         old = {}
         while (buckets := await group.next_bucket(0)) is not None:
             (one,) = buckets
-            old[one.entries] = Bucket(one.entries, str(shutil.copy(one.path, tmp_path / f"old-{len(old)}")))
+            old[one.entries] = replace(one, path=str(shutil.copy(one.path, tmp_path / f"old-{len(old)}")))
         assert len(old) > 1  # so that one is gathered while another is read
         await group.close_outlet()
         for _ in range(3):

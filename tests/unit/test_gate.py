@@ -30,7 +30,7 @@ class Engine:
             return version
 
     async def update(self, version, shapes=SHAPES):
-        async with self.gate.loading(shapes):
+        async with self.gate.loading(0, shapes):
             self.ends.clear()
         async with self.gate.finish(version):
             assert not self.gate.running
@@ -41,12 +41,12 @@ async def test_an_update_sends_requests_back_and_holds_new_ones():
     old = [asyncio.create_task(engine.request()) for _ in range(3)]
     await asyncio.sleep(0)
     assert len(engine.gate.running) == 3
-    async with engine.gate.loading({"a": (2, 3)}):
+    async with engine.gate.loading(0, {"a": (2, 3)}):
         assert await asyncio.gather(*old) == [0, 0, 0]
         new = asyncio.create_task(engine.request())
         await asyncio.sleep(0.01)
         assert not engine.gate.running
-    async with engine.gate.loading({"b": (4,)}):
+    async with engine.gate.loading(1, {"b": (4,)}):
         pass
     assert engine.aborts == 1
     async with engine.gate.finish(7):
@@ -54,24 +54,46 @@ async def test_an_update_sends_requests_back_and_holds_new_ones():
     assert await new == 7
 
 
-async def test_a_bucket_does_not_overtake_the_one_before_it():
-    """The first waits for requests to come back; the second was sent meanwhile."""
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+async def test_buckets_are_loaded_in_their_order_one_at_a_time(order):
+    """Whatever order they come in: the first waits for requests to come back, and a load takes its time."""
     engine = Engine()
     engine.gate = WeightGate("it", SHAPES, lambda: asyncio.sleep(0))  # it takes a while to send requests back
     old = asyncio.create_task(engine.request())
     await asyncio.sleep(0)
     loaded = []
 
-    async def load(name):
-        async with engine.gate.loading({name: SHAPES[name]}):
-            loaded.append((name, len(engine.gate.running)))
+    async def load(number):
+        name = "ab"[number]
+        async with engine.gate.loading(number, {name: SHAPES[name]}):
+            loaded.append(f"{name} begins, {len(engine.gate.running)} run")
+            await asyncio.sleep(0.01 * (2 - number))
+            loaded.append(f"{name} ends")
 
-    buckets = [asyncio.create_task(load(name)) for name in SHAPES]
-    await asyncio.sleep(0.05)
+    buckets = []
+    for number in order:
+        buckets.append(asyncio.create_task(load(number)))
+        await asyncio.sleep(0.01)
     assert not loaded
     engine.ends.set()
     await asyncio.gather(old, *buckets)
-    assert loaded == [("a", 0), ("b", 0)]
+    assert loaded == ["a begins, 0 run", "a ends", "b begins, 0 run", "b ends"]
+
+
+async def test_a_bucket_does_not_wait_for_one_that_failed():
+    """Whether it came before the failure or after it; and the next update begins with its own first bucket."""
+    engine = Engine()
+    with pytest.raises(MemberLost):
+        async with engine.gate.loading(0, {"a": (2, 3)}):
+            second = asyncio.create_task(engine.gate.loading(1, {"b": (4,)}).__aenter__())
+            await asyncio.sleep(0)
+            raise MemberLost("sampler 1 was lost")
+    with pytest.raises(MemberLost):
+        await second
+    with pytest.raises(MemberLost):
+        await engine.gate.loading(2, {}).__aenter__()
+    await engine.update(4)
+    assert engine.gate.version == 4
 
 
 async def test_without_requests_nothing_is_aborted():
@@ -102,7 +124,7 @@ async def test_an_update_that_is_not_whole_is_refused_until_one_is(shapes, messa
 
 async def test_requests_that_wait_hear_of_a_failure():
     engine = Engine()
-    async with engine.gate.loading({"a": (2, 3)}):
+    async with engine.gate.loading(0, {"a": (2, 3)}):
         waiting = asyncio.create_task(engine.request())
         await asyncio.sleep(0)
     with pytest.raises(WeightSyncError):
@@ -115,7 +137,7 @@ async def test_requests_wait_on_while_an_update_begins_again():
     """Another engine was lost in the middle of a broadcast: the living get all weights once more."""
     engine = Engine()
     with pytest.raises(MemberLost):
-        async with engine.gate.loading({"a": (2, 3)}):
+        async with engine.gate.loading(0, {"a": (2, 3)}):
             waiting = asyncio.create_task(engine.request())
             await asyncio.sleep(0)
             raise MemberLost("sampler 1 was lost")
