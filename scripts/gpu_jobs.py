@@ -62,7 +62,7 @@ def _engine(engine: str) -> list[Job]:
     quick = _QUICK_START[engine]
     env = {"POSTTRAIN_GPU_ENGINE": engine, "POSTTRAIN_GPU_ENGINE_OPTIONS": quick}
     bench = ("scripts/bench_rollout_gpu.py", "--engine", engine, "--updates", "3", "--options", quick, "--shape")
-    apart = ("7b", "--new", "2048", "--requests", "128", "--interval", "6", "--placement", "separate")
+    apart = ("7b", "--new", "1536", "--requests", "64", "--placement", "separate")
     gap = ("scripts/bench_gap_gpu.py", "--engine", engine, "--options", quick)
 
     def measure(name: str, *command: str, gpus: int = 1, limit_s: float = 300.0) -> Job:
