@@ -54,7 +54,7 @@ class Known:
     of_step: tuple[int, ...] = ()
     """Tokens of each sequence of the first step; empty: that is not known before"""
     prompt: float = 0.0
-    """`rl`: mean tokens of a prompt"""
+    """Mean tokens of a sequence that carry no loss: in `rl` its prompt"""
     steps: int | None = None
     """Of the run"""
 
@@ -140,7 +140,8 @@ def question_of(cfg: Config, asked: Asked, known: Known | None = None) -> Questi
     kernels, notes = kernels_of(cfg, machine)
     lengths, known = _lengths(cfg, asked.length), known or Known()
     if known.of_step:
-        lengths = replace(lengths, mean=sum(known.of_step) / len(known.of_step), source="the first batch")
+        mean = sum(known.of_step) / len(known.of_step)
+        lengths = replace(lengths, mean=mean, prompt=known.prompt, source="the first batch")
     elif known.prompt:
         mean = known.prompt + cfg.rollout.max_response_tokens
         lengths = Lengths(mean, lengths.longest, known.prompt, "the prompts, and the longest answers")

@@ -58,8 +58,8 @@ class Pairs(supervised.Objective):
         end = tokenizer.eos_token_id if cfg.trains_reward_model else None
         return RenderPairs(supervised.conversation_renderer(cfg, tokenizer), end)
 
-    def lengths(self, samples: supervised.Samples) -> list[int]:
-        return pack(samples).lengths
+    def pack(self, samples: supervised.Samples) -> PackedBatch:
+        return pack(samples)
 
     async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> Judge:
         scores = run.cfg.trains_reward_model
@@ -101,9 +101,6 @@ class Judge:
     actor: TrainerGroup
     ref: TrainerGroup | None
     val: Sequence[PackedBatch]
-
-    def pack(self, samples: supervised.Samples) -> PackedBatch:
-        return pack(samples)
 
     async def weigh(self, batch: PackedBatch) -> dict[str, float]:
         """Give a batch the slopes of its loss as weights; metrics of the pairs before the update."""

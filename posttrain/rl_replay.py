@@ -54,8 +54,10 @@ def dry_run(resolved: Resolved) -> str:
     """Everything up to the start of the workers, and then the plan, with the lengths of the first recorded step. Raises
     ``UserError`` as ``run`` does."""
     _, _, steps, first = prepare(resolved.config)
-    lengths = tuple(len(trajectory.tokens) for trajectory in usable(first))
-    return plan.show(resolved.config, known=plan.Known(lengths, steps=steps))
+    trajectories = usable(first)
+    without_loss = sum(int((~trajectory.loss_mask).sum()) for trajectory in trajectories) / len(trajectories)
+    lengths = tuple(len(trajectory.tokens) for trajectory in trajectories)
+    return plan.show(resolved.config, known=plan.Known(lengths, without_loss, steps))
 
 
 class Prepared(NamedTuple):

@@ -46,8 +46,8 @@ class Conversations(supervised.Objective):
     def renderer(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> RenderConversations:
         return supervised.conversation_renderer(cfg, tokenizer)
 
-    def lengths(self, samples: supervised.Samples) -> list[int]:
-        return [len(sample.ids) for sample in samples]
+    def pack(self, samples: supervised.Samples) -> PackedBatch:
+        return pack(samples)
 
     async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> Imitation:
         actor = await cluster.trainer("actor", run.source, total_steps=run.total_steps)
@@ -62,11 +62,6 @@ class Imitation:
     actor: TrainerGroup
     val: Sequence[Rendered]
 
-    def pack(self, samples: supervised.Samples) -> PackedBatch:
-        batch = PackedBatch.from_sequences([s.ids for s in samples], [s.mask for s in samples])
-        batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
-        return batch
-
     async def weigh(self, batch: PackedBatch) -> dict[str, float]:
         return {"train/loss_tokens": float(batch.loss_mask.sum())}
 
@@ -74,8 +69,15 @@ class Imitation:
         """Mean negative log-likelihood per assistant token."""
         total, tokens = 0.0, 0
         for start in range(0, len(self.val), _VAL_BATCH):
-            batch = self.pack(self.val[start : start + _VAL_BATCH])
+            batch = pack(self.val[start : start + _VAL_BATCH])
             count = int(batch.loss_mask.sum())
             total += count * await self.actor.evaluate(batch)
             tokens += count
         return {"loss": total / max(1, tokens)}
+
+
+def pack(samples: supervised.Samples) -> PackedBatch:
+    """Conversations one after another, each token of the assistant's with the same weight."""
+    batch = PackedBatch.from_sequences([s.ids for s in samples], [s.mask for s in samples])
+    batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
+    return batch

@@ -41,10 +41,6 @@ class Learner(Protocol):
     @property
     def actor(self) -> TrainerGroup: ...
 
-    def pack(self, samples: Samples) -> PackedBatch:
-        """The samples as one batch."""
-        ...
-
     async def weigh(self, batch: PackedBatch) -> dict[str, float]:
         """Give a batch its loss weights. Returns metrics of the step; they replace those of the update."""
         ...
@@ -74,8 +70,8 @@ class Objective(ABC):
         """Start the models; ``val`` is what ``Learner.validate`` is about."""
 
     @abstractmethod
-    def lengths(self, samples: Samples) -> list[int]:
-        """Tokens of each sequence that samples become."""
+    def pack(self, samples: Samples) -> PackedBatch:
+        """The batch that samples become."""
 
     def check(self, cfg: Config, source: ModelSource) -> None:
         """Whether this model can be trained so. Raises ``ConfigError``."""
@@ -114,8 +110,9 @@ def dry_run(resolved: Resolved, objective: Objective) -> str:
     ``UserError`` as ``run`` does."""
     _, data, _, steps = prepare(resolved.config, objective)
     with data:
-        lengths = objective.lengths(data.next().samples)
-    return plan.show(resolved.config, known=plan.Known(tuple(lengths), steps=steps))
+        batch = objective.pack(data.next().samples)
+    without_loss = float((batch.loss_mask == 0).sum()) / batch.num_sequences
+    return plan.show(resolved.config, known=plan.Known(tuple(batch.lengths), without_loss, steps))
 
 
 class Prepared(NamedTuple):
@@ -153,7 +150,7 @@ async def _train(
         data.restore(await run.resume({"actor": actor}) or beginning)
         for step in run.steps():
             with tracker.phase("data"):
-                batch = learner.pack(data.next().samples)
+                batch = objective.pack(data.next().samples)
             weighed = await learner.weigh(batch)
             async with run.profiled(actor):
                 with tracker.phase("update"):

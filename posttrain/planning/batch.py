@@ -19,13 +19,13 @@ class Lengths:
     longest: int
     """That the config allows"""
     prompt: float = 0.0
-    """`rl`: mean of the prompts, which are part of ``mean``"""
+    """Mean of those that carry no loss, which are part of ``mean``: in `rl` the prompt"""
     source: str = ""
     """Where the mean comes from, in words"""
 
     @property
     def loss_share(self) -> float:
-        """Share of the tokens that carry loss, in `rl`."""
+        """Share of the tokens that carry loss."""
         return 1.0 - self.prompt / self.mean if self.mean else 1.0
 
 

@@ -50,6 +50,8 @@ def lengths_of(cfg: Config, rows: Sequence[Row]) -> Lengths | None:
         return None
     mean = tokens / sequences_of_step(cfg)
     prompt = median(rows, "prompt_length/mean") or 0.0
+    if (loss_tokens := median(rows, "train/loss_tokens")) is not None:
+        prompt = (tokens - loss_tokens) / sequences_of_step(cfg)
     return Lengths(mean, longest_of(cfg), min(prompt, mean), "measured")
 
 

@@ -71,6 +71,8 @@ def _batch(plan: Plan) -> list[list[str]]:
         rows.append([name, f"{batch.sequences:,}", f"{batch.sequences / batch.ranks:,.0f}"])
     rows.append(["tokens", f"{batch.tokens:,}", f"{batch.tokens_per_rank:,.0f}"])
     if cfg.trains:
+        share = plan.question.lengths.loss_share
+        rows.append(["tokens with loss", f"{batch.tokens * share:,.0f}", f"{batch.tokens_per_rank * share:,.0f}"])
         rows.append(["optimizer steps", str(batch.updates), ""])
         if batch.updates > 1:
             rows.append(["groups of each", ", ".join(map(str, batch.groups_per_update)), ""])
@@ -155,6 +157,7 @@ def as_data(plan: Plan, found: Sequence[Problem]) -> dict[str, Any]:
             "sequences": batch.sequences,
             "groups": batch.groups,
             "tokens": batch.tokens,
+            "loss_share": q.lengths.loss_share,
             "ranks": batch.ranks,
             "optimizer_steps": batch.updates,
             "groups_per_update": list(batch.groups_per_update),

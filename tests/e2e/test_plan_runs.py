@@ -59,6 +59,7 @@ def test_the_plan_of_a_dry_run_is_what_the_run_does(here: Path) -> None:
     folder = here / "runs" / "tiny-arith-sft"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert number(shown, "tokens") == rows[0]["train/tokens"]
+    assert number(shown, "tokens with loss") == rows[0]["train/loss_tokens"] < rows[0]["train/tokens"]
     assert number(shown, "steps of the run") == len(rows) == 2
     optim = plan.stored_config(folder).train.optim
     assert [row["train/lr"] for row in rows] == [learning_rate(optim, step, 2) for step in (0, 1)]

@@ -14,7 +14,7 @@ from posttrain.config import Config
 from posttrain.data.pack import place
 from posttrain.errors import ConfigError, ModelError
 from posttrain.planning.batch import Lengths, batch_of
-from posttrain.planning.compare import Pair
+from posttrain.planning.compare import Pair, lengths_of
 from posttrain.planning.estimate import Plan, Question
 from posttrain.planning.layout import Kernels, Shapes
 from posttrain.planning.machines import GPUS, Machine, gpu_named, gpu_of_name
@@ -44,9 +44,9 @@ def test_an_optimizer_step_is_as_it_was_measured(row):
 
 
 def test_phases_and_the_memory_of_taking_turns_are_as_they_were_measured():
-    of_today = [phase for phase in bench.phases() if not phase.remark]
-    assert len(of_today) >= 10
-    for phase in of_today:
+    phases = list(bench.phases())
+    assert len(phases) >= 10
+    for phase in phases:
         assert abs(bench.off(phase.predicted, phase.measured)) < bench.TIME_BOUND, phase
     in_turns = list(bench.in_turns())
     assert len(in_turns) == 4
@@ -261,6 +261,17 @@ def test_the_command_answers_at_once_and_without_torch(tmp_path):
     assert told["fits"] is True
     assert {moment["at"] for moment in told["memory"]} == {"start", "update", "save"}
     assert list(tmp_path.iterdir()) == [tmp_path / "7b.json"]
+
+
+@pytest.mark.parametrize(("command", "rows", "share"), [
+    ("sft", {"train/tokens": 800.0, "train/loss_tokens": 200.0}, 0.25),
+    ("sft", {"train/tokens": 800.0}, 1.0),
+    ("rl", {"perf/total_num_tokens": 1600.0, "prompt_length/mean": 10.0}, 0.6),
+])  # fmt: skip
+def test_a_run_tells_what_share_of_its_tokens_carries_loss(command, rows, share):
+    cfg = config(command, data={"batch_size": 8}, rollout={"n": 8})
+    lengths = lengths_of(cfg, [rows] * 3)
+    assert lengths.loss_share == pytest.approx(share)
 
 
 def test_a_figure_says_how_far_it_is_off():
