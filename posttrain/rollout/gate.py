@@ -88,7 +88,7 @@ class WeightGate:
     async def _turn(self, number: int) -> None:
         """Wait for the bucket before. Raises what that one did."""
         if number == 0:
-            self._next, self._failure = 0, None
+            self._failure = None
         elif self._failure is not None:
             raise self._failure
         elif number != self._next:
@@ -126,6 +126,7 @@ class WeightGate:
                 )
             yield
             self._loaded.clear()
+            self._next = 0
             self.version, self._broken = version, None
             self._open.set()
 
@@ -135,7 +136,7 @@ class WeightGate:
         try:
             yield
         except Exception as error:
-            self._failure = error
+            self._failure, self._next = error, 0
             self._loaded.clear()
             turns, self._turns = self._turns, {}
             for turn in turns.values():
