@@ -81,7 +81,7 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter in new:
         parameter.grad = torch.zeros_like(parameter)
     rate = float(optimizer.param_groups[0]["lr"])
-    take_step(optimizer, 0.0)
+    take_step(optimizer, 0.0, compiled=False)  # to compile takes longer than this one step
     set_learning_rate(optimizer, rate)
     for parameter in new:
         optimizer.state[parameter]["step"].zero_()

@@ -364,14 +364,15 @@ def test_rl_learns_as_with_the_embedded_engine(cluster, tmp_path):
     learned = {}
     for engine in ("hf", "vllm"):
         flags = folders | {"run.name": engine, "data.train": data["train"], "model.path": "run:sft"}
-        folder = rl.run(resolve("rl", "tiny-arith", ["train.steps=16", f"rollout.engine={engine}"], flags))
+        folder = rl.run(resolve("rl", "tiny-arith", ["train.steps=20", f"rollout.engine={engine}"], flags))
         steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert all(step["sync/canary_gap"] < 1e-4 for step in steps)
         assert all(step["rollout_gap/mean_abs"] < 1e-4 for step in steps)
         assert all(step["rollout/failed"] == 0 for step in steps)
         scores = [step["critic/score/mean"] for step in steps]
-        learned[engine] = sum(scores[-4:]) / 4 - sum(scores[:2]) / 2
-        assert learned[engine] > 0.15
+        # By the spread of a step's mean (128 episodes, 16 prompts: 0.07), this is known to 0.04; it is 0.2 or so.
+        learned[engine] = sum(scores[-8:]) / 8 - sum(scores[:4]) / 4
+        assert learned[engine] > 0.08
     assert learned["vllm"] == pytest.approx(learned["hf"], abs=0.2)
     flags = folders | {"run.name": "answers", "model.path": "run:vllm", "generate.data": data["test"]}
     sets = ["rollout.engine=vllm", "rollout.n=2", "generate.limit=50"]
