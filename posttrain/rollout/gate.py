@@ -86,7 +86,7 @@ class WeightGate:
                 turn.set_result(None)
 
     async def _turn(self, number: int) -> None:
-        """Wait for the bucket before. Raises what that one did."""
+        """Wait for the bucket before, as long as the driver waits for this one. Raises what that one did."""
         if number == 0:
             self._failure = None
         elif self._failure is not None:
@@ -97,7 +97,7 @@ class WeightGate:
 
     async def close(self) -> None:
         """Requests that run come back as far as they are; new ones wait until ``finish``."""
-        async with self._closing:
+        async with self._closing:  # whoever comes second finds them back, too
             if not self._open.is_set():
                 return
             self._open.clear()
