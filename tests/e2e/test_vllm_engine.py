@@ -370,7 +370,7 @@ def test_rl_learns_as_with_the_embedded_engine(cluster, tmp_path):
         assert all(step["rollout_gap/mean_abs"] < 1e-4 for step in steps)
         assert all(step["rollout/failed"] == 0 for step in steps)
         scores = [step["critic/score/mean"] for step in steps]
-        # By the spread of a step's mean (128 episodes, 16 prompts: 0.07), this is known to 0.04; it is 0.2 or so.
+        # By the spread of a step's mean (128 episodes, 16 prompts: 0.07), this is known to 0.04 only.
         learned[engine] = sum(scores[-8:]) / 8 - sum(scores[:4]) / 4
         assert learned[engine] > 0.08
     assert learned["vllm"] == pytest.approx(learned["hf"], abs=0.2)
