@@ -112,8 +112,8 @@ GROUPS: dict[str, list[Job]] = {
         _bench("long-4-sp4", f"{_LONG} --gpus 4 --rows 4 --sequence-parallel 4", gpus=4, limit_s=150),
     ],
     "check": [
-        _bench("check", _CHECK, limit_s=240),
-        _bench("check-2", f"{_CHECK} --workers 2", gpus=2, limit_s=240),
+        _bench("check", _CHECK, limit_s=360),
+        _bench("check-2", f"{_CHECK} --workers 2", gpus=2, limit_s=360),
     ],
     "save": [_bench("save", "scripts/bench_save.py --shape 7b --gpus 2 --folder /tmp/save", gpus=2, limit_s=500)],
     "sglang": _engine("sglang"),
