@@ -50,7 +50,9 @@ def parallelize(
         if activation_checkpointing != "none":
             forward = _checkpointed(forward, activation_checkpointing)
         if compiled:
-            forward = torch.compile(forward)
+            # The tokens of a micro-batch, its sequences and the longest of them are new nearly every time. Left to find
+            # out, torch compiles for the first numbers, then again, and again in a later step when another one moves.
+            forward = torch.compile(forward, dynamic=True)
         layer.forward = forward
     if mesh is None:
         return lm

@@ -1,5 +1,7 @@
 """What the plan says that the backward pass keeps, beside what autograd keeps of the real model code, to the byte."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -102,7 +104,7 @@ def saved_bytes(config, policy, monkeypatch):
     compile_ = torch.compile
     with monkeypatch.context() as patch:
         # What is kept is decided before code is made for it.
-        patch.setattr(torch, "compile", lambda f: compile_(f, backend="aot_eager_decomp_partition"))
+        patch.setattr(torch, "compile", partial(compile_, backend="aot_eager_decomp_partition"))
         patch.setattr(parallel, "_EXPENSIVE", parallel._EXPENSIVE | {"plantest.varlen.default"})
         parallel.parallelize(
             lm, None, dtype=torch.bfloat16, activation_checkpointing=policy.checkpointing, compiled=policy.compiled
@@ -154,8 +156,10 @@ POLICIES = [
 def test_the_formula_counts_what_autograd_keeps(name, policy, monkeypatch):
     two, four = (saved_bytes(CONFIGS[name](layers), policy, monkeypatch) for layers in (2, 4))
     shape = shape_of(CONFIGS[name](2).to_dict(), name)
-    assert (four - two) / 2 / TOKENS == activations.of_layer(shape, policy)
-    rest = two / TOKENS - (four - two) / TOKENS
+    # Compiled layers that are checkpointed keep a number or two besides, such as how many tokens there were.
+    numbers = 16 if policy.compiled and policy.checkpointing != "none" else 0
+    assert 0 <= (four - two) / 2 - activations.of_layer(shape, policy) * TOKENS <= numbers
+    rest = (two - (four - two)) / TOKENS
     if policy.checkpointing == "none":
         assert rest == activations.outside(shape, policy)
     else:  # by the hooks' count it has fewer: tensors shared by all layers are arguments there
