@@ -10,10 +10,11 @@ to the rows that are within the bounds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.config import Config, RolloutConfig, TrainConfig
+from posttrain.planning import calibration as known
 from posttrain.planning import speed
 from posttrain.planning.batch import assumed_lengths, batch_of
 from posttrain.planning.bins import assign
@@ -104,7 +105,9 @@ def machine(gpus: int) -> Machine:
 BFLOAT16 = {"param_dtype": "bfloat16"}
 SHARED = {"sequence_parallel": 2, "activation_checkpointing": "selective"}
 _EPISODE = 292
-"""Tokens of an episode of tests/gpu/test_rl_gpu.py: 36 of Qwen2.5's template and the prompt, and 256"""
+"""Tokens of an episode in the LoRA row, counted: 36 of Qwen2.5's template and the prompt, and 256"""
+_ANSWERED = 256
+"""Tokens with loss of an episode"""
 
 UPDATES = [
     Update("7B, rows of 8k, bf16", "7b", (8192,) * 8, 8192, 93.0, 12_450, BFLOAT16),
@@ -125,16 +128,22 @@ UPDATES = [
         "the same, 2 rows, gather step", "7b", (32768,) * 2, 32768, 124.1, 7_200, SHARED | {"gather_weights": "step"}, 2
     ),
     Update(
-        "0.5B SFT, float32", "0.5b", (271,) * 256, 32768, 31.6, 155_000, {}, 1, True, True, 0.157,
-        remark="the mean of 144k and 167k on two machines: the host's speed shows",
+        "0.5B SFT, float32", "0.5b", (271,) * 256, 32768, 31.6, 157_600, {}, 1, True, True, 0.157,
+        remark="the mean of 144k, 162k and 167k on three machines: the host's speed shows",
     ),
+    Update("the same, 2 GPUs", "0.5b", (271,) * 256, 32768, 22.2, 111_300, {}, 2, True, True, 0.157),
     Update(
-        "0.5B GRPO and PPO, float32", "0.5b", (_EPISODE,) * 128, 16384, 21.3, None, {}, 1, True, True, 256 / _EPISODE,
-        remark="lengths are counted, not recorded",
+        "0.5B GRPO, 256 episodes, float32", "0.5b", (462,) * 256, 32768, 37.9, 163_000, {}, 1, True, True,
+        _ANSWERED / 462,
+    ),
+    Update("the same, 2 GPUs", "0.5b", (462,) * 256, 32768, 34.3, 144_600, {}, 2, True, True, _ANSWERED / 462),
+    Update(
+        "0.5B GRPO, 128 episodes, float32", "0.5b", (270,) * 128, 16384, 20.4, 77_800, {}, 1, True, True,
+        _ANSWERED / 270,
     ),
     Update(
         "0.5B GRPO, LoRA of rank 16", "0.5b", (_EPISODE,) * 128, 16384, 14.6, None, {"lora": {"rank": 16}}, 1, True,
-        True, 256 / _EPISODE, remark="lengths are counted, not recorded",
+        True, _ANSWERED / _EPISODE, remark="lengths are counted, not recorded",
     ),
 ]  # fmt: skip
 
@@ -149,24 +158,21 @@ class Timed:
     what: str
     measured: float
     predicted: float
-    remark: str = ""
-    """Why it is not within the bound"""
 
 
 def phases() -> Iterator[Timed]:
     """Of tests/gpu/test_rl_gpu.py (128 episodes), scripts/bench_gpu.py (256) and scripts/bench_rollout_gpu.py (7B)."""
-    rl = next(update for update in UPDATES if "PPO" in update.what)
-    one, gpu = rl.trainer, machine(1)
-    update = speed.update_seconds(one, gpu, rl.work).total
-    slow = "on the slowest of the hosts between which the plan's constants lie"
-    yield Timed("GRPO, 128 episodes: update_actor", 0.71, update, slow)
-    yield Timed("PPO, the same: update_actor", 0.62, update)
-    frozen = Trainer("reference", one.shape, one.train, trainable=False)
-    yield Timed("the same: old_log_prob", 0.28, speed.forward_seconds(one, gpu, rl.work).total)
-    yield Timed("the same: ref", 0.22, speed.forward_seconds(frozen, gpu, rl.work).total)
+    gpu = machine(1)
+    for what, gpus, seconds in (("256 episodes", 1, 0.27), ("256 episodes", 2, 0.16), ("128 episodes", 1, 0.106)):
+        rl = next(update for update in UPDATES if f"GRPO, {what}" in update.what)
+        rl = replace(rl, gpus=gpus)
+        frozen = replace(rl.trainer, role="reference", trainable=False)
+        found = speed.forward_seconds(frozen, machine(gpus), rl.work).total + known.CALL_S
+        yield Timed(f"ref: {what}, {gpus} GPU{'s' * (gpus > 1)}", seconds, found)
+    one = next(update for update in UPDATES if "128 episodes" in update.what).trainer
     for what, engine, episodes, response, seconds in (
-        ("embedded engine, 128 episodes of 256 tokens", "hf", 128, 256, 7.8),
-        ("embedded engine, 256 of 256", "hf", 256, 256, 7.99),
+        ("embedded engine, 128 episodes of 256 tokens", "hf", 128, 256, 6.6),
+        ("embedded engine, 256 of 256", "hf", 256, 256, 8.91),
         ("SGLang, 128 of up to 512, with a tool", "sglang", 128, 512, 1.45),
     ):
         rollout = RolloutConfig.model_validate({"engine": engine, "memory_fraction": 0.3})
@@ -175,7 +181,7 @@ def phases() -> Iterator[Timed]:
             memory, gpu, episodes=episodes, prompt=36, response=response, longest=response
         ).total
         yield Timed(f"gen: {what}", seconds, found)
-    for engine, seconds in (("hf", 0.29), ("sglang", 0.10), ("vllm", 0.18)):
+    for engine, seconds in (("hf", 0.23), ("sglang", 0.10), ("vllm", 0.18)):
         yield Timed(f"sync: {engine}", seconds, speed.sync_seconds(one, gpu, "device", engine).total)
     large = Trainer("actor", shape("7b"), TrainConfig.model_validate(BFLOAT16))
     for engine, turns, sampled in (("sglang", 0.139, 3.46), ("vllm", 0.175, 3.27)):
@@ -252,7 +258,7 @@ def main() -> None:
     )
     for phase in phases():
         shown = f"{phase.measured:.2f} | {phase.predicted:.2f} | {off(phase.predicted, phase.measured):+.0%}"
-        print(f"| {phase.what}{' (*)' if phase.remark else ''} | {shown} |")
+        print(f"| {phase.what} | {shown} |")
     print("\n| a GPU, engine and trainer in turns | GiB: measured | predicted | off |\n| --- | --- | --- | --- |")
     for used in in_turns():
         shown = f"{used.measured:.1f} | {used.predicted:.1f} | {off(used.predicted, used.measured):+.1%}"

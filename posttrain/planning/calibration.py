@@ -41,24 +41,24 @@ COLLECTIVES = 0.32
 """Of the link, for all-gathers and reduce-scatters beside computation: 130 and 159 of 450 GB/s between two GPUs."""
 BESIDE_COLLECTIVES = 1.04
 """How much longer products and attention take beside them: 2 to 6 % in the same profile."""
-HOST_FORWARD_S, HOST_BACKWARD_S = 2.55e-3, 1.3e-3
+HOST_FORWARD_S, HOST_BACKWARD_S = 1.2e-3, 1.05e-3
 """Seconds of the host for a layer of one micro-batch, hidden where the GPU takes longer. Forward: the reference's pass
-of `rl` at 0.5B, 0.22 s for 72 of them. Both together: 433 ms for the 96 of a step of conversations, by a profile. Both
-on hosts that were slow; less by 15 % than these, since on two others the whole 72 of an SFT step took no more than 0.42
-and 0.48 s."""
+of `rl` at 0.5B, 0.106 s for 72 of them. Backward: what the update of the same run, 0.46 s, leaves beside that and
+``HOST_COLLECTIVE_S``. Of a host with nothing else to do: beside a second such job the same phases took 0.22 and 0.82 s,
+and a slow host took 433 ms for the 96 of a step of conversations, by a profile."""
 HOST_COLLECTIVE_S = 0.95e-3
 """More of it with FSDP2, for each gather of a layer's weights, and twice for a reduction of its gradients: what the
-actor's passes took longer than the reference's, 0.28 and 0.62 to 0.71 s; less by 15 %, as above."""
+actor's passes took longer than the reference's, on earlier hosts that were slower."""
 HOST_DECODE_S = {"hf": 1.25e-3, "sglang": 0.1e-3, "vllm": 0.1e-3}
-"""Seconds of the host for a layer of one decoding step. hf: 7.8 to 8 s for 256 steps of 24 layers, for 128 and for 256
-requests alike. The other two run CUDA graphs: 1.45 s for up to 512 steps of SGLang."""
+"""Seconds of the host for a layer of one decoding step. hf: 6.6 to 8.9 s for 256 steps of 24 layers, for 128 and for
+256 requests. The other two run CUDA graphs: 1.45 s for up to 512 steps of SGLang."""
 DECODE_BANDWIDTH = 0.7
 """Of the memory's bandwidth, for reading weights and KV cache while decoding. Assumed."""
 CALL_S = 0.02
 """Of a phase of `rl` beyond what the workers do: packing, messages, waiting for the slowest. Assumed."""
 BROADCAST = 0.64
 """Of the link, for weights that are sent to engines: 287 of 450 GB/s between two GPUs, by NCCL alone."""
-SYNC_S = {"hf": 0.28, "sglang": 0.10, "vllm": 0.15}
+SYNC_S = {"hf": 0.23, "sglang": 0.10, "vllm": 0.15}
 """Of a weight update beyond its bytes: the canary, two messages a bucket, and with hf the restart of its batching.
 Medians at 0.5B; vLLM: of those at 0.5B and 7B, rounded."""
 SYNC_APART = 0.5

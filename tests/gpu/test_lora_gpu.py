@@ -83,8 +83,8 @@ def test_compiled_layers_with_adapters(folder, param_dtype, activation_checkpoin
     compiled, before, after, off = train(folder, compile="on", **options)
     counters = torch._dynamo.utils.counters
     assert not counters["graph_break"], dict(counters["graph_break"])
-    # With and without gradients, for the first layer (whose input needs none) and the others, without the adapter, and
-    # once more when lengths turn out to vary. From 8 on torch would no longer compile.
+    # With and without gradients, for the first layer (whose input needs none) and the others, and without the adapter.
+    # From 8 on torch would no longer compile.
     assert counters["stats"]["unique_graphs"] <= 7, dict(counters["stats"])
     assert torch.equal(off, before)
     assert (after - before).abs().max() > 0.1
