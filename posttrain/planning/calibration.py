@@ -44,8 +44,8 @@ BESIDE_COLLECTIVES = 1.04
 HOST_FORWARD_S, HOST_BACKWARD_S = 1.2e-3, 1.05e-3
 """Seconds of the host for a layer of one micro-batch, hidden where the GPU takes longer. Forward: the reference's pass
 of `rl` at 0.5B, 0.106 s for 72 of them. Backward: what the update of the same run, 0.46 s, leaves beside that and
-``HOST_COLLECTIVE_S``. Of a host with nothing else to do: on another one, beside a second such job, they took 0.22 and 0.82 s,
-and a slow host took 433 ms for the 96 of a step of conversations, by a profile."""
+``HOST_COLLECTIVE_S``. Of a host with nothing else to do: on another one, beside a second such job, they took 0.22 and
+0.82 s, and a slow host took 433 ms for the 96 of a step of conversations, by a profile."""
 HOST_COLLECTIVE_S = 0.95e-3
 """More of it with FSDP2, for each gather of a layer's weights, and twice for a reduction of its gradients: what the
 actor's passes took longer than the reference's, on earlier hosts that were slower."""
