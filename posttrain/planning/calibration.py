@@ -48,7 +48,7 @@ of `rl` at 0.5B, 0.106 s for 72 of them. Backward: what the update of the same r
 0.82 s, and a slow host took 433 ms for the 96 of a step of conversations, by a profile."""
 HOST_COLLECTIVE_S = 0.95e-3
 """More of it with FSDP2, for each gather of a layer's weights, and twice for a reduction of its gradients: what the
-actor's passes took longer than the reference's, on earlier hosts that were slower."""
+actor's passes took longer than the reference's on earlier hosts; less by 15 %, since these were slower."""
 HOST_DECODE_S = {"hf": 1.25e-3, "sglang": 0.1e-3, "vllm": 0.1e-3}
 """Seconds of the host for a layer of one decoding step. hf: 6.6 to 8.9 s for 256 steps of 24 layers, for 128 and for
 256 requests. The other two run CUDA graphs: 1.45 s for up to 512 steps of SGLang."""
