@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from posttrain.algos import losses
@@ -203,6 +203,8 @@ def test_chunks_micro_batches_and_packing_do_not_matter(lengths, name, seed, ran
     total = sum(lengths)
     old, step = torch.randn(2, total, generator=generator, dtype=torch.float64)
     mask = torch.rand(total, generator=generator) < 0.7
+    # Of two tokens both have the same covariance, and the one that comes first is selected.
+    assume(not (POLICY_LOSSES[name].selection and mask.sum() == 2))
     sequence = owners(torch.tensor([0, *lengths]).cumsum(0))
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)[sequence]
     logprobs = old + 0.3 * step
