@@ -73,7 +73,7 @@ def phases(common: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, 
     sets = ["data.batch_size=256", "train.tokens_per_microbatch=32768", "train.optim.lr=1e-5"]
     flags = big | {"run.name": "sft-0.5b", "data.train": str(args.out / "data/sft_train.parquet")}
     steps = run_stage("sft", "tiny-arith-sft", [*sets, "data.max_length=1024"], flags)
-    rows.append(("0.5B SFT, 256 conversations: tokens", f"{median(steps, 'perf/total_num_tokens'):,.0f}"))
+    rows.append(("0.5B SFT, 256 conversations: tokens", f"{median(steps, 'train/tokens'):,.0f}"))
     rows.append(("0.5B SFT: tokens/s", f"{median(steps, 'perf/throughput'):,.0f}"))
     rows.append(("0.5B SFT: peak memory", f"{median(steps, 'perf/memory_gib'):.1f} GiB"))
     sets += ["rollout.max_prompt_tokens=512", "rollout.max_response_tokens=256", "rollout.memory_fraction=0.3"]

@@ -164,8 +164,7 @@ def phases() -> Iterator[Timed]:
     """Of tests/gpu/test_rl_gpu.py (128 episodes), scripts/bench_gpu.py (256) and scripts/bench_rollout_gpu.py (7B)."""
     gpu = machine(1)
     for what, gpus, seconds in (("256 episodes", 1, 0.27), ("256 episodes", 2, 0.16), ("128 episodes", 1, 0.106)):
-        rl = next(update for update in UPDATES if f"GRPO, {what}" in update.what)
-        rl = replace(rl, gpus=gpus)
+        rl = replace(next(update for update in UPDATES if f"GRPO, {what}" in update.what), gpus=gpus)
         frozen = replace(rl.trainer, role="reference", trainable=False)
         found = speed.forward_seconds(frozen, machine(gpus), rl.work).total + known.CALL_S
         yield Timed(f"ref: {what}, {gpus} GPU{'s' * (gpus > 1)}", seconds, found)

@@ -7,6 +7,7 @@
 Jobs start in the order given, as soon as enough GPUs are free. Logs go into `--out`; of each job the rows that it
 printed, its errors and its last lines are shown at the end. `POSTTRAIN_GPU_TOKENIZER`, `POSTTRAIN_GPU_CHATS` and
 `POSTTRAIN_GPU_GSM8K` say where a tokenizer, conversations, and what `posttrain prep gsm8k` wrote are (see tests/gpu).
+Jobs side by side also share the host, which slows what waits for it: run alone what is to be timed.
 The engines' jobs share what `gpu_model.py` trains (a minute and a half, once a machine).
 """
 
@@ -112,7 +113,7 @@ GROUPS: dict[str, list[Job]] = {
         _bench("long-4-sp4", f"{_LONG} --gpus 4 --rows 4 --sequence-parallel 4", gpus=4, limit_s=150),
     ],
     "check": [
-        _bench("check", _CHECK, limit_s=360),
+        _bench("check-1", _CHECK, limit_s=360),
         _bench("check-2", f"{_CHECK} --workers 2", gpus=2, limit_s=360),
     ],
     "save": [_bench("save", "scripts/bench_save.py --shape 7b --gpus 2 --folder /tmp/save", gpus=2, limit_s=500)],

@@ -1,4 +1,5 @@
-"""What the plan says that the backward pass keeps, beside what autograd keeps of the real model code, to the byte."""
+"""What the plan says that the backward pass keeps, beside what autograd keeps of the real model code, to the byte (16
+bytes a layer where layers are compiled and checkpointed)."""
 
 from functools import partial
 
