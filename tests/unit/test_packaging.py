@@ -28,7 +28,15 @@ def test_constraints_pin_every_dependency() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["scripts/quickstart", "scripts/test", ".ci/run", "scripts/_venv.sh", "scripts/slurm_rl.sbatch"]
+    "script",
+    [
+        "scripts/quickstart",
+        "scripts/test",
+        "scripts/test_vllm",
+        ".ci/run",
+        "scripts/_venv.sh",
+        "scripts/slurm_rl.sbatch",
+    ],
 )
 def test_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", str(REPO / script)], check=True)
