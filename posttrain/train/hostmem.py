@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -11,6 +12,24 @@ from torch import Tensor
 
 _ALIGNED = 64
 """Bytes of which the address of a tensor is a multiple."""
+
+
+class _Pages(mmap.mmap):
+    """Pages, perhaps pinned. CUDA must hear that they go: it holds on to what was pinned, and refuses to pin what comes
+    to the same addresses."""
+
+    pinned_at = 0
+
+    def pin(self, address: int, size: int) -> None:
+        # In one piece: a copy must not cross from one into another.
+        error = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        if error != 0:
+            raise RuntimeError(f"{size / 2**30:.3g} GiB of host memory cannot be pinned: CUDA error {error}")
+        self.pinned_at = address
+
+    def __del__(self) -> None:
+        if self.pinned_at and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
 
 
 def host_memory(size: int, *, pinned: bool) -> Tensor:
@@ -27,16 +46,13 @@ def host_memory(size: int, *, pinned: bool) -> Tensor:
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, size)  # the tensor keeps it alive
+    pages = _Pages(-1, size)  # the tensor keeps it alive
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         memory.zero_()
-        # In one piece: a copy must not cross from one into another.
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
-        if int(error) != 0:
-            raise RuntimeError(f"{size / 2**30:.3g} GiB of host memory cannot be pinned: {error}")
+        pages.pin(memory.data_ptr(), size)
     return memory
 
 

@@ -29,6 +29,7 @@ class HostParking:
         sizes = [storage.nbytes() for storage in self._parked]
         if sizes != [len(host) for host in self._hosts]:
             pinned = any(storage.device.type == "cuda" for storage in self._parked)
+            self._hosts = []  # before there are others
             self._hosts = pieces(sizes, pinned=pinned)
         for storage, host in zip(self._parked, self._hosts, strict=True):
             host.copy_(_bytes(storage), non_blocking=True)
