@@ -168,7 +168,13 @@ def phases() -> Iterator[Timed]:
         frozen = replace(rl.trainer, role="reference", trainable=False)
         found = speed.forward_seconds(frozen, machine(gpus), rl.work).total + known.CALL_S
         yield Timed(f"ref: {what}, {gpus} GPU{'s' * (gpus > 1)}", seconds, found)
-    one = next(update for update in UPDATES if "128 episodes" in update.what).trainer
+    rl = next(update for update in UPDATES if "GRPO, 128 episodes" in update.what)
+    one = rl.trainer
+    critic = replace(one, role="critic", shape=replace(one.shape, values=True))
+    for what, trainer, forward, update in (("actor", one, 0.17, 0.54), ("critic", critic, 0.17, 0.42)):
+        found = speed.forward_seconds(trainer, gpu, rl.work).total + known.CALL_S
+        yield Timed(f"PPO, 128 episodes: {what}, forward", forward, found)
+        yield Timed(f"the same: {what}, update", update, speed.update_seconds(trainer, gpu, rl.work).total)
     for what, engine, episodes, response, seconds in (
         ("embedded engine, 128 episodes of 256 tokens", "hf", 128, 256, 6.6),
         ("embedded engine, 256 of 256", "hf", 256, 256, 8.91),

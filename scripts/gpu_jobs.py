@@ -90,7 +90,7 @@ _TWO = "--sequence-parallel 2 --checkpointing selective"
 GROUPS: dict[str, list[Job]] = {
     "kernels": [
         _test("kernels", "test_training_kernels", "test", limit_s=240),
-        _test("lora", "test_lora_gpu", "test", limit_s=180),
+        _test("lora", "test_lora_gpu", "test", limit_s=360),
         _test("hostmem", "test_hostmem_gpu", "test", limit_s=60),
     ],
     "sft": [_test("sft", "test_sft_gpu", "test", gpus=2)],
