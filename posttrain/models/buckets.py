@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import tempfile
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ class Bucket:
     """What lies where. It can be sent to another process, which reads it until it says that it is done."""
 
     entries: tuple[Entry, ...]
+    update: str = ""
+    """The one it belongs to, which no other is called like."""
     number: int = 0
     """In its update."""
     path: str | None = None
@@ -243,7 +246,7 @@ class Outlet:
         self._weights = iter(weights)
         self._dtype, self._bytes = dtype, bucket_bytes
         self._places: list[Place] = [] if where is None else [new_place(where, device) for _ in range(2)]
-        self._numbers = itertools.count()
+        self._update, self._numbers = uuid.uuid4().hex, itertools.count()
         self._held: tuple[str, Tensor] | None = None
         """Drawn, and too large for the bucket before."""
 
@@ -267,7 +270,8 @@ class Outlet:
             size += nbytes
         if not drawn:
             return None
-        return replace(Bucket(()) if place is None else place.bucket(), number=next(self._numbers))
+        bucket = Bucket(()) if place is None else place.bucket()
+        return replace(bucket, update=self._update, number=next(self._numbers))
 
     def send(self, slot: int) -> None:
         """Begin to send the bucket in place ``slot``, of an outlet whose buckets are sent, and return."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from posttrain.errors import RunError, WeightSyncError
 from posttrain.models.broadcast import MemberLost
+from posttrain.models.buckets import Bucket
 
 _QUIET_S = 60.0
 """Longest wait for requests to come back once they were told to."""
@@ -32,6 +34,11 @@ class WeightGate:
         self.running: set[asyncio.Task[Any]] = set()
         self._name, self._shapes, self._abort = name, shapes, abort
         self._loaded: set[str] = set()
+        self._update: str | None = None
+        """Whose buckets are loaded; None between updates."""
+        self._past: deque[str] = deque(maxlen=16)
+        """The newest updates, that one and those before: of these a bucket may still be on its way."""
+        self._loading = asyncio.Lock()
         self._next = 0
         """Number of the bucket whose turn it is."""
         self._turns: dict[int, asyncio.Future[None]] = {}
@@ -62,36 +69,66 @@ class WeightGate:
             self.running.discard(task)
 
     @contextlib.asynccontextmanager
-    async def loading(self, number: int, shapes: Mapping[str, tuple[int, ...]]) -> AsyncIterator[None]:
-        """Around the load of bucket ``number`` of an update, with parameters of these shapes. The first one sends all
-        requests back; new ones wait until ``finish``.
+    async def loading(self, bucket: Bucket) -> AsyncIterator[None]:
+        """Around the load of a bucket. The first one of an update sends all requests back; new ones wait until
+        ``finish``.
 
         Buckets are loaded one at a time, in their order, whatever order they come in. Neither Ray nor the engines keep
-        it, and the bytes of a broadcast go to whoever receives next.
+        it, and the bytes of a broadcast go to whoever receives next. An update may be given up without a word to this
+        engine, when another one dies: then the next begins in the middle of it.
 
         Raises:
+            RunError: another update has begun.
             WeightSyncError: the engine does not have such a parameter, or requests did not come back.
         """
-        with self._failures():
-            for name, shape in shapes.items():
+        self._begin(bucket.update)
+        with self._failures(bucket.update):
+            for name, shape in bucket.shapes.items():
                 if self._shapes.get(name) != shape:
                     raise WeightSyncError(f"the trainer sent {name} {shape}; the engine has {self._shapes.get(name)}")
-            await self._turn(number)
-            await self.close()
-            yield
-            self._loaded |= shapes.keys()
-            self._next = number + 1
+            await self._turn(bucket.number)
+            async with self._loading:  # the last one of an update that was given up may still be at it
+                self._check(bucket.update)
+                await self.close()
+                yield
+            self._check(bucket.update)
+            self._loaded |= bucket.shapes.keys()
+            self._next = bucket.number + 1
             turn = self._turns.pop(self._next, None)
             if turn is not None and not turn.done():
                 turn.set_result(None)
 
+    def _begin(self, update: str) -> None:
+        """Begin ``update``, if it is a new one: nothing of the one before counts any more."""
+        if update == self._update:
+            return
+        if update in self._past:
+            raise self._over()
+        self._forget(self._over())
+        self._past.append(update)
+        self._update, self._failure = update, None
+
+    def _forget(self, why: Exception) -> None:
+        """What the update has brought does not count, and buckets do not wait for their turn."""
+        self._loaded.clear()
+        self._next = 0
+        turns, self._turns = self._turns, {}
+        for turn in turns.values():
+            if not turn.done():
+                turn.set_exception(why)
+
+    def _check(self, update: str) -> None:
+        if update != self._update:
+            raise self._over()
+
+    def _over(self) -> RunError:
+        return RunError(f"{self._name} got a bucket of an update that is over")
+
     async def _turn(self, number: int) -> None:
         """Wait for the bucket before, as long as the driver waits for this one. Raises what that one did."""
-        if number == 0:
-            self._failure = None
-        elif self._failure is not None:
+        if self._failure is not None:
             raise self._failure
-        elif number != self._next:
+        if number != self._next:
             self._turns[number] = turn = asyncio.get_running_loop().create_future()
             await turn
 
@@ -118,31 +155,29 @@ class WeightGate:
         Raises:
             WeightSyncError: some are not.
         """
-        with self._failures():
+        update = self._update
+        with self._failures(update):
             missing = self._shapes.keys() - self._loaded
             if missing:
                 raise WeightSyncError(
                     f"{len(missing)} parameters of the engine were not sent, among them {min(missing)}"
                 )
             yield
-            self._loaded.clear()
-            self._next = 0
+            self._forget(self._over())
+            self._update = None
             self.version, self._broken = version, None
             self._open.set()
 
     @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Buckets and requests that wait for the end of an update hear of its failure."""
+    def _failures(self, update: str | None) -> Iterator[None]:
+        """Buckets and requests that wait for the end of ``update`` hear of its failure."""
         try:
             yield
         except Exception as error:
-            self._failure, self._next = error, 0
-            self._loaded.clear()
-            turns, self._turns = self._turns, {}
-            for turn in turns.values():
-                if not turn.done():
-                    turn.set_exception(error)
-            if not isinstance(error, MemberLost):  # then it begins again, without the one that was lost
-                self._broken = error
-                self._open.set()
+            if update == self._update:
+                self._failure = error
+                self._forget(error)
+                if not isinstance(error, MemberLost):  # then it begins again, without the one that was lost
+                    self._broken = error
+                    self._open.set()
             raise

@@ -227,7 +227,7 @@ class HFSampler:
                 parameter.data = parameter.data.new_empty(self.shapes[name])
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        async with self.gate.loading(bucket.number, bucket.shapes):
+        async with self.gate.loading(bucket):
             for name, tensor in await asyncio.to_thread(bucket.tensors, 0, self.device):
                 self.parameters[name].copy_(tensor)
             if self.device.type == "cuda":

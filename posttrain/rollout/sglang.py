@@ -153,7 +153,7 @@ class SGLangEngine:
     async def load_bucket(self, bucket: Bucket) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        async with self.gate.loading(bucket.number, bucket.shapes):
+        async with self.gate.loading(bucket):
             request = UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=[pack(bucket, rank) for rank in range(self.spec.tensor_parallel)],
                 load_format=LOADER,

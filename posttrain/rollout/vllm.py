@@ -164,7 +164,7 @@ class VLLMEngine:
             await self.llm.collective_rpc("make_room")
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        async with self.gate.loading(bucket.number, bucket.shapes):
+        async with self.gate.loading(bucket):
             try:
                 await self.llm.collective_rpc("load_bucket", args=(pickle.dumps(bucket),))
             except Exception as error:  # vLLM passes on the text of what its workers raise, and nothing else

@@ -6,10 +6,16 @@ import pytest
 
 from posttrain.errors import RunError, WeightSyncError
 from posttrain.models.broadcast import MemberLost
+from posttrain.models.buckets import Bucket
 from posttrain.rollout import gate as module
 from posttrain.rollout.gate import WeightGate
 
 SHAPES = {"a": (2, 3), "b": (4,)}
+
+
+def bucket(number, shapes, update="first"):
+    entries = tuple((name, "float32", shape, 0) for name, shape in shapes.items())
+    return Bucket(entries, update=update, number=number)
 
 
 class Engine:
@@ -30,7 +36,7 @@ class Engine:
             return version
 
     async def update(self, version, shapes=SHAPES):
-        async with self.gate.loading(0, shapes):
+        async with self.gate.loading(bucket(0, shapes, f"update {version}")):
             self.ends.clear()
         async with self.gate.finish(version):
             assert not self.gate.running
@@ -41,12 +47,12 @@ async def test_an_update_sends_requests_back_and_holds_new_ones():
     old = [asyncio.create_task(engine.request()) for _ in range(3)]
     await asyncio.sleep(0)
     assert len(engine.gate.running) == 3
-    async with engine.gate.loading(0, {"a": (2, 3)}):
+    async with engine.gate.loading(bucket(0, {"a": (2, 3)})):
         assert await asyncio.gather(*old) == [0, 0, 0]
         new = asyncio.create_task(engine.request())
         await asyncio.sleep(0.01)
         assert not engine.gate.running
-    async with engine.gate.loading(1, {"b": (4,)}):
+    async with engine.gate.loading(bucket(1, {"b": (4,)})):
         pass
     assert engine.aborts == 1
     async with engine.gate.finish(7):
@@ -65,7 +71,7 @@ async def test_buckets_are_loaded_in_their_order_one_at_a_time(order):
 
     async def load(number):
         name = "ab"[number]
-        async with engine.gate.loading(number, {name: SHAPES[name]}):
+        async with engine.gate.loading(bucket(number, {name: SHAPES[name]})):
             loaded.append(f"{name} begins, {len(engine.gate.running)} run")
             await asyncio.sleep(0.01 * (2 - number))
             loaded.append(f"{name} ends")
@@ -84,16 +90,52 @@ async def test_a_bucket_does_not_wait_for_one_that_failed():
     """Whether it came before the failure or after it; and the next update begins with its own first bucket."""
     engine = Engine()
     with pytest.raises(MemberLost):
-        async with engine.gate.loading(0, {"a": (2, 3)}):
-            second = asyncio.create_task(engine.gate.loading(1, {"b": (4,)}).__aenter__())
+        async with engine.gate.loading(bucket(0, {"a": (2, 3)})):
+            second = asyncio.create_task(engine.gate.loading(bucket(1, {"b": (4,)})).__aenter__())
             await asyncio.sleep(0)
             raise MemberLost("sampler 1 was lost")
     with pytest.raises(MemberLost):
         await second
     with pytest.raises(MemberLost):
-        await engine.gate.loading(2, {}).__aenter__()
+        await engine.gate.loading(bucket(2, {})).__aenter__()
     await engine.update(4)
     assert engine.gate.version == 4
+
+
+async def test_an_update_begins_in_the_middle_of_one_that_was_given_up():
+    """Another engine died, and nobody told this one: its buckets count from their own first, and one load ends before
+    the other begins."""
+    engine = Engine()
+    loaded, old = [], asyncio.Event()
+
+    async def load(number, update, until=None):
+        name = "ab"[number % 2]
+        async with engine.gate.loading(bucket(number, {name: SHAPES[name]}, update)):
+            loaded.append(f"{update} {name} begins")
+            await (until.wait() if until else asyncio.sleep(0.01))
+            loaded.append(f"{update} {name} ends")
+
+    await load(0, "old")
+    stuck, waits = asyncio.create_task(load(1, "old", old)), asyncio.create_task(load(3, "old"))
+    await asyncio.sleep(0)
+    new = [asyncio.create_task(load(number, "new")) for number in (1, 0)]
+    await asyncio.sleep(0.01)
+    with pytest.raises(RunError, match="it got a bucket of an update that is over"):
+        await waits
+    old.set()
+    await asyncio.gather(*new)
+    assert loaded[2:] == [
+        *("old b begins", "old b ends"),
+        *("new a begins", "new a ends", "new b begins", "new b ends"),
+    ]
+    for late in (stuck, load(2, "old")):
+        with pytest.raises(RunError, match="of an update that is over"):
+            await late
+    async with engine.gate.finish(5):
+        pass
+    assert engine.gate.version == 5
+    with pytest.raises(RunError, match="of an update that is over"):
+        await load(0, "new")
 
 
 async def test_without_requests_nothing_is_aborted():
@@ -124,7 +166,7 @@ async def test_an_update_that_is_not_whole_is_refused_until_one_is(shapes, messa
 
 async def test_requests_that_wait_hear_of_a_failure():
     engine = Engine()
-    async with engine.gate.loading(0, {"a": (2, 3)}):
+    async with engine.gate.loading(bucket(0, {"a": (2, 3)})):
         waiting = asyncio.create_task(engine.request())
         await asyncio.sleep(0)
     with pytest.raises(WeightSyncError):
@@ -137,7 +179,7 @@ async def test_requests_wait_on_while_an_update_begins_again():
     """Another engine was lost in the middle of a broadcast: the living get all weights once more."""
     engine = Engine()
     with pytest.raises(MemberLost):
-        async with engine.gate.loading(0, {"a": (2, 3)}):
+        async with engine.gate.loading(bucket(0, {"a": (2, 3)})):
             waiting = asyncio.create_task(engine.request())
             await asyncio.sleep(0)
             raise MemberLost("sampler 1 was lost")
