@@ -7,6 +7,8 @@ another reason: a worker died, a deadline passed, weights did not match. A trace
 
 from __future__ import annotations
 
+import traceback
+
 
 class PosttrainError(Exception):
     """Base of every error with a message meant for people."""
@@ -22,12 +24,19 @@ class PosttrainError(Exception):
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default reduction would lose `hint`, and these errors cross process boundaries.
-        return (_rebuild, (type(self), self.message, self.hint))
+        # The default reduction would lose `hint`, and these errors cross process boundaries. Tracebacks do not: theirs
+        # goes along as a note, which a traceback (``--debug``) shows.
+        notes = list(getattr(self, "__notes__", ()))
+        if self.__traceback__ is not None:
+            notes.append("in another process:\n" + "".join(traceback.format_exception(self)))
+        return (_rebuild, (type(self), self.message, self.hint, notes))
 
 
-def _rebuild(cls: type[PosttrainError], message: str, hint: str | None) -> PosttrainError:
-    return cls(message, hint=hint)
+def _rebuild(cls: type[PosttrainError], message: str, hint: str | None, notes: list[str]) -> PosttrainError:
+    error = cls(message, hint=hint)
+    for note in notes:
+        error.add_note(note)
+    return error
 
 
 class UserError(PosttrainError):
@@ -38,6 +47,11 @@ class UserError(PosttrainError):
 
 class ConfigError(UserError):
     """A configuration key, value or combination is wrong."""
+
+
+class CodeError(ConfigError):
+    """A user's own code (a plugin, a data set, a reward function, a tool ...) raised, or breaks its contract; see
+    ``posttrain.usercode``."""
 
 
 class DataError(UserError):

@@ -91,7 +91,7 @@ def sample(resolved: Resolved) -> Path:
             f"pass@{k} needs {k} responses per problem, and rollout.n = {cfg.rollout.n}", hint=f"give --n {k}"
         )
     if cfg.reward.function:
-        load_function(cfg.reward.function)
+        load_function(cfg.reward.function, cfg.reward.function_kwargs)
     elif cfg.generate.data:
         file = open_parquet(cfg.generate.data, ("data_source",))
         column = file.read(["data_source"])["data_source"]
@@ -157,6 +157,8 @@ def _grade(
 ) -> tuple[list[Problem], str | None]:
     """The graded problems of ``file``, and the message of the first grader that failed. Raises ``RunError`` where
     nothing could be graded."""
+    if reward.function:
+        load_function(reward.function, reward.function_kwargs)
     shown = 0
     first_error: str | None = None
     first_failure: str | None = None

@@ -93,8 +93,7 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
     ):
         if cfg.run.overwrite or not (parts_folder(out) / MANIFEST).exists():
             with tracker.phase("start"):
-                for prompt in stream_prompts(data, cfg.generate.limit):
-                    check_prompts([prompt], env, str(data))
+                check_prompts(stream_prompts(data, cfg.generate.limit), env, str(data))
         parts = _open_parts(out, manifest, count, overwrite=cfg.run.overwrite)
         try:
             for note in parts.notes:

@@ -19,9 +19,9 @@ from posttrain import __version__
 from posttrain.data import card as cards
 from posttrain.data import measure
 from posttrain.data.parquet import write_rows
-from posttrain.datasets import DATASETS, Dataset
+from posttrain.datasets import DATASETS, Dataset, open_dataset, raw_rows
 from posttrain.errors import DataError
-from posttrain.prep_rows import Comparison, Item, Split, collect
+from posttrain.prep_rows import Comparison, Item, Split, check_apart, collect
 from posttrain.registry import nearest
 from posttrain.tools import Tool
 from posttrain.types import Message, ToolSchema
@@ -37,6 +37,8 @@ class PrepReport:
     """File name to its number of rows."""
     dropped: dict[str, int]
     """Reason to the number of rows that were left out."""
+    notes: list[str]
+    """How splits overlap."""
     seconds: float
 
 
@@ -48,7 +50,7 @@ def listing() -> list[tuple[str, ...]]:
     """Each data set that prep knows, as ``LISTED``: its size by split, and its kinds of rows."""
     rows: list[tuple[str, ...]] = []
     for name in DATASETS.names():
-        known = DATASETS.get(name)()
+        known = open_dataset(name)
         size = ", ".join(f"{split} {known.size[split]:,}" for split in known.splits if split in known.size)
         size = size or ("any" if known.hub_id is None else "unknown")
         rows.append((name, known.licence, size, ", ".join(known.splits), known.grader, ", ".join(known.kinds)))
@@ -133,8 +135,8 @@ def run(
     """
     started = time.perf_counter()
     with _rare_cycle_search():
-        rows, dropped = _prepare(name, source, Path(out or f"data/{name}"), overwrite, Options(**options))
-    return PrepReport(name, str(Path(out or f"data/{name}")), rows, dropped, time.perf_counter() - started)
+        rows, dropped, notes = _prepare(name, source, Path(out or f"data/{name}"), overwrite, Options(**options))
+    return PrepReport(name, str(Path(out or f"data/{name}")), rows, dropped, notes, time.perf_counter() - started)
 
 
 @contextmanager
@@ -151,21 +153,22 @@ def _rare_cycle_search() -> Iterator[None]:
 
 def _prepare(
     name: str, source: str | None, folder: Path, overwrite: bool, asked: Options
-) -> tuple[dict[str, int], dict[str, int]]:
-    """What ``run`` does; (rows by file, dropped rows by reason)."""
-    dataset = DATASETS.get(name)()
+) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    """What ``run`` does; (rows by file, dropped rows by reason, how splits overlap)."""
+    dataset = open_dataset(name)
     tools = _opened(asked.tools)
     splits = _chosen(dataset, source, asked)
     written = [*splits, "val"] if asked.val_fraction else splits
     _check_folder(folder, [] if overwrite else [file for split in written for file in _files(split)])
     lengths = measure.open_chat_lengths(asked.template, asked.tokenizer)
     parts = {
-        split: collect(dataset, split, dataset.rows(split, source, n=asked.rows_of(split), seed=asked.seed), tools)
+        split: collect(dataset, split, raw_rows(dataset, split, source, n=asked.rows_of(split), seed=asked.seed), tools)
         for split in splits
     }
     comparison = Comparison(dataset, source, asked.decontaminate, parts)
     for part in parts.values():
         comparison.clean(part)
+    notes = [*check_apart(dataset, parts), *_overlaps(parts)]
     written_parts = _with_val(parts, asked.val_fraction)
     rows: dict[str, int] = {}
     with _all_or_nothing(folder) as temporary:
@@ -176,7 +179,18 @@ def _prepare(
     dropped: Counter[str] = Counter()
     for part in parts.values():
         dropped.update({reason: len(faults) for reason, faults in part.dropped.items()})
-    return rows, dict(dropped)
+    return rows, dict(dropped), notes
+
+
+def _overlaps(parts: dict[str, Split]) -> list[str]:
+    """A line on each evaluation set whose prompts rows of a training split overlap."""
+    return [
+        f"{len(hits):,} of the {len(part.items):,} rows of split {split!r} overlap {name} (13 words in a row, or all); "
+        f"--decontaminate {name} drops them"
+        for split, part in parts.items()
+        for name, hits in part.overlaps.items()
+        if hits
+    ]
 
 
 def _opened(names: Sequence[str]) -> list[Tool]:

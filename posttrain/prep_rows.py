@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from posttrain.data.decontaminate import Asked, EvalSet, Overlap, asked
 from posttrain.data.measure import question
@@ -21,15 +22,20 @@ from posttrain.data.parquet import (
     read_rows,
     sft_row,
 )
-from posttrain.datasets import DATASETS, Dataset, Refusal, refusal
+from posttrain.datasets import DATASETS, Dataset, Refusal, fault, open_dataset, raw_rows, refusal
 from posttrain.datasets.raw import RawRow
 from posttrain.errors import DataError
 from posttrain.registry import nearest
 from posttrain.tools import Tool
 from posttrain.types import Message, Prompt, ToolSchema
+from posttrain.usercode import expect
+
+T = TypeVar("T")
 
 TOLERATED = 0.005
 """Share of a split's rows that may be bad: fewer are dropped and listed, from there on it is an error."""
+_SHARED = 0.5
+"""Share of the smaller of two splits from which on it is an error that its rows are also the other's."""
 EVALUATION = ("test", "val", "validation", "dev", "eval")
 """Names of splits that are not for training."""
 _SHOWN = 200
@@ -104,9 +110,10 @@ def collect(dataset: Dataset, split: str, rows: Iterator[dict[str, Any]], tools:
     found.skipped = dict(dataset.skipped)
     if bad and len(bad) >= TOLERATED * found.read:
         row, refused = bad[0]
-        fault = f"{refused.reason}: {refused.detail}" if refused.detail else refused.reason
+        what = f"{refused.reason}: {refused.detail}" if refused.detail else refused.reason
+        where = dataset.where(row)
         raise DataError(
-            f"{dataset.name} {split} row {row}: {fault}",
+            f"{dataset.name} {split} row {row}{f' ({where})' if where else ''}: {what}",
             hint=f"{len(bad)} of {found.read} rows are bad; under {TOLERATED:.1%}, they would be dropped and listed",
         )
     if not found.items:
@@ -152,26 +159,34 @@ class _Steps:
                         step(draft)
                     except DataError as error:  # the row's own, of its schema
                         draft.refused = Refusal("the row breaks its schema", error.message)
+                    except (SystemExit, Exception) as error:
+                        draft.refused = fault(self._dataset, draft.raw, error)
 
     def _grade(self, draft: _Draft) -> None:
         draft.refused = refusal(self._dataset, draft.raw)
 
     def _make_rlhf(self, draft: _Draft) -> None:
         rlhf = self._dataset.to_rlhf(draft.raw, draft.row, self._split)
-        draft.rlhf = None if rlhf is None else _with_tools(rlhf, self._tools)
+        draft.rlhf = None if rlhf is None else _with_tools(self._expect(rlhf, dict, "to_rlhf"), self._tools)
 
     def _make_sft(self, draft: _Draft) -> None:
         conversation = self._dataset.to_sft(draft.raw, draft.row, self._split)
         if conversation is not None:
+            self._expect(conversation, Conversation, "to_sft")
             draft.sft = sft_row(replace(conversation, tools=self._with_tools(conversation.tools)))
 
     def _make_pair(self, draft: _Draft) -> None:
         if "preference" in self._dataset.kinds:
             pair = self._dataset.to_preference(draft.raw, draft.row, self._split)
             if pair is not None:
+                self._expect(pair, Preference, "to_preference")
                 draft.preference = preference_row(replace(pair, tools=self._with_tools(pair.tools)))
         if draft.rlhf is None and draft.sft is None and draft.preference is None:
             raise DataError("it gives neither an RLHF, nor an SFT, nor a preference row", hint="")
+
+    def _expect(self, result: Any, kind: type[T], method: str) -> T:
+        of = getattr(type(self._dataset), method)
+        return expect(result, kind, f"data set {self._dataset.name!r}: {method}", of)
 
     def _with_tools(self, schemas: list[ToolSchema]) -> list[ToolSchema]:
         """Schemas with those of the tools that they lack; the same list where they lack none."""
@@ -208,9 +223,45 @@ def _beginning(dataset: Dataset, raw: dict[str, Any], index: int, split: str) ->
     try:
         rlhf = dataset.to_rlhf(raw, index, split)
         text = question(rlhf["prompt"]) if rlhf else text
-    except (DataError, KeyError, TypeError, AttributeError):
-        return text[:_SHOWN]  # it is bad, after all
+    except (SystemExit, Exception):
+        return text[:_SHOWN]  # it is bad, after all, and why is told beside it
     return text[:_SHOWN]
+
+
+def check_apart(dataset: Dataset, parts: Mapping[str, Split]) -> list[str]:
+    """Compare splits that are prepared together, row by row.
+
+    Returns:
+        A line on each two splits that share rows: the same question with the same answer and images.
+
+    Raises:
+        DataError: two splits share half of the smaller one's rows, or more.
+    """
+    keys = {name: Counter(map(_identity, part.items)) for name, part in parts.items()} if len(parts) > 1 else {}
+    lines = []
+    for (one, rows), (other, others) in itertools.combinations(keys.items(), 2):
+        if rows.total() > others.total():
+            one, rows, other, others = other, others, one, rows
+        count = sum(number for key, number in rows.items() if key in others)
+        if not count:
+            continue
+        said = f"{count:,} of the {rows.total():,} rows of split {one!r} are also in split {other!r}"
+        if count >= _SHARED * rows.total():
+            raise DataError(
+                f"{dataset.name}: {said}",
+                hint="give each split a file of its own; `--split train --val-fraction 0.1` divides one file",
+            )
+        lines.append(said)
+    return lines
+
+
+def _identity(item: Item) -> int:
+    """A hash of all that makes a row what it is."""
+    if item.prompt is not None:
+        return hash((item.asked, repr(item.prompt.ground_truth), repr(item.prompt.images)))
+    if item.pair is not None:
+        return hash((item.asked, repr(item.pair.chosen), repr(item.pair.rejected)))
+    return hash((item.asked, repr(item.conversation)))
 
 
 class Comparison:
@@ -262,7 +313,7 @@ class Comparison:
         if name in own or name in self._dataset.splits:
             return asked(*_questions(self._dataset, name, self._source))
         if not Path(name).exists() and name in offered(self._dataset, self._source):
-            other = DATASETS.get(name)()
+            other = open_dataset(name)
             texts = [_questions(other, split, self._source) for split in other.available(self._source)]
             return asked([t for some, _ in texts for t in some], [s for _, some in texts for s in some])
         return asked(*_questions_of_file(name, [*self._dataset.splits, *offered(self._dataset, self._source)]))
@@ -285,13 +336,14 @@ def offered(dataset: Dataset, source: str | None) -> list[str]:
 def _questions(dataset: Dataset, split: str, source: str | None) -> tuple[list[str], list[str]]:
     """(question, data source) of the rows of a split, ungraded; rows that cannot be read ask nothing."""
     texts, sources = [], []
-    for index, raw in enumerate(dataset.rows(split, source)):
+    for index, raw in enumerate(raw_rows(dataset, split, source)):
         try:
             rlhf = dataset.to_rlhf(raw, index, split)
-            messages = rlhf["prompt"] if rlhf else _conversation(dataset, raw, index, split)
-        except DataError:
+            text = question(rlhf["prompt"] if rlhf else _conversation(dataset, raw, index, split))
+        except (SystemExit, Exception) as error:
+            fault(dataset, raw, error)
             continue  # preparing that split is where a bad row is reported
-        texts.append(question(messages))
+        texts.append(text)
         sources.append(rlhf["data_source"] if rlhf else "")
     return texts, sources
 

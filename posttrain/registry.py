@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from posttrain.errors import ConfigError
+from posttrain.errors import CodeError, ConfigError
+from posttrain.usercode import place_of, user_code
 
 T = TypeVar("T")
 
@@ -70,21 +71,23 @@ def load_plugins(paths: Iterable[str]) -> None:
     """Import each user file (``my_task.py``) or module (``my_package.task``) once in this process.
 
     Raises:
-        ConfigError: there is no such file or module, or it raises while it is imported.
+        ConfigError: there is no such file or module. As ``CodeError``: it raises while it is imported.
     """
     for path in paths:
         try:
-            if path.endswith(".py"):
-                _import_file(Path(path))
-            else:
-                importlib.import_module(path)
-        except Exception as error:  # whatever a user's file raises
-            if isinstance(error, ConfigError):
+            with user_code(f"plugin {path} failed to import"):
+                if path.endswith(".py"):
+                    _import_file(Path(path))
+                else:
+                    importlib.import_module(path)
+        except CodeError as error:
+            if place_of(error) is None and isinstance(error.__cause__, ModuleNotFoundError):
+                error.hint = "a plugin is the path of a .py file, or a module that Python can import"
+            raise
+        except ConfigError as error:  # of a decorator of ours in the plugin
+            if (place := place_of(error)) is None:
                 raise
-            raise ConfigError(
-                f"plugin {path} failed to import: {type(error).__name__}: {error}",
-                hint="a plugin is the path of a .py file, or a module that Python can import",
-            ) from error
+            raise CodeError(f"plugin {path}: {error.message} ({place})", hint=error.hint) from error
 
 
 def load_object(path: str, *, what: str) -> Any:

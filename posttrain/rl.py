@@ -20,7 +20,7 @@ from posttrain.algos.catalog import ADVANTAGES
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.sync import WeightSync
 from posttrain.config import Config
-from posttrain.data.loader import BatchOrder, total_steps
+from posttrain.data.loader import BatchOrder, check_batch, total_steps
 from posttrain.data.parquet import read_prompts
 from posttrain.data.shards import one_file
 from posttrain.data.trace_writer import TraceWriter
@@ -73,16 +73,14 @@ def run(resolved: Resolved) -> Path:
     load_plugins(cfg.plugins)
     if cfg.rollout.replay:
         return rl_replay.run(resolved)
-    source, env, prompts, val, too_long, steps, budget = prepare(cfg)
+    source, env, prompts, val, notes, steps, budget = prepare(cfg)
     folder = RunDir.open(resolved)
     with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
         tracker.note(
             f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
         )
-        if too_long:
-            tracker.note(
-                f"{too_long:,} prompts longer than rollout.max_prompt_tokens are left out (data.truncation = drop)"
-            )
+        for note in notes:
+            tracker.note(note)
         training = TrainingRun(cfg, folder, source, tracker, stop, steps, reporter)
         with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
             if cfg.rollout.only:
@@ -113,8 +111,8 @@ class Prepared(NamedTuple):
     env: Environment
     prompts: Sequence[Prompt]
     val: Sequence[Prompt]
-    too_long: int
-    """prompts that `data.truncation = "drop"` left out"""
+    notes: Sequence[str]
+    """what the user shall know of the data and the reward function"""
     steps: int
     budget: float | None
     """GiB that a weight update may take of a GPU"""
@@ -130,14 +128,15 @@ def prepare(cfg: Config) -> Prepared:
     env = build_environment(cfg, source, tokenizer)
     train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
     rows = read_prompts(train_file)
-    prompts = fitting_prompts(rows, env, train_file, cfg.data.truncation)
+    prompts, left_out = fitting_prompts(rows, env, train_file, cfg.data.truncation)
     val_rows = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
-    val = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
-    check_reward([*prompts, *val], cfg, env)
+    val, val_left_out = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
+    failing = check_reward([*prompts, *val], cfg, env, train_file)
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
     check_profile(cfg, steps)
-    too_long = len(rows) + len(val_rows) - len(prompts) - len(val)
-    return Prepared(source, env, prompts, val, too_long, steps, budget)
+    crowded = check_batch(len(prompts), cfg.data.batch_size)
+    notes = [note for note in (left_out, val_left_out, failing and f"warning: {failing}", crowded) if note]
+    return Prepared(source, env, prompts, val, notes, steps, budget)
 
 
 async def _train(

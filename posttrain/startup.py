@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from posttrain.rollout.engines import NO_EXACT, check_engine
 from posttrain.rollout.hf import BLOCK
 from posttrain.runs import weights_of
 from posttrain.types import Sampling
+from posttrain.usercode import user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -169,7 +170,8 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
     configure(cfg.sandbox)
     tools = open_tools(cfg.rollout.tools, cfg.tools, cfg.sandbox)
     for tool in tools.values():
-        tool.check()
+        with user_code(f"tool {tool.name!r} failed in check", tool):
+            tool.check()
     schemas = [tool.schema for tool in tools.values()] or None
     template_kwargs = cfg.data.chat_kwargs
     parser = tool_parser(cfg.rollout.tool_format, tokenizer, schemas)
@@ -210,38 +212,55 @@ def tool_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[Too
     return PARSERS.get(found)
 
 
-def check_prompts(prompts: Sequence[Prompt], env: Environment, file: str) -> None:
+def check_prompts(prompts: Iterable[Prompt], env: Environment, file: str) -> None:
     """Render every prompt once: one that is longer than `rollout.max_prompt_tokens` is an error now, not at step 900.
 
     Raises:
-        DataError: naming the file and the row, also of one with images.
+        DataError: naming the file, the first row that is too long, how many are, and the longest; or a row with images.
     """
     limit = env.cfg.max_prompt_tokens
-    for prompt in prompts:
-        if (length := _prompt_length(prompt, env, file)) > limit:
-            raise DataError(
-                f"{file}, row {prompt.index}: the prompt has {length} tokens, rollout.max_prompt_tokens is {limit}",
-                hint="raise rollout.max_prompt_tokens, remove the row, or in `rl` --set data.truncation=drop",
-            )
+    lengths = ((prompt.index, _prompt_length(prompt, env, file)) for prompt in prompts)
+    if too_long := [(row, length) for row, length in lengths if length > limit]:
+        row, length = too_long[0]
+        others = "" if len(too_long) == 1 else f"; {_overlong([length for _, length in too_long])}"
+        raise DataError(
+            f"{file}, row {row}: the prompt has {length} tokens, rollout.max_prompt_tokens is {limit}{others}",
+            hint="raise rollout.max_prompt_tokens, remove such rows, or in `rl` --set data.truncation=drop",
+        )
 
 
-def fitting_prompts(prompts: Sequence[Prompt], env: Environment, file: str, truncation: str) -> list[Prompt]:
+def fitting_prompts(
+    prompts: Sequence[Prompt], env: Environment, file: str, truncation: str
+) -> tuple[list[Prompt], str | None]:
     """The prompts of an RL run. ``truncation = "drop"`` leaves out those longer than `rollout.max_prompt_tokens`.
+
+    Returns:
+        The prompts, and a line on those that are left out (None: none is).
 
     Raises:
         DataError: naming the file and the row of a prompt that is too long, or has images; or none is left.
     """
     if truncation != "drop":
         check_prompts(prompts, env, file)
-        return list(prompts)
+        return list(prompts), None
     limit = env.cfg.max_prompt_tokens
-    fitting = [prompt for prompt in prompts if _prompt_length(prompt, env, file) <= limit]
+    lengths = [_prompt_length(prompt, env, file) for prompt in prompts]
+    fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
     if prompts and not fitting:
         raise DataError(
             f"{file}: each of its {len(prompts)} prompts has more than rollout.max_prompt_tokens = {limit} tokens",
             hint="raise rollout.max_prompt_tokens",
         )
-    return fitting
+    if len(fitting) == len(prompts):
+        return fitting, None
+    said = _overlong([length for length in lengths if length > limit])
+    return fitting, f"{file}: {said}, and left out (rollout.max_prompt_tokens = {limit}, data.truncation = drop)"
+
+
+def _overlong(lengths: Sequence[int]) -> str:
+    """How many prompts are too long, and the longest."""
+    many = "prompts are" if len(lengths) > 1 else "prompt is"
+    return f"{len(lengths):,} {many} too long, the longest has {max(lengths)} tokens"
 
 
 def _prompt_length(prompt: Prompt, env: Environment, file: str) -> int:
@@ -250,17 +269,23 @@ def _prompt_length(prompt: Prompt, env: Environment, file: str) -> int:
     return len(env.prompt_ids(prompt))
 
 
-def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment) -> None:
+def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment, file: str) -> str | None:
     """Every row has a grader, the user's function, the reward model and the judge can be used, programs can be run if a
     grader needs that, and weights of tools are of tools that the run has.
+
+    Args:
+        file: that the first of ``prompts`` is from.
+
+    Returns:
+        A warning where the user's function fails on the first row.
 
     Raises:
         ConfigError, ModelError: one of these is not so.
     """
     from posttrain.models.reward import open_reward_model
     from posttrain.rewards import needs_sandbox
-    from posttrain.rewards.custom import load_function
     from posttrain.rewards.judge import check_judge
+    from posttrain.rewards.trial import try_function
     from posttrain.sandbox import check_sandbox
 
     unknown = [n for n in cfg.reward.weights if n.startswith("tool/") and n.removeprefix("tool/") not in env.tools]
@@ -273,8 +298,8 @@ def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment) -> No
     if cfg.reward.judge.url:
         check_judge(cfg.reward.judge)
     if cfg.reward.function:
-        load_function(cfg.reward.function)
-        return
+        return try_function(cfg.reward, cfg.sandbox, cfg.plugins, prompts[0], file)
     # Every source is looked up, so that one without a grader is found now.
     if sum(needs_sandbox(source) for source in {p.data_source for p in prompts}):
         check_sandbox(cfg.sandbox)
+    return None

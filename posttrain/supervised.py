@@ -13,7 +13,7 @@ from posttrain import plan
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
 from posttrain.data.ahead import Render, Rendered
-from posttrain.data.loader import total_steps
+from posttrain.data.loader import check_batch, total_steps
 from posttrain.data.pack import PackedBatch
 from posttrain.data.samples import RenderConversations
 from posttrain.data.shards import Shards
@@ -89,6 +89,8 @@ def run(resolved: Resolved, objective: Objective) -> Path:
     folder = RunDir.open(resolved)
     with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker, data:
         tracker.note(f"{describe(objective, data)}, {steps} steps")
+        if (warning := check_batch(data.usable_rows, cfg.data.batch_size)) is not None:
+            tracker.note(warning)
         for name, rows in ((data.shards.name, data.rendered or []), (str(cfg.data.val), val)):
             for note in notes(objective, name, Counts.of(rows), cfg):
                 tracker.note(note)
@@ -232,7 +234,10 @@ def notes(objective: Objective, name: str, counts: Counts, cfg: Config) -> Itera
     """One line for each reason why samples are not there as they were written."""
     of = f"of {counts.drawn} {objective.many}"
     if counts.too_long:
-        yield (f"{name}: {counts.too_long} {of} are longer than data.max_length (truncation = {cfg.data.truncation})")
+        yield (
+            f"{name}: {counts.too_long} {of} are longer than data.max_length = {cfg.data.max_length} tokens, the "
+            f"longest has {counts.longest} (data.truncation = {cfg.data.truncation})"
+        )
     if counts.nothing_to_learn:
         yield f"{name}: {counts.nothing_to_learn} {of} left out: no assistant token to train on"
     if counts.straddling:

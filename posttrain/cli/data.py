@@ -76,5 +76,7 @@ def prep(
     )
     for reason, rows in report.dropped.items():
         typer.echo(f"{rows} rows dropped: {reason}", err=True)
+    for note in report.notes:
+        typer.echo(note, err=True)
     for file, rows in report.rows.items():
         typer.echo(f"{Path(report.out) / file}  {rows} rows")

@@ -45,8 +45,8 @@ class Rendered:
     """[T]"""
     mask: npt.NDArray[np.bool_]
     """[T] true where the token carries loss"""
-    too_long: bool = False
-    """It was longer than allowed: cut or left out."""
+    too_long: int = 0
+    """Its tokens, where they were more than allowed: it is cut, or left out. Else 0."""
     nothing_to_learn: bool = False
     """It is left out because not one token carries loss, before or after a cut."""
     straddling: int = 0
@@ -59,7 +59,7 @@ class Rendered:
         return len(self.ids) == 0
 
     @staticmethod
-    def nothing(*, too_long: bool = False, nothing_to_learn: bool = False) -> Rendered:
+    def nothing(*, too_long: int = 0, nothing_to_learn: bool = False) -> Rendered:
         """A row that is left out."""
         return Rendered(np.empty(0, np.int32), np.empty(0, np.bool_), too_long, nothing_to_learn)
 

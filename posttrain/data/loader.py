@@ -168,6 +168,16 @@ def _cut(pieces: Iterable[Piece], window: int) -> Iterator[list[Piece]]:
         yield current
 
 
+def check_batch(rows: int, batch_size: int) -> str | None:
+    """Return a warning where a batch is larger than the data, or None."""
+    if batch_size <= rows:
+        return None
+    return (
+        f"warning: data.batch_size = {batch_size:,}, and there are {rows:,} rows: a step has a row up to "
+        f"{-(-batch_size // rows):,} times; lower data.batch_size, or give more data"
+    )
+
+
 def total_steps(rows: int, batch_size: int, epochs: int, steps: int | None) -> int:
     """Optimizer steps of a run: ``steps``, or as many as ``epochs`` passes give (the last rounded to a whole batch)."""
     return steps if steps is not None else max(1, round(rows * epochs / batch_size))

@@ -95,14 +95,14 @@ class RenderConversations:
 
     def _cut(self, chat: RenderedChat, where: str) -> Rendered:
         limit, how = self.max_length, self.truncation
-        too_long = len(chat.ids) > limit
+        too_long = len(chat.ids) if len(chat.ids) > limit else 0
         if too_long and how == "error":
             raise DataError(
                 f"{where}: the conversation has {len(chat.ids)} tokens, data.max_length is {limit}",
                 hint='raise data.max_length, or set data.truncation to "drop", "left" or "right"',
             )
         if too_long and how == "drop":
-            return Rendered.nothing(too_long=True)
+            return Rendered.nothing(too_long=too_long)
         part = slice(None) if not too_long else slice(-limit, None) if how == "left" else slice(limit)
         ids, mask = np.asarray(chat.ids[part], np.int32), np.asarray(chat.mask[part], np.bool_)
         if not mask[1:].any():
@@ -140,7 +140,7 @@ class RenderPairs:
         return Conversation([*asked, *answer], pair.tools if self._end is None else [])
 
     def _joined(self, chosen: Rendered, rejected: Rendered) -> Rendered:
-        too_long = chosen.too_long or rejected.too_long
+        too_long = max(chosen.too_long, rejected.too_long)
         if chosen.left_out or rejected.left_out:
             nothing = chosen.nothing_to_learn or rejected.nothing_to_learn
             return Rendered.nothing(too_long=too_long, nothing_to_learn=nothing)

@@ -63,13 +63,16 @@ class Counts:
     """Left out."""
     straddling: int = 0
     """Tokens, not rows."""
+    longest: int = 0
+    """Tokens of the longest row that is too long; 0: none is."""
 
     def add(self, row: Rendered) -> Counts:
         return Counts(
             self.drawn + 1,
-            self.too_long + row.too_long,
+            self.too_long + (row.too_long > 0),
             self.nothing_to_learn + row.nothing_to_learn,
             self.straddling + row.straddling,
+            max(self.longest, row.too_long),
         )
 
     @staticmethod

@@ -1,5 +1,25 @@
 """Datasets that ``posttrain prep`` knows: one short file each."""
 
-from posttrain.datasets.base import DATASETS, Dataset, FileSet, Refusal, WordProblems, refusal
+from posttrain.datasets.base import (
+    DATASETS,
+    Dataset,
+    FileSet,
+    Refusal,
+    WordProblems,
+    fault,
+    open_dataset,
+    raw_rows,
+    refusal,
+)
 
-__all__ = ["DATASETS", "Dataset", "FileSet", "Refusal", "WordProblems", "refusal"]
+__all__ = [
+    "DATASETS",
+    "Dataset",
+    "FileSet",
+    "Refusal",
+    "WordProblems",
+    "fault",
+    "open_dataset",
+    "raw_rows",
+    "refusal",
+]

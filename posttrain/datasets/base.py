@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +18,12 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from posttrain.data.parquet import Conversation, Preference
 from posttrain.datasets.raw import download, read_raw, split_files
-from posttrain.errors import DataError
+from posttrain.errors import CodeError, DataError
 from posttrain.registry import Registry
 from posttrain.rewards import compute_score, grader_name
 from posttrain.tools import gsm8k as tool
 from posttrain.types import Message, Score
+from posttrain.usercode import expect, explained, place_of, user_code
 
 RawRow = dict[str, Any]
 Kind = Literal["rlhf", "sft", "preference"]
@@ -72,6 +75,11 @@ class Dataset(Protocol):
     def rows(self, split: str, source: str | None, *, n: int | None = None, seed: int = 0) -> Iterator[RawRow]:
         """Raw rows of a split, at most ``n`` (None: all, or a generated set's default)."""
 
+    def where(self, row: int) -> str:
+        """Where a row of the last ``rows`` is from, by its number in the split: "FILE, row N"; "" where that is not
+        known, or it is generated."""
+        return ""
+
     def to_rlhf(self, row: RawRow, index: int, split: str) -> dict[str, Any] | None:
         """The row of RLHF parquet; None where this row gives none."""
 
@@ -103,12 +111,63 @@ class Refusal:
     """What is wrong with this row."""
 
 
-def refusal(dataset: Dataset, row: RawRow) -> Refusal | None:
-    """Why a raw row must not be used: it is malformed, or its own grader refuses its gold answer. None: it is good."""
-    try:
-        score = dataset.check(row)
-    except DataError as error:
+_NO_ROWS_FAULT = (SystemExit, NameError, ImportError)
+"""What a data set's own code raises, whatever the row is."""
+
+
+def open_dataset(name: str) -> Dataset:
+    """Return a new data set of this name.
+
+    Raises:
+        ConfigError: there is none. As ``CodeError``: a user's class cannot be made, or lacks something.
+    """
+    kind = DATASETS.get(name)
+    with user_code(f"data set {name!r} cannot be made", kind):
+        dataset = kind()
+        for member in ("name", "data_source", "licence", "hub_id", "splits", "available", "rows", "check"):
+            getattr(dataset, member)
+    return dataset
+
+
+def raw_rows(
+    dataset: Dataset, split: str, source: str | None, *, n: int | None = None, seed: int = 0
+) -> Iterator[RawRow]:
+    """``dataset.rows``. Raises ``CodeError`` where a user's method raises, or gives something that is no dict."""
+    what = f"data set {dataset.name!r}, split {split!r}: rows"
+    with user_code(what, dataset):
+        for row in dataset.rows(split, source, n=n, seed=seed):
+            yield expect(row, dict, what, dataset)
+
+
+def fault(dataset: Dataset, row: RawRow, error: BaseException) -> Refusal:
+    """Return why a row must not be used on which a method of its data set raised ``error``.
+
+    Raises:
+        CodeError: the error is no row's fault, but that of a user's code.
+    """
+    if isinstance(error, CodeError):
+        raise error
+    if isinstance(error, DataError):
         return Refusal(error.message, error.hint or "")
+    if isinstance(error, _NO_ROWS_FAULT):
+        raise CodeError(f"data set {dataset.name!r}: {explained(error)}", hint="correct that code") from error
+    place = place_of(error)
+    there = f"the row has {', '.join(map(str, row))}"
+    if isinstance(error, KeyError) and error.args and error.args[0] not in row:
+        return Refusal(f"{error.args[0]!r} is missing{f' ({place})' if place else ''}", there)
+    return Refusal(f"{type(error).__name__}{f' ({place})' if place else ''}", f"{error}; {there}")
+
+
+def refusal(dataset: Dataset, row: RawRow) -> Refusal | None:
+    """Why a raw row must not be used: it is malformed, or its own grader refuses its gold answer. None: it is good.
+
+    Raises:
+        CodeError: a user's ``check`` has a bug, or returns no ``Score``.
+    """
+    try:
+        score = expect(dataset.check(row), Score, f"data set {dataset.name!r}: check", type(dataset).check)
+    except (SystemExit, Exception) as error:
+        return fault(dataset, row, error)
     if score.error is not None:
         return Refusal("the grader cannot judge the gold answer", score.error)
     if not score.correct:
@@ -166,6 +225,10 @@ class FileSet(Dataset):
     def __init__(self) -> None:
         self._files: dict[str | None, dict[str, list[Path]]] = {}
         self._skipped: Counter[str] = Counter()
+        self._numbers = array("q")
+        """Of each row that was given: its number in its file."""
+        self._begun: list[tuple[int, Path]] = []
+        """Where among the rows each file begins."""
 
     @property
     def skipped(self) -> Mapping[str, int]:
@@ -179,7 +242,7 @@ class FileSet(Dataset):
 
     def rows(self, split: str, source: str | None, *, n: int | None = None, seed: int = 0) -> Iterator[RawRow]:
         """Rows in the files' order; ``seed`` is not used."""
-        self._skipped = Counter()
+        self._skipped, self._numbers, self._begun = Counter(), array("q"), []
         files = self._find(source).get(split)
         if files is None:
             raise DataError(
@@ -199,13 +262,19 @@ class FileSet(Dataset):
         """The row with what lies beside its file (images)."""
         return row
 
+    def where(self, row: int) -> str:
+        at = bisect_right(self._begun, row, key=lambda begun: begun[0]) - 1
+        return f"{self._begun[at][1]}, row {self._numbers[row]}" if at >= 0 and row < len(self._numbers) else ""
+
     def _kept(self, files: Sequence[Path], split: str) -> Iterator[RawRow]:
         for file in files:
-            for row in read_raw([file]):
+            self._begun.append((len(self._numbers), file))
+            for number, row in enumerate(read_raw([file])):
                 if not self.belongs(row, split):
                     continue
                 reason = self.skip(row)
                 if reason is None:
+                    self._numbers.append(number)
                     yield self.complete(row, file)
                 else:
                     self._skipped[reason] += 1
@@ -263,9 +332,9 @@ class WordProblems(Dataset):
         """The gold answer as text without separators: "1,000" becomes "1000". Raises ``DataError`` if there is none."""
         question, answer = row.get("question"), row.get("answer")
         if not isinstance(question, str) or not question.strip():
-            raise DataError("`question` is missing or empty")
+            raise DataError("`question` is missing or empty", hint=f"the row has {', '.join(row)}")
         if not isinstance(answer, str) or "####" not in answer:
-            raise DataError("`answer` has no last line `#### <number>`")
+            raise DataError("`answer` has no last line `#### <number>`", hint=f"the row has {', '.join(row)}")
         return answer.rpartition("####")[2].strip().replace(",", "")
 
     def _prompt(self, row: RawRow) -> list[Message]:

@@ -17,6 +17,7 @@ class Contest(MathProblems):
     licence = _LICENCE
     splits: tuple[str, ...] = ("test",)
     form: ClassVar[AnswerForm] = ANSWER_LINE
+    whole_numbers: ClassVar[bool] = True
 
 
 class Aime24(Contest):

@@ -35,6 +35,7 @@ class DapoMath(MathProblems):
         "train": ("data/dapo-math-17k", "dapo-math-17k*", "all/train-*", "data/train-*", "train-*", "train")
     }
     form: ClassVar[AnswerForm] = ANSWER_LINE
+    whole_numbers: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()

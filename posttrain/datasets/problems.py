@@ -2,6 +2,7 @@ r"""What sets of mathematical problems share: columns under many names, the form
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -57,6 +58,17 @@ ANSWER_LINE = AnswerForm(
 """DAPO's instruction (arXiv:2503.14476), which the grader ``math_dapo`` belongs to."""
 
 
+_SHOWN = 100
+"""Characters of an answer that a message shows."""
+_WORDS_OF_AN_ANSWER = 15
+"""Most words that a final answer has, as "all even integers". The longest of MATH has three."""
+_WORD = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]{2,}")
+"""A word; names of LaTeX commands are none."""
+_WORKED = ("####", "<<", "\\boxed", "\\fbox")
+"""What stands in worked solutions, and in no final answer."""
+_WHOLE_NUMBER = re.compile(r"-?\d+")
+
+
 class MathProblems(FileSet):
     """Rows with a problem, an answer and perhaps a worked solution, under any of the names in the columns below.
 
@@ -70,6 +82,8 @@ class MathProblems(FileSet):
     solution_columns: ClassVar[Sequence[str]] = ("solution", "Solution")
     kept_columns: ClassVar[Sequence[str]] = ("level", "type", "subject", "difficulty", "topic", "unique_id", "url")
     """Go into ``extra_info`` under their own names."""
+    whole_numbers: ClassVar[bool] = False
+    """Whether every answer of the set is a whole number."""
 
     def problem(self, row: RawRow) -> str:
         """The problem. Raises ``DataError`` if there is none."""
@@ -127,9 +141,28 @@ class MathProblems(FileSet):
 
     def check(self, row: RawRow) -> Score:
         gold, solution = self.gold(row), self.solution(row)
+        check_answer(gold, whole_number=self.whole_numbers)
         self.prompt(row)
         response = self.form.show(gold) if solution is None else self.form.close(solution, gold)
         return compute_score(self.source_of(row), response, gold)
+
+
+def check_answer(gold: str, *, whole_number: bool = False) -> None:
+    """Raise ``DataError`` for a gold answer that is no final answer: a worked solution, or, with ``whole_number``,
+    anything but that."""
+    if whole_number and not _WHOLE_NUMBER.fullmatch(gold):
+        raise DataError(
+            "the gold answer is no whole number, as the answers of this set are", hint=f"it is {_cut(gold)}"
+        )
+    if any(mark in gold for mark in _WORKED) or len(_WORD.findall(gold)) > _WORDS_OF_AN_ANSWER:
+        raise DataError(
+            "the gold answer is a worked solution and not a final answer: is this a file of another set?",
+            hint=f"it is {_cut(gold)}",
+        )
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
 def given_prompt(row: RawRow) -> list[Message] | None:

@@ -140,7 +140,10 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
 
 
 def _fits(file: Path, pattern: str) -> bool:
-    return any(fnmatchcase(_stem(file), part.rpartition("/")[2]) for part in pattern.split("|"))
+    """Whether the end of the file's path matches: as many folders as the pattern has, and the name without format."""
+    parts = (*file.parts[:-1], _stem(file))
+    wanted = [part.split("/") for part in pattern.split("|")]
+    return any(len(w) <= len(parts) and all(map(fnmatchcase, parts[-len(w) :], w)) for w in wanted)
 
 
 def _splits_of(file: Path, patterns: Mapping[str, Sequence[str]]) -> list[str]:

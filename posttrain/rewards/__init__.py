@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from posttrain.errors import ConfigError
 from posttrain.registry import Registry, nearest
 from posttrain.types import Score
+from posttrain.usercode import explained
 
 __all__ = [
     "DATA_SOURCES",
@@ -140,8 +141,8 @@ def compute_score(
     grader = GRADERS.get(name)
     try:
         score = grader(response, ground_truth, extra_info or {})
-    except Exception as error:
-        return failed(f"grader {name!r} raised {type(error).__name__}: {error}")
+    except (SystemExit, Exception) as error:
+        return failed(f"grader {name!r} raised {explained(error, grader)}")
     return checked(score, f"grader {name!r}")
 
 
@@ -151,8 +152,12 @@ def checked(score: object, who: str) -> Score:
         return failed(f"{who} returned {type(score).__name__}, not Score")
     numbers = {"score": score.score, **score.parts}
     for name, value in numbers.items():
-        if isinstance(value, bool | int | float) and not isfinite(value):
-            return failed(f"{who} returned {value} as {name!r}")
+        try:
+            finite = not isinstance(value, str) and isfinite(value)
+        except (TypeError, ValueError, OverflowError):
+            finite = False
+        if not finite:
+            return failed(f"{who} returned {value!r} as {name!r}, which is no finite number")
     return score
 
 

@@ -5,27 +5,59 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from posttrain.errors import ConfigError
+from posttrain.errors import CodeError, ConfigError
 from posttrain.registry import load_object
 from posttrain.rewards import checked, failed
 from posttrain.types import Score
+from posttrain.usercode import definition_of, explained, innermost_is_in_a_file
 
 RewardFunction = Callable[..., Any]
 """``(data_source, solution_str, ground_truth, extra_info, **kwargs)``, the signature verl uses; plain or ``async``."""
 
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_BUGS = (NameError, TypeError, AttributeError, ImportError, NotImplementedError, SystemExit)
+"""What the code of a function raises, and not the row that it is given."""
 
-def load_function(path: str) -> RewardFunction:
-    """The function that ``my_file.py:name`` or ``package.module:name`` names.
+
+@dataclass(frozen=True)
+class BrokenFunction(Score):
+    """The verdict of a function that is wrong whatever the row is: a bug, or a result that is no score."""
+
+
+def load_function(path: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Return the function that ``my_file.py:name`` or ``package.module:name`` names.
+
+    Args:
+        kwargs: `reward.function_kwargs`, where it shall be found out whether the function takes them.
 
     Raises:
-        ConfigError: there is no such file, module or function.
+        ConfigError: there is no such file, module or function. As ``CodeError``: it raises while it is imported, or
+            does not take the arguments of a reward function.
     """
     function: RewardFunction = load_object(path, what="reward.function")
     if not callable(function):
         raise ConfigError(f"reward.function: {path} is {type(function).__name__}, not a function")
+    if kwargs is not None:
+        _check_signature(function, path, kwargs)
     return function
+
+
+def _check_signature(function: RewardFunction, path: str, kwargs: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function written in C
+        return
+    try:
+        signature.bind(**dict.fromkeys(_ARGUMENTS), **kwargs)
+    except TypeError as error:
+        place = definition_of(function)
+        raise CodeError(
+            f"reward.function: {path} cannot be called as a reward function: {error}{f' ({place})' if place else ''}",
+            hint=f"it is called with {', '.join([*_ARGUMENTS, *kwargs])}, by keyword; `**kwargs` takes the rest",
+        ) from error
 
 
 def call_function(
@@ -36,7 +68,8 @@ def call_function(
     ground_truth: Any,
     extra_info: dict[str, Any],
 ) -> Score:
-    """Call it by keyword, as verl does, and make a ``Score`` of what it returns. What it raises is ``Score.error``."""
+    """Call it by keyword, as verl does, and make a ``Score`` of what it returns. What it raises is ``Score.error``, of
+    a ``BrokenFunction`` where it is the function's own fault."""
     name = f"reward.function {getattr(function, '__name__', function)!r}"
     try:
         result = function(
@@ -48,9 +81,18 @@ def call_function(
         )
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
-        return checked(to_score(result), name)
-    except Exception as error:
-        return failed(f"{name} raised {type(error).__name__}: {error}")
+    except (SystemExit, Exception) as error:
+        message = f"{name} raised {explained(error, function)}"
+        # An answer that is evaluated may raise a NameError too.
+        bug = isinstance(error, _BUGS) and innermost_is_in_a_file(error)
+        return BrokenFunction(0.0, correct=False, error=message) if bug else failed(message)
+    try:
+        score = to_score(result)
+    except (TypeError, ValueError) as error:
+        place = definition_of(function)
+        where = f" ({place})" if place else ""
+        return BrokenFunction(0.0, correct=False, error=f"{name} returned no score: {error}{where}")
+    return checked(score, name)
 
 
 async def _wait(result: Any) -> Any:

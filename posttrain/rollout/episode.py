@@ -8,30 +8,31 @@ the engine saw, and a turn costs the same however many came before.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.config import RolloutConfig
 from posttrain.data.chat import ChatDeltas, decode, render_prompt
-from posttrain.errors import PosttrainError, RunError
+from posttrain.errors import CodeError, PosttrainError, RunError
+from posttrain.rollout.interaction import UserTurn
 from posttrain.rollout.record import Record
 from posttrain.rollout.seeds import seed_of
 from posttrain.tools.base import Tool, ToolResult, cut
 from posttrain.tools.formats import ParsedCall, ToolParser
 from posttrain.types import ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
+from posttrain.usercode import expect, explained_briefly, user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.rollout.base import Generator
-    from posttrain.rollout.interaction import Interaction, UserTurn
+    from posttrain.rollout.interaction import Interaction
 
 EpisodeState = Literal["pending", "running", "tool_calling", "completed", "failed"]
 """Not begun; the model writes, or is about to; tools or the simulated user are at work; ended; ended with an error."""
-
-T = TypeVar("T")
 
 
 def in_flight(states: Sequence[EpisodeState]) -> dict[str, int]:
@@ -154,17 +155,19 @@ class Episode:
             name = next(iter(self._tool_states))
             state = self._tool_states.pop(name)
             try:
-                reward = await within(self.env.cfg.tool_deadline_s, _end(self.env.tools[name], state))
+                what = f"tool {name} failed at the end of the episode"
+                reward = await within(self.env.cfg.tool_deadline_s, what, _end, self.env.tools[name], state)
                 if reward is not None:
                     self.reward_parts[f"tool/{name}"] = reward
-            except Exception as error:  # a user's code: the other tools are released all the same
-                failures.append(f"tool {name} failed at the end of the episode: {type(error).__name__}: {error}")
+            except PosttrainError as error:  # the other tools are released all the same
+                failures.append(error.message if error.message.startswith(what) else f"{what}: {error.message}")
         if self._has_user and self.env.interaction is not None:
             self._has_user = False
             try:
-                await within(self.env.cfg.tool_deadline_s, self.env.interaction.release(self._user_state))
-            except Exception as error:
-                failures.append(f"the interaction failed in release: {type(error).__name__}: {error}")
+                what, release = "the interaction failed in release", self.env.interaction.release
+                await within(self.env.cfg.tool_deadline_s, what, release, self._user_state)
+            except PosttrainError as error:
+                failures.append(error.message)
         return failures[0] if failures else None
 
     # ------------------------------------------------------------------ the state machine
@@ -200,11 +203,10 @@ class Episode:
     async def _create(self) -> None:
         deadline = self.env.cfg.episode_deadline_s  # a tool may have to wait until other episodes are done with it
         for name, tool in self.env.tools.items():
-            created = within(deadline, tool.create(self.prompt))
-            self._tool_states[name] = await _users(f"tool {name} failed in create", created)
-        if self.env.interaction is not None:
-            created = within(deadline, self.env.interaction.create(self.prompt))
-            self._user_state = await _users("the interaction failed in create", created)
+            what = f"tool {name} failed in create"
+            self._tool_states[name] = await within(deadline, what, tool.create, self.prompt)
+        if (user := self.env.interaction) is not None:
+            self._user_state = await within(deadline, "the interaction failed in create", user.create, self.prompt)
             self._has_user = True
 
     async def _assistant_turn(self, sampler: Generator) -> StopReason | None:
@@ -242,8 +244,9 @@ class Episode:
         return reply
 
     async def _ask_user(self, user: Interaction) -> UserTurn:
-        answer = within(self.env.cfg.tool_deadline_s, user.respond(self._user_state, self.messages))
-        said = await _users("the interaction failed", answer)
+        what, deadline = "the interaction failed", self.env.cfg.tool_deadline_s
+        answer = await within(deadline, what, user.respond, self._user_state, self.messages)
+        said = expect(answer, UserTurn, f"{what}: respond", user.respond)
         if said.reward is not None:
             self.reward_parts["user"] = said.reward
         return said
@@ -272,16 +275,17 @@ class Episode:
         if tool is None:
             return ToolResult(f"error: unknown tool {call.name!r}; known: {', '.join(self.env.tools)}", error=True)
         try:
-            work = tool.call(self._tool_states[call.name], call.arguments)
-            result = await within(self.env.cfg.tool_deadline_s, work)
-            if not isinstance(result, ToolResult):
-                raise TypeError(f"it must return a ToolResult, not {type(result).__name__}")
-            return result
-        except LateError as late:
+            state = self._tool_states[call.name]
+            result = await within(self.env.cfg.tool_deadline_s, call.name, tool.call, state, call.arguments)
+            return expect(result, ToolResult, f"{call.name}: call", tool.call)
+        except LateError:
+            late = f"did not answer within {self.env.cfg.tool_deadline_s:g} s"
             return ToolResult(f"error: {call.name} {late}", error=True)
-        except Exception as error:
-            # A tool is a user's code: its failure is the model's to read, and stays in the trace.
-            return ToolResult(f"error: {call.name} failed: {type(error).__name__}: {error}", error=True)
+        except PosttrainError as error:
+            # A tool is a user's code: its failure is the model's to read, and stays in the rollout files.
+            cause = error.__cause__ if isinstance(error, CodeError) else None
+            said = error.message if cause is None else explained_briefly(cause)
+            return ToolResult(f"error: {call.name} failed: {said}", error=True)
 
     def _harmless(self, text: str) -> str:
         return self.env.deltas.without_control_tokens(text)
@@ -298,39 +302,41 @@ async def run_episode(
         await episode.release()
 
 
-class LateError(Exception):
+class LateError(RunError):
     """A user's code did not end in time."""
 
 
-async def within(deadline_s: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of a user's code, which may do anything: what does not even end when it is cancelled is left behind.
+async def within(deadline_s: float, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a user's function, plain or ``async``, gives for ``args``. It may do anything: what does not even end
+    when it is cancelled is left behind.
+
+    Args:
+        what: whose code runs, and what it does: the beginning of the message.
 
     Raises:
         LateError: it did not end within ``deadline_s`` seconds.
+        PosttrainError: as ``CodeError`` for whatever the function raises that is no error of ours.
     """
-    task = asyncio.create_task(work)
+
+    async def call() -> Any:
+        with user_code(what, function):
+            result = function(*args)
+            return await result if inspect.isawaitable(result) else result
+
+    task = asyncio.create_task(call())
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of one left behind nobody asks
     try:
         await asyncio.wait([task], timeout=deadline_s)
         if task.done():
             return task.result()
-        raise LateError(f"did not answer within {deadline_s:g} s")
+        raise LateError(f"{what}: it did not answer within {deadline_s:g} s")
     finally:
         task.cancel()
 
 
-async def _users(failure: str, work: Awaitable[T]) -> T:
-    """Wait for a user's code. What it raises costs this episode, not the run."""
-    try:
-        return await work
-    except PosttrainError:
-        raise
-    except Exception as error:
-        raise RunError(f"{failure}: {type(error).__name__}: {error}") from error
-
-
 async def _end(tool: Tool, state: Any) -> float | None:
     try:
-        return await tool.reward(state)
+        reward = await tool.reward(state)
+        return None if reward is None else float(reward)
     finally:
         await tool.release(state)

@@ -10,6 +10,7 @@ from posttrain.errors import ConfigError
 from posttrain.registry import Registry
 from posttrain.tools.options import check_options
 from posttrain.types import Message, Prompt
+from posttrain.usercode import user_code
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ INTERACTIONS: Registry[type[Interaction]] = Registry(
 def open_interaction(name: str, options: Mapping[str, Any]) -> Interaction:
     """The interaction of `rollout.interaction`. Raises ``ConfigError`` for an unknown one, or options it has not."""
     kind = INTERACTIONS.get(name)
-    return kind(**check_options(kind, options, "rollout.interaction_options"))
+    with user_code(f"interaction {name!r} cannot be made", kind):
+        return kind(**check_options(kind, options, "rollout.interaction_options"))
 
 
 class RetryInteraction(Interaction):

@@ -186,6 +186,7 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
             result = context.run(function, **arguments)
         except (SystemExit, StopIteration) as error:  # neither may be thrown into a coroutine
             failure = RuntimeError(f"it raised {error!r}")
+            failure.__cause__ = error
         except Exception as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain.config import SandboxConfig
-from posttrain.errors import ConfigError
+from posttrain.errors import CodeError, ConfigError
 from posttrain.registry import load_object, nearest
 from posttrain.tools.base import TOOLS, Tool
 from posttrain.tools.functions import from_function
 from posttrain.tools.options import check_options
 from posttrain.tools.verl import REPLACEMENTS, Entry, read_tool_file
 from posttrain.types import ToolSchema
+from posttrain.usercode import definition_of, explained, user_code
 
 Tables = Mapping[str, Mapping[str, Any]]
 
@@ -61,8 +62,8 @@ async def close_tools(tools: Mapping[str, Tool], report: Callable[[str], None]) 
                 await tool.close()
         except TimeoutError:
             report(f"tool {name} did not close within {_CLOSE_S:g} s")
-        except Exception as error:  # a user's code: the other tools are closed all the same
-            report(f"tool {name} failed to close: {type(error).__name__}: {error}")
+        except (SystemExit, Exception) as error:  # a user's code: the other tools are closed all the same
+            report(f"tool {name} failed to close: {explained(error)}")
 
     await asyncio.gather(*(close(name, tool) for name, tool in tools.items()))
 
@@ -134,22 +135,33 @@ def _named_function(
 
 def _make(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -> list[Tool]:
     """Raises ``ConfigError``, whatever a user's class raises."""
-    checked = check_options(factory, options, where)
     try:
-        made = factory(**checked)
+        with user_code("it cannot be made", factory):
+            checked = check_options(factory, options, where)
+            made = factory(**checked)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error.message}", hint=error.hint) from error
-    except Exception as error:
-        raise ConfigError(f"{where}: it cannot be made: {type(error).__name__}: {error}") from error
+        message = error.message if error.message.startswith(where) else f"{where}: {error.message}"
+        raise type(error)(message, hint=error.hint) from error
     tools = list(made) if isinstance(made, list | tuple) else [made]
     for tool in tools:
-        missing = [member for member in _MEMBERS if not hasattr(tool, member)]
-        if missing:
-            raise ConfigError(
-                f"{where}: {type(tool).__name__} is no tool, it has no {missing[0]!r}",
-                hint="derive from posttrain.tools.Tool, and write name, schema and call",
-            )
+        _check_members(tool, where)
     return tools
+
+
+def _check_members(tool: Any, where: str) -> None:
+    """Raise ``ConfigError`` for something that is no tool."""
+    missing = [member for member in _MEMBERS if not hasattr(tool, member)]
+    wrong = (
+        [] if missing else [m for m, kind in (("name", str), ("schema", dict)) if type(getattr(tool, m)) is not kind]
+    )
+    if not missing and not wrong:
+        return
+    what = f"has no {missing[0]!r}" if missing else f"its {wrong[0]!r} is {type(getattr(tool, wrong[0])).__name__}"
+    place = definition_of(tool)
+    raise CodeError(
+        f"{where}: {type(tool).__name__} is no tool, it {what}{f' ({place})' if place else ''}",
+        hint="derive from posttrain.tools.Tool, and write name (text), schema (a dict) and call",
+    )
 
 
 def _of_entry(entry: Entry) -> list[Tool]:

@@ -85,10 +85,10 @@ def test_existing_files_are_kept_unless_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"question": "q", "answer": "no mark"}, "test row 1: `answer`"),
-        ({"question": "q", "answer": "#### soon"}, "test row 1: the grader cannot judge the gold answer"),
-        ({"question": " ", "answer": "#### 1"}, "test row 1: `question`"),
-        ({"answer": "#### 1"}, "test row 1: `question`"),
+        ({"question": "q", "answer": "no mark"}, r"test row 1 \(.*test.jsonl, row 1\): `answer`"),
+        ({"question": "q", "answer": "#### soon"}, r"test row 1 \(.*test.jsonl, row 1\): the grader cannot judge the gold answer"),
+        ({"question": " ", "answer": "#### 1"}, r"test row 1 \(.*test.jsonl, row 1\): `question`"),
+        ({"answer": "#### 1"}, r"test row 1 \(.*test.jsonl, row 1\): `question`"),
     ],
 )
 @pytest.mark.parametrize("existing", [True, False])
@@ -162,7 +162,7 @@ def test_bad_gold_answers_under_half_a_percent_are_dropped_and_listed(tmp_path):
     assert "Dropped: 1 rows: the grader cannot judge the gold answer" in (tmp_path / "out" / "README.md").read_text()
     rows[78] = problem(78, "later")
     source = word_problems(tmp_path / "raw", train=rows)
-    with pytest.raises(DataError, match="train row 77: the grader cannot judge the gold answer") as error:
+    with pytest.raises(DataError, match="train row 77 .*: the grader cannot judge the gold answer") as error:
         prep.run("gsm8k", source, str(tmp_path / "out"), overwrite=True)
     assert "2 of 201 rows" in (error.value.hint or "")
     assert card(tmp_path / "out", "train.parquet")["rows"] == 200
