@@ -211,6 +211,14 @@ DATASETS: Registry[type[Dataset]] = Registry(
 _ANNOTATION = re.compile(r"<<[^<>]*>>")
 
 
+def list_of(row: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the list in a column, empty where there is none. Raises ``DataError`` for anything else."""
+    value = row.get(name)
+    if value is not None and not isinstance(value, list | tuple):
+        raise DataError(f"`{name}` is no list", hint=f"it is {type(value).__name__}; the row has {', '.join(row)}")
+    return list(value or ())
+
+
 class FileSet(Dataset):
     """A set read from raw files: of a source, else of the hub."""
 
@@ -313,7 +321,8 @@ class WordProblems(Dataset):
 
     def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
         """The assistant reasons, hands its answer to the tool, reads the result and closes."""
-        return self._conversation(row, reasoning(row["answer"]), self.gold(row), reward=1.0)
+        gold = self.gold(row)
+        return self._conversation(row, reasoning(row["answer"]), gold, reward=1.0)
 
     def _conversation(self, row: RawRow, worked: str, answer: str, reward: float) -> Conversation:
         call: Message = {
@@ -326,7 +335,8 @@ class WordProblems(Dataset):
         return Conversation([*self._prompt(row), call, result, close], [tool.SCHEMA])
 
     def check(self, row: RawRow) -> Score:
-        return compute_score(self.data_source, row["answer"], self.gold(row))
+        gold = self.gold(row)
+        return compute_score(self.data_source, row["answer"], gold)
 
     def gold(self, row: RawRow) -> str:
         """The gold answer as text without separators: "1,000" becomes "1000". Raises ``DataError`` if there is none."""

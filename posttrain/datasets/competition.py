@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from posttrain.datasets.base import RawRow
+from posttrain.datasets.base import RawRow, list_of
 from posttrain.datasets.problems import first, given_prompt, given_truth, last_question, without_figures
 from posttrain.datasets.programs import Programs
 from posttrain.errors import DataError
@@ -81,9 +81,10 @@ class Code(Programs):
 
     def tests(self, row: RawRow) -> dict[str, Any]:
         found = _decoded(first({**row, "given": given_truth(row)}, ("given", "tests", "input_output")))
-        if found is None and any(row.get(group) for group in _GROUPS):
-            found = _joined([row[group] for group in _GROUPS if row.get(group)])
-        if isinstance(found, list) and found and isinstance(found[0], Mapping):
+        groups = [row[group] for group in _GROUPS if row.get(group)]
+        if found is None and groups and all(isinstance(group, Mapping) for group in groups):
+            found = _joined(groups)
+        if isinstance(found, list) and found and all(isinstance(test, Mapping) for test in found):
             found = _listed(found)
         if isinstance(found, list):
             found = {"assert_case": found}
@@ -94,7 +95,7 @@ class Code(Programs):
     def solution(self, row: RawRow) -> str | None:
         solutions = _decoded(row.get("solutions"))
         if isinstance(solutions, Mapping):
-            pairs = zip(solutions.get("language") or (), solutions.get("solution") or (), strict=False)
+            pairs = zip(list_of(solutions, "language"), list_of(solutions, "solution"), strict=False)
             solutions = [text for language, text in pairs if language == _PYTHON3]
         if not isinstance(solutions, list):
             return None
@@ -114,8 +115,8 @@ def _decoded(value: Any) -> Any:
 def _joined(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """CodeContests' groups of tests as one."""
     return {
-        "inputs": [text for group in groups for text in group.get("input") or ()],
-        "outputs": [text for group in groups for text in group.get("output") or ()],
+        "inputs": [text for group in groups for text in list_of(group, "input")],
+        "outputs": [text for group in groups for text in list_of(group, "output")],
     }
 
 

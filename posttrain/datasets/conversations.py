@@ -118,6 +118,8 @@ def modern(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError("a message is not an object", hint=f"it is {str(message)[:80]!r}")
     turn = {key: value for key, value in message.items() if key not in ("function_call", "weight")}
+    if not isinstance(turn.get("role"), str | None):
+        raise DataError("the role of a message is no text", hint=f"it is {str(turn['role'])[:80]}")
     if turn.get("role") in _ROLES:
         turn["role"] = _ROLES[turn["role"]]
     if message.get("function_call"):

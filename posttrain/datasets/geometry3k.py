@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from posttrain.datasets.base import Kind, RawRow
+from posttrain.datasets.base import Kind, RawRow, list_of
 from posttrain.datasets.problems import AnswerForm, MathProblems
 from posttrain.errors import DataError
 from posttrain.types import Score
@@ -68,7 +68,7 @@ class Geometry3k(MathProblems):
         return text if _IMAGE in text else _IMAGE + text
 
     def gold(self, row: RawRow) -> str:
-        choices, letter = row.get("choices"), row.get("answer")
+        choices, letter = list_of(row, "choices"), row.get("answer")
         if not choices or not isinstance(letter, str):
             return super().gold(row)
         place = "ABCD".find(letter.strip()) if len(letter.strip()) == 1 else -1

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from posttrain.data.parquet import Conversation
-from posttrain.datasets.base import FileSet, RawRow
+from posttrain.datasets.base import FileSet, RawRow, list_of
 from posttrain.errors import DataError
 from posttrain.rewards import compute_score
 from posttrain.types import Message, Score
@@ -58,7 +58,7 @@ class KnightsAndKnaves(FileSet):
                 "index": index,
                 "answer": _field(row, "solution_text_format"),
                 "question": _field(row, "quiz"),
-                "people": len(row.get("names") or ()),
+                "people": len(list_of(row, "names")),
             },
         }
 
@@ -76,7 +76,7 @@ class KnightsAndKnaves(FileSet):
         return {"solution_text_format": _field(row, "solution_text_format"), "statements": str(row.get("statements"))}
 
     def _worked(self, row: RawRow) -> str:
-        steps = [row.get("cot_head"), *(row.get("cot_repeat_steps") or ()), row.get("cot_foot")]
+        steps = [row.get("cot_head"), *list_of(row, "cot_repeat_steps"), row.get("cot_foot")]
         thoughts = "\n".join(step for step in steps if isinstance(step, str) and step)
         return f"<think>\n{thoughts}\n</think>\n<answer>\n{_field(row, 'solution_text_format')}\n</answer>"
 

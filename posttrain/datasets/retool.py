@@ -36,10 +36,10 @@ class ReTool(Messages):
         texts = {}
         for message in json_list(row.get("messages")):
             if isinstance(message, Mapping):
-                texts[message.get("role")] = message.get("content")
+                texts[str(message.get("role"))] = message.get("content")
         asked, worked = texts.get("user"), texts.get("assistant")
         if not isinstance(asked, str) or not isinstance(worked, str):
-            raise DataError("there is no user or no assistant message", hint=f"there are {sorted(map(str, texts))}")
+            raise DataError("there is no user or no assistant message", hint=f"there are {sorted(texts)}")
         question = asked.rpartition(_QUESTION)[2].replace("<answer>", "").replace("</answer>", "").strip()
         return Conversation([{"role": "user", "content": question}, *_turns(worked)], [code.SCHEMA])
 

@@ -260,7 +260,7 @@ def test_system_and_tools_of_a_row(tmp_path):
 )
 def test_bad_raw_rows_are_refused(tmp_path, raw, message):
     good = {"prompt": QUESTION, "chosen": BETTER, "rejected": WORSE}
-    with pytest.raises(DataError, match=f"preferences train row 1: {message}"):
+    with pytest.raises(DataError, match=rf"preferences train row 1 \(.*raw.jsonl, row 1\): {message}"):
         prepared(tmp_path, good, raw)
     assert not (tmp_path / "out").exists()
 

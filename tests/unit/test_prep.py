@@ -86,7 +86,10 @@ def test_existing_files_are_kept_unless_overwritten(tmp_path):
     ("bad", "message"),
     [
         ({"question": "q", "answer": "no mark"}, r"test row 1 \(.*test.jsonl, row 1\): `answer`"),
-        ({"question": "q", "answer": "#### soon"}, r"test row 1 \(.*test.jsonl, row 1\): the grader cannot judge the gold answer"),
+        (
+            {"question": "q", "answer": "#### soon"},
+            r"test row 1 \(.*test.jsonl, row 1\): the grader cannot judge the gold answer",
+        ),
         ({"question": " ", "answer": "#### 1"}, r"test row 1 \(.*test.jsonl, row 1\): `question`"),
         ({"answer": "#### 1"}, r"test row 1 \(.*test.jsonl, row 1\): `question`"),
     ],
@@ -149,7 +152,7 @@ def card(folder: Path, file: str) -> dict[str, Any]:
 
 def test_bad_gold_answers_under_half_a_percent_are_dropped_and_listed(tmp_path):
     rows = [problem(i, "soon" if i == 77 else None) for i in range(201)]
-    source = word_problems(tmp_path / "raw", train=rows, test=rows[:5])
+    source = word_problems(tmp_path / "raw", train=rows, test=[problem(i) for i in range(300, 305)])
     report = prep.run("gsm8k", source, str(tmp_path / "out"))
     assert report.rows["train.parquet"] == report.rows["sft_train.parquet"] == 200
     assert report.dropped == {"the grader cannot judge the gold answer": 1}
@@ -162,7 +165,7 @@ def test_bad_gold_answers_under_half_a_percent_are_dropped_and_listed(tmp_path):
     assert "Dropped: 1 rows: the grader cannot judge the gold answer" in (tmp_path / "out" / "README.md").read_text()
     rows[78] = problem(78, "later")
     source = word_problems(tmp_path / "raw", train=rows)
-    with pytest.raises(DataError, match="train row 77 .*: the grader cannot judge the gold answer") as error:
+    with pytest.raises(DataError, match=r"train row 77 .*: the grader cannot judge the gold answer") as error:
         prep.run("gsm8k", source, str(tmp_path / "out"), overwrite=True)
     assert "2 of 201 rows" in (error.value.hint or "")
     assert card(tmp_path / "out", "train.parquet")["rows"] == 200
@@ -207,7 +210,7 @@ def test_one_split_and_then_the_other(tmp_path):
 
 def test_a_val_split_by_hash_of_the_prompt(tmp_path):
     rows = [problem(i) for i in range(300)]
-    source = word_problems(tmp_path / "raw", train=[*rows, problem(7)], test=rows[:2])
+    source = word_problems(tmp_path / "raw", train=[*rows, problem(7)], test=[problem(300), problem(301)])
     report = prep.run("gsm8k", source, str(tmp_path / "a"), val_fraction=0.2)
     sides = {
         side: {p.messages[-1]["content"] for p in read_prompts(tmp_path / "a" / f"{side}.parquet")}

@@ -33,7 +33,7 @@ def load(file: Path, *chats: Conversation, **data: object) -> SampleStream:
 
 def said(stream: SampleStream) -> list[str]:
     assert stream.rendered is not None
-    cfg = config(truncation=getattr(stream.cfg, "truncation"))  # noqa: B009
+    cfg = config(truncation=stream.cfg.truncation, max_length=stream.cfg.max_length)
     return list(notes(SFT, stream.shards.name, Counts.of(stream.rendered), cfg))
 
 
@@ -43,7 +43,8 @@ def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
     stream = load(file, chat("yes"), silent, chat("word " * 300), silent, max_length=64, truncation="drop")
     assert stream.usable_rows == 1
     assert said(stream) == [
-        f"{file}: 1 of 4 conversations are longer than data.max_length (truncation = drop)",
+        f"{file}: 1 of 4 conversations are longer than data.max_length = 64 tokens, the longest has 912 "
+        "(data.truncation = drop)",
         f"{file}: 2 of 4 conversations left out: no assistant token to train on",
     ]
     assert said(load(file, chat("yes"))) == []
@@ -64,8 +65,13 @@ def test_what_is_left_out_is_counted_as_it_is_met(tmp_path: Path) -> None:
         with load(tmp_path / "c.parquet", *chats, **data) as stream:
             batches = [stream.next() for _ in range(3)]
             assert [sample.row for batch in batches for sample in batch.samples] == [0, 3, 0]
-            assert [batch.counts for batch in batches] == [Counts(1), Counts(4, 1, 1), Counts(5, 1, 1)]
-            assert stream.state()["counts"] == {"drawn": 5, "too_long": 1, "nothing_to_learn": 1, "straddling": 0}
+            assert [batch.counts for batch in batches] == [
+                Counts(1),
+                Counts(4, 1, 1, longest=912),
+                Counts(5, 1, 1, longest=912),
+            ]
+            counts = {"drawn": 5, "too_long": 1, "nothing_to_learn": 1, "straddling": 0, "longest": 912}
+            assert stream.state()["counts"] == counts
 
 
 @pytest.mark.slow
@@ -90,9 +96,9 @@ def test_a_cut_that_leaves_only_the_question_counts_as_both(tmp_path: Path) -> N
     long_question = chat("yes", question="word " * 300)
     stream = load(tmp_path / "c.parquet", long_question, chat("yes"), max_length=64, truncation="right")
     assert stream.usable_rows == 1
-    assert Counts.of(stream.rendered or []) == Counts(drawn=2, too_long=1, nothing_to_learn=1)
+    assert Counts.of(stream.rendered or []) == Counts(drawn=2, too_long=1, nothing_to_learn=1, longest=912)
     kept = load(tmp_path / "c.parquet", long_question, max_length=64, truncation="left")
-    assert Counts.of(kept.rendered or []) == Counts(drawn=1, too_long=1, nothing_to_learn=0)
+    assert Counts.of(kept.rendered or []) == Counts(drawn=1, too_long=1, nothing_to_learn=0, longest=912)
     assert len(kept.next().samples[0].ids) == 64
 
 

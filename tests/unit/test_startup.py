@@ -145,9 +145,11 @@ def test_an_unknown_tool():
 
 def test_a_prompt_that_is_too_long_names_its_file_and_row():
     env = environment(max_prompt_tokens=20)
-    rows = [prompt(index=0), prompt("word " * 100, index=1), prompt("word " * 100, index=2)]
+    rows = [prompt(index=0), prompt("word " * 100, index=1), prompt("word " * 200, index=2)]
     with pytest.raises(DataError, match=r"data/x\.parquet, row 1: the prompt has \d+ tokens") as error:
         check_prompts(rows, env, "data/x.parquet")
+    longest = len(env.prompt_ids(rows[2]))
+    assert f"2 prompts are too long, the longest has {longest} tokens" in error.value.message
     assert "20" in error.value.message
     assert "rollout.max_prompt_tokens" in error.value.hint
     check_prompts(rows[:1], env, "data/x.parquet")
@@ -156,7 +158,12 @@ def test_a_prompt_that_is_too_long_names_its_file_and_row():
 def test_rl_leaves_out_prompts_that_are_too_long_if_asked():
     env = environment(max_prompt_tokens=20)
     rows = [prompt(index=0), prompt("word " * 100, index=1), prompt(index=2)]
-    assert [p.index for p in fitting_prompts(rows, env, "x", "drop")] == [0, 2]
+    fitting, said = fitting_prompts(rows, env, "x.parquet", "drop")
+    assert [p.index for p in fitting] == [0, 2]
+    longest = len(env.prompt_ids(rows[1]))
+    assert said is not None
+    assert said.startswith(f"x.parquet: 1 prompt is too long, the longest has {longest} tokens, and left out")
+    assert fitting_prompts(rows[:1], env, "x", "drop") == (rows[:1], None)
     with pytest.raises(DataError, match="row 1: the prompt has"):
         fitting_prompts(rows, env, "x", "error")
     with pytest.raises(DataError, match="each of its 1 prompts has more than"):
