@@ -24,19 +24,19 @@ class PosttrainError(Exception):
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default reduction would lose `hint`, and these errors cross process boundaries. Tracebacks do not: theirs
-        # goes along as a note, which a traceback (``--debug``) shows.
+        # The default reduction would lose `hint`, and these errors cross process boundaries.
+        return (_rebuild, (type(self), self.message, self.hint), {"__notes__": self._notes()})
+
+    def _notes(self) -> list[str]:
+        """Return the notes that go to another process: tracebacks cannot, but ``--debug`` shows notes."""
         notes = list(getattr(self, "__notes__", ()))
         if self.__traceback__ is not None:
             notes.append("in another process:\n" + "".join(traceback.format_exception(self)))
-        return (_rebuild, (type(self), self.message, self.hint, notes))
+        return notes
 
 
-def _rebuild(cls: type[PosttrainError], message: str, hint: str | None, notes: list[str]) -> PosttrainError:
-    error = cls(message, hint=hint)
-    for note in notes:
-        error.add_note(note)
-    return error
+def _rebuild(cls: type[PosttrainError], message: str, hint: str | None) -> PosttrainError:
+    return cls(message, hint=hint)
 
 
 class UserError(PosttrainError):

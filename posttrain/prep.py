@@ -19,12 +19,13 @@ from posttrain import __version__
 from posttrain.data import card as cards
 from posttrain.data import measure
 from posttrain.data.parquet import write_rows
-from posttrain.datasets import DATASETS, Dataset, open_dataset, raw_rows
+from posttrain.datasets import DATASETS, Dataset, available_splits, open_dataset, raw_rows
 from posttrain.errors import DataError
 from posttrain.prep_rows import Comparison, Item, Split, check_apart, collect
 from posttrain.registry import nearest
 from posttrain.tools import Tool
 from posttrain.types import Message, ToolSchema
+from posttrain.usercode import user_code
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ def listing() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name in DATASETS.names():
         known = open_dataset(name)
-        size = ", ".join(f"{split} {known.size[split]:,}" for split in known.splits if split in known.size)
-        size = size or ("any" if known.hub_id is None else "unknown")
-        rows.append((name, known.licence, size, ", ".join(known.splits), known.grader, ", ".join(known.kinds)))
+        with user_code(f"data set {name!r} cannot be listed", known):
+            size = ", ".join(f"{split} {known.size[split]:,}" for split in known.splits if split in known.size)
+            size = size or ("any" if known.hub_id is None else "unknown")
+            rows.append((name, known.licence, size, ", ".join(known.splits), known.grader, ", ".join(known.kinds)))
     return rows
 
 
@@ -209,7 +211,7 @@ def _files(split: str) -> tuple[str, str, str]:
 
 def _chosen(dataset: Dataset, source: str | None, asked: Options) -> list[str]:
     """The splits to prepare."""
-    available = list(dataset.available(source))
+    available = list(available_splits(dataset, source))
     for split in asked.splits:
         if split not in available:
             close = nearest(split, available)
@@ -225,13 +227,13 @@ def _chosen(dataset: Dataset, source: str | None, asked: Options) -> list[str]:
 
 def _check_folder(folder: Path, files: Sequence[str]) -> None:
     """Refuse a folder that holds one of these files, or a README that is not ours."""
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not folder.is_dir():
         raise DataError(f"{folder}: exists and is not a folder", hint="choose another folder with --out")
     for file in [*files, *(file + cards.SUFFIX for file in files)]:
-        if (folder / file).exists():
+        if os.path.exists(folder / file):
             raise DataError(f"{folder / file} exists already", hint="--overwrite replaces it, --out writes elsewhere")
     readme = folder / cards.README
-    if readme.exists() and not cards.is_ours(readme):
+    if os.path.exists(readme) and not cards.is_ours(readme):
         raise DataError(f"{readme} exists already, and prep did not write it", hint="choose another folder with --out")
 
 
@@ -270,9 +272,9 @@ class _Writer:
     ) -> None:
         self._dataset, self._asked, self._folder = dataset, asked, folder
         self._lengths, self._schemas = lengths, schemas
-        self._source = cards.Source(
-            given=source, hub_id=dataset.hub_id, files=cards.digests(dataset.source_files(source), source)
-        )
+        with user_code(f"data set {dataset.name!r}: source_files", dataset):
+            files = dataset.source_files(source)
+        self._source = cards.Source(given=source, hub_id=dataset.hub_id, files=cards.digests(files, source))
 
     def write(self, split: str, part: Split) -> dict[str, int]:
         """Write what a split gives; rows by file."""
@@ -360,7 +362,7 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
     Raises:
         DataError: the folder cannot be written to.
     """
-    made = not folder.exists()
+    made = not os.path.exists(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=".prep-", dir=folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from posttrain.data.parquet import (
     read_rows,
     sft_row,
 )
-from posttrain.datasets import DATASETS, Dataset, Refusal, fault, open_dataset, raw_rows, refusal
+from posttrain.datasets import DATASETS, Dataset, Refusal, available_splits, fault, open_dataset, raw_rows, refusal
 from posttrain.datasets.raw import RawRow
 from posttrain.errors import DataError
 from posttrain.registry import nearest
@@ -280,7 +281,7 @@ class Comparison:
         self.drop = list(drop)
         self._dataset, self._source, self._prepared = dataset, source, prepared
         training = [split for split in prepared if split not in EVALUATION]
-        own = [split for split in dataset.available(source) if split in EVALUATION]
+        own = [split for split in available_splits(dataset, source) if split in EVALUATION]
         names = [*own, *offered(dataset, source), *drop] if training else []
         self.sets = {name: EvalSet(self._words(name, own)) for name in dict.fromkeys(names)}
 
@@ -312,16 +313,16 @@ class Comparison:
             return asked([item.asked for item in items], [item.data_source for item in items])
         if name in own or name in self._dataset.splits:
             return asked(*_questions(self._dataset, name, self._source))
-        if not Path(name).exists() and name in offered(self._dataset, self._source):
+        if not os.path.exists(name) and name in offered(self._dataset, self._source):
             other = open_dataset(name)
-            texts = [_questions(other, split, self._source) for split in other.available(self._source)]
+            texts = [_questions(other, split, self._source) for split in available_splits(other, self._source)]
             return asked([t for some, _ in texts for t in some], [s for _, some in texts for s in some])
         return asked(*_questions_of_file(name, [*self._dataset.splits, *offered(self._dataset, self._source)]))
 
 
 def offered(dataset: Dataset, source: str | None) -> list[str]:
     """Other evaluation sets whose files lie in the source folder, told by their file names (``math500.jsonl``)."""
-    if source is None or not Path(source).is_dir():
+    if source is None or not os.path.isdir(source):
         return []
     stems = [file.name.replace("-", "").replace("_", "").lower() for file in Path(source).iterdir()]
     named = [name for name in DATASETS.names() if any(stem.startswith(name.replace("-", "")) for stem in stems)]
@@ -358,7 +359,7 @@ def _conversation(dataset: Dataset, raw: RawRow, index: int, split: str) -> Sequ
 
 def _questions_of_file(path: str, known: Sequence[str]) -> tuple[list[str], list[str]]:
     """(question, data source) of the rows of a parquet file of any kind."""
-    if not Path(path).exists():
+    if not os.path.exists(path):
         close = nearest(path, known)
         raise DataError(
             f"--decontaminate {path}: no such file",

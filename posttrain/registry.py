@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable
@@ -113,7 +114,7 @@ def _module_name(file: Path) -> str:
 
 
 def _import_file(file: Path) -> None:
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ConfigError(f"plugin file not found: {file}", hint="plugins are paths relative to where you run")
     name = _module_name(file)
     if name in sys.modules:

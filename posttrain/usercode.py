@@ -134,7 +134,7 @@ def expect(result: Any, kind: type[T], what: str, of: Any) -> T:
 def _said(error: BaseException) -> str:
     """Return the type and message of an error."""
     if isinstance(error, SystemExit):
-        return f"it called sys.exit({'' if error.code is None else repr(error.code)})"
+        return f"SystemExit: it called sys.exit({'' if error.code is None else repr(error.code)})"
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}"
     text = str(error)

@@ -13,7 +13,7 @@ from posttrain.config.base import PositiveInt, Section
 class RunConfig(Section):
     """Where a run lives and how it starts."""
 
-    name: str = ""
+    name: Annotated[str, Field(max_length=200)] = ""
     """Folder under `run.dir`; empty: the preset's name."""
     dir: str = "runs"
     """Folder that holds runs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,7 +139,7 @@ def open_chat_lengths(template: str | None, tokenizer: str | None) -> ChatLength
     if template is None:
         return ChatLengths(None, loaded)
     file = Path(template)
-    if file.is_file():
+    if os.path.isfile(file):
         return ChatLengths(_template_of(file), loaded)
     if loaded is not None and isinstance(loaded.chat_template, dict) and template in loaded.chat_template:
         return ChatLengths(loaded.chat_template[template], loaded)
@@ -163,5 +164,5 @@ def _tokenizer(path: str) -> PreTrainedTokenizerBase:
     from posttrain.models.load import ModelSource, load_tokenizer, locate
 
     # A folder may hold a tokenizer and no model.
-    alone = (Path(path) / "tokenizer_config.json").is_file()
+    alone = os.path.isfile(Path(path) / "tokenizer_config.json")
     return load_tokenizer(ModelSource(path) if alone else locate(path))

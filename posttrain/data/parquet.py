@@ -359,9 +359,9 @@ def open_parquet(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not Path(path).exists():
+    if not os.path.exists(path):
         raise DataError(f"{path}: no such file", hint=f"make it with `{made_by}`, or check the path")
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise DataError(f"{path}: not a file", hint="give the parquet file itself")
     try:
         file = pq.ParquetFile(path, **options)

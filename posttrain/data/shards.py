@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,12 +37,12 @@ def shard_files(paths: str | Sequence[str], *, made_by: str = "posttrain prep") 
         raise DataError("no training data", hint=f"give --data FILE.parquet ({made_by} writes it)")
     files: list[str] = []
     for path in named:
-        if Path(path).is_dir():
+        if os.path.isdir(path):
             found = sorted(str(f) for f in Path(path).rglob("*.parquet") if not f.name.startswith("."))
             if not found:
                 raise DataError(f"{path}: no .parquet file in this folder", hint=f"`{made_by}` writes some")
             files += found
-        elif Path(path).exists() or not glob.has_magic(path):
+        elif os.path.exists(path) or not glob.has_magic(path):
             files.append(path)
         else:
             found = sorted(f for f in glob.glob(path, recursive=True) if Path(f).is_file())

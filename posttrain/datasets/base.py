@@ -129,6 +129,12 @@ def open_dataset(name: str) -> Dataset:
     return dataset
 
 
+def available_splits(dataset: Dataset, source: str | None) -> Sequence[str]:
+    """``dataset.available``. Raises ``CodeError`` where a user's method raises, or gives something else."""
+    with user_code(f"data set {dataset.name!r}: available", type(dataset).available):
+        return list(dataset.available(source))
+
+
 def raw_rows(
     dataset: Dataset, split: str, source: str | None, *, n: int | None = None, seed: int = 0
 ) -> Iterator[RawRow]:

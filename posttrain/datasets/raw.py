@@ -10,6 +10,7 @@ import csv
 import glob
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -42,9 +43,9 @@ def split_files(source: str, patterns: Mapping[str, Sequence[str]]) -> dict[str,
         DataError: nothing is there, nothing in a folder matches, or a file's name says neither split nor format.
     """
     path = Path(source)
-    if path.is_dir():
+    if os.path.isdir(path):  # False also of a name that no file may have, as is `exists`
         return _in_folder(path, patterns)
-    files = [path] if path.exists() else sorted(Path(name) for name in glob.glob(source, recursive=True))
+    files = [path] if os.path.exists(path) else sorted(Path(name) for name in glob.glob(source, recursive=True))
     files = [file for file in files if not file.is_dir()]
     if not files:
         expected = next(iter(patterns.values()))[0]

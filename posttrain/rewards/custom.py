@@ -18,7 +18,7 @@ RewardFunction = Callable[..., Any]
 """``(data_source, solution_str, ground_truth, extra_info, **kwargs)``, the signature verl uses; plain or ``async``."""
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_BUGS = (NameError, TypeError, AttributeError, ImportError, NotImplementedError, SystemExit)
+_BUGS = (NameError, TypeError, AttributeError, ImportError, NotImplementedError)
 """What the code of a function raises, and not the row that it is given."""
 
 
@@ -84,7 +84,7 @@ def call_function(
     except (SystemExit, Exception) as error:
         message = f"{name} raised {explained(error, function)}"
         # An answer that is evaluated may raise a NameError too.
-        bug = isinstance(error, _BUGS) and innermost_is_in_a_file(error)
+        bug = isinstance(error, SystemExit) or (isinstance(error, _BUGS) and innermost_is_in_a_file(error))
         return BrokenFunction(0.0, correct=False, error=message) if bug else failed(message)
     try:
         score = to_score(result)

@@ -227,7 +227,10 @@ class Episode:
     async def _answer(self) -> list[Message] | StopReason:
         """What the model reads next, from tools or the simulated user; or why there is no next turn."""
         cfg = self.env.cfg
-        calls = self.env.parser.parse(self.messages[-1]["content"], self.env.schemas).calls if self.env.tools else []
+        calls: Sequence[ParsedCall] = ()
+        if self.env.tools:
+            with user_code("the format of calls failed", self.env.parser):
+                calls = self.env.parser.parse(self.messages[-1]["content"], self.env.schemas).calls
         last = self.turns >= cfg.max_turns
         if calls:
             return "max_turns" if last else await self._tool_turn(calls)

@@ -156,10 +156,10 @@ def _check_members(tool: Any, where: str) -> None:
     )
     if not missing and not wrong:
         return
-    what = f"has no {missing[0]!r}" if missing else f"its {wrong[0]!r} is {type(getattr(tool, wrong[0])).__name__}"
+    what = f"it has no {missing[0]!r}" if missing else f"its {wrong[0]!r} is {type(getattr(tool, wrong[0])).__name__}"
     place = definition_of(tool)
     raise CodeError(
-        f"{where}: {type(tool).__name__} is no tool, it {what}{f' ({place})' if place else ''}",
+        f"{where}: {type(tool).__name__} is no tool, {what}{f' ({place})' if place else ''}",
         hint="derive from posttrain.tools.Tool, and write name (text), schema (a dict) and call",
     )
 
