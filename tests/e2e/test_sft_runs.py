@@ -56,7 +56,7 @@ def rows(folder):
 def test_early_stop_ends_the_run_as_finished(sft_run, tmp_path, capsys):
     """At a rate of 0 nothing gets better."""
     sets = ["train.optim.lr=0.0", f"data.val='{tmp_path / 'val.parquet'}'", "train.val_every=2", "train.save_every=1"]
-    sets.append("train.early_stop.patience=2")
+    sets += ["train.early_stop.patience=2", "data.batch_size=32"]
     folder = sft_run(*sets, "train.steps=20")
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
@@ -67,7 +67,9 @@ def test_early_stop_ends_the_run_as_finished(sft_run, tmp_path, capsys):
         "best_step": 2,
         "without_better": 2,
     }
-    assert "stopped early after step 6 of 20: val/loss has not fallen below" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "stopped early after step 6 of 20: val/loss has not fallen below" in said
+    assert "warning: data.batch_size = 32, and there are 24 rows: a step has a row up to 2 times" in said
 
 
 @pytest.mark.slow

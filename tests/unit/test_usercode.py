@@ -17,12 +17,14 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from posttrain import rl
 from posttrain.cli import app
 from posttrain.cluster.peers import Home
 from posttrain.config import RewardConfig, SandboxConfig
 from posttrain.data.parquet import read_prompts, write_rows
 from posttrain.datasets import DATASETS
 from posttrain.errors import CodeError, DataError
+from posttrain.presets import resolve
 from posttrain.registry import load_plugins
 from posttrain.rewards import GRADERS
 from posttrain.rewards.trial import try_function
@@ -180,7 +182,7 @@ def test_prep_of_a_class_that_is_no_data_set() -> None:
 # ---------------------------------------------------------------------- reward functions
 
 
-def rl(function: str, *sets: str) -> Result:
+def run_rl(function: str, *sets: str) -> Result:
     row = {"data_source": "x", "prompt": [{"role": "user", "content": "2 + 2?"}], "reward_model": {"ground_truth": "4"}}
     write_rows("train.parquet", [row] * 2)
     words = ["rl", "--preset", "tiny-gsm8k", "--model", "builtin:tiny", "--data", "train.parquet", "--name", "a"]
@@ -229,13 +231,13 @@ def test_rl_refuses_a_broken_reward_function_before_anything_starts(function: st
     written("reward.py", REWARDS)
     line = line_of("reward.py", f"def {function}(")
     body = function in ("buggy", "leaves", "late")
-    refused(rl(function), message, f"(reward.py, line {line + body})")
+    refused(run_rl(function), message, f"(reward.py, line {line + body})")
     assert not Path("runs").exists()
 
 
 def test_rl_refuses_arguments_that_the_reward_function_does_not_take() -> None:
     written("reward.py", REWARDS)
-    refused(rl("words", "reward.function_kwargs={extra=1}"), "got an unexpected keyword argument 'extra'")
+    refused(run_rl("words", "reward.function_kwargs={extra=1}"), "got an unexpected keyword argument 'extra'")
 
 
 def test_a_reward_function_that_raises_on_one_row_is_a_warning() -> None:
@@ -269,6 +271,20 @@ def test_a_reward_function_that_raises_on_one_row_is_a_warning() -> None:
     )
     assert "NameError" in (tried("evaluates") or "")
     assert "died (exit code 3)" in (tried("dies") or "")
+
+
+def test_rl_begins_with_what_the_user_shall_know_of_data_and_reward() -> None:
+    written("reward.py", "def fails(**arguments):\n    raise ValueError('no')\n")
+    question = {"role": "user", "content": "2 + 2?"}
+    row = {"data_source": "x", "prompt": [question], "reward_model": {"ground_truth": "4"}}
+    longer = {**row, "prompt": [{**question, "content": "2 + 2? " * 100}]}
+    write_rows("train.parquet", [row, row, longer])
+    sets = ["data.truncation=drop", "rollout.max_prompt_tokens=200", "reward.function=reward.py:fails"]
+    flags = {"model.path": "builtin:tiny", "data.train": "train.parquet", "rollout.tools": []}
+    left_out, failing, crowded = rl.prepare(resolve("rl", "tiny-gsm8k", sets=sets, flags=flags).config).notes
+    assert re.match(r"train.parquet: 1 prompt is too long, the longest has \d\d\d+ tokens, and left out", left_out)
+    assert failing.startswith("warning: train.parquet, row 0: reward.function 'fails' raised ValueError: no (reward.py")
+    assert crowded.startswith("warning: data.batch_size = 8, and there are 2 rows: a step has a row up to 4 times")
 
 
 # ---------------------------------------------------------------------- tools and interactions
@@ -345,6 +361,16 @@ def test_an_interaction_that_says_no_turn_fails_its_episode_only() -> None:
     env = dataclasses.replace(environment(), interaction=Mute())
     episode = asyncio.run(run_episode(gsm8k_prompt(), ScriptedSampler("4"), env))
     assert "the interaction failed: respond returned str, not UserTurn (" in (episode.error or "")
+
+
+def test_a_format_of_calls_that_raises_fails_its_episode_only() -> None:
+    class Unable(ToolParser):
+        def parse(self, text: str, tools: Any = None) -> ParsedTurn:
+            raise IndexError("no call")
+
+    env = dataclasses.replace(environment(Careless()), parser=Unable())
+    episode = asyncio.run(run_episode(gsm8k_prompt(), ScriptedSampler("4"), env))
+    assert "the format of calls failed: IndexError: no call (" in (episode.error or "")
 
 
 @pytest.mark.parametrize(
