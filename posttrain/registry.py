@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from posttrain.errors import CodeError, ConfigError
-from posttrain.usercode import place_of, user_code
+from posttrain.usercode import place_of, user_code, with_place
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def load_plugins(paths: Iterable[str]) -> None:
         except ConfigError as error:  # of a decorator of ours in the plugin
             if (place := place_of(error)) is None:
                 raise
-            raise CodeError(f"plugin {path}: {error.message} ({place})", hint=error.hint) from error
+            raise CodeError(with_place(f"plugin {path}: {error.message}", place), hint=error.hint) from error
 
 
 def load_object(path: str, *, what: str) -> Any:

@@ -79,7 +79,7 @@ def definition_of(thing: Any) -> Place | None:
     return None if file is None or file.startswith(_OURS) else Place(os.path.abspath(file), line)
 
 
-def explained(error: BaseException, of: Any = None) -> str:
+def described(error: BaseException, of: Any = None) -> str:
     """Return what happened and where: ``KeyError: 'x' (my_task.py, line 12)``.
 
     Args:
@@ -88,11 +88,16 @@ def explained(error: BaseException, of: Any = None) -> str:
             user's file, as that of a call with arguments that the function does not take.
     """
     place = place_of(error) or (None if of is None else definition_of(of))
-    return f"{_said(error)} ({place})" if place else _said(error)
+    return with_place(_said(error), place)
 
 
-def explained_briefly(error: BaseException) -> str:
-    """Return ``explained`` without folders, for a model to read: the text is the same on every machine."""
+def with_place(message: str, place: Place | None) -> str:
+    """Return a message with the place behind it, where that is known."""
+    return f"{message} ({place})" if place else message
+
+
+def described_briefly(error: BaseException) -> str:
+    """Return ``described`` without folders, for a model to read: the text is the same on every machine."""
     place = place_of(error)
     return f"{_said(error)} ({place.short})" if place else _said(error)
 
@@ -103,7 +108,7 @@ def user_code(what: str, of: Any = None) -> Iterator[None]:
 
     Args:
         what: whose code runs, and what it does: the beginning of the message.
-        of: as in ``explained``.
+        of: as in ``described``.
 
     Raises:
         CodeError: for whatever the body raises, unless that is a ``PosttrainError``, Ctrl-C or a cancellation.
@@ -113,7 +118,7 @@ def user_code(what: str, of: Any = None) -> Iterator[None]:
     except PosttrainError:
         raise
     except (SystemExit, Exception) as error:
-        raise CodeError(f"{what}: {explained(error, of)}", hint=_hint(error)) from error
+        raise CodeError(f"{what}: {described(error, of)}", hint=_hint(error)) from error
 
 
 def expect(result: Any, kind: type[T], what: str, of: Any) -> T:
@@ -124,11 +129,8 @@ def expect(result: Any, kind: type[T], what: str, of: Any) -> T:
     """
     if isinstance(result, kind):
         return result
-    place = definition_of(of)
-    raise CodeError(
-        f"{what} returned {type(result).__name__}, not {kind.__name__}{f' ({place})' if place else ''}",
-        hint=f"return a {kind.__name__}",
-    )
+    message = f"{what} returned {type(result).__name__}, not {kind.__name__}"
+    raise CodeError(with_place(message, definition_of(of)), hint=f"return a {kind.__name__}")
 
 
 def _said(error: BaseException) -> str:

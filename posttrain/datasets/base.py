@@ -23,7 +23,7 @@ from posttrain.registry import Registry
 from posttrain.rewards import compute_score, grader_name
 from posttrain.tools import gsm8k as tool
 from posttrain.types import Message, Score
-from posttrain.usercode import expect, explained, place_of, user_code
+from posttrain.usercode import described, expect, place_of, user_code, with_place
 
 RawRow = dict[str, Any]
 Kind = Literal["rlhf", "sft", "preference"]
@@ -111,6 +111,10 @@ class Refusal:
     """What is wrong with this row."""
 
 
+_MEMBERS = (
+    *("name", "data_source", "licence", "hub_id", "splits", "kinds", "size", "skipped", "source_files", "available"),
+    *("rows", "where", "to_rlhf", "to_sft", "to_preference", "check"),
+)
 _NO_ROWS_FAULT = (SystemExit, NameError, ImportError)
 """What a data set's own code raises, whatever the row is."""
 
@@ -124,7 +128,7 @@ def open_dataset(name: str) -> Dataset:
     kind = DATASETS.get(name)
     with user_code(f"data set {name!r} cannot be made", kind):
         dataset = kind()
-        for member in ("name", "data_source", "licence", "hub_id", "splits", "available", "rows", "check"):
+        for member in _MEMBERS:
             getattr(dataset, member)
     return dataset
 
@@ -156,12 +160,12 @@ def fault(dataset: Dataset, row: RawRow, error: BaseException) -> Refusal:
     if isinstance(error, DataError):
         return Refusal(error.message, error.hint or "")
     if isinstance(error, _NO_ROWS_FAULT):
-        raise CodeError(f"data set {dataset.name!r}: {explained(error)}", hint="correct that code") from error
+        raise CodeError(f"data set {dataset.name!r}: {described(error)}", hint="correct that code") from error
     place = place_of(error)
     there = f"the row has {', '.join(map(str, row))}"
     if isinstance(error, KeyError) and error.args and error.args[0] not in row:
-        return Refusal(f"{error.args[0]!r} is missing{f' ({place})' if place else ''}", there)
-    return Refusal(f"{type(error).__name__}{f' ({place})' if place else ''}", f"{error}; {there}")
+        return Refusal(with_place(f"{error.args[0]!r} is missing", place), there)
+    return Refusal(with_place(type(error).__name__, place), f"{error}; {there}")
 
 
 def refusal(dataset: Dataset, row: RawRow) -> Refusal | None:

@@ -98,6 +98,7 @@ class Geometry3k(MathProblems):
         images = [{"bytes": data} for data in raw if isinstance(data, bytes) and data]
         if not images or len(images) < len(raw):
             raise DataError(
-                "the image is missing", hint=f"neither `images` with bytes nor {_FIGURE} beside the problem"
+                "the image is missing",
+                hint=f"neither `images` with bytes nor {_FIGURE} beside the problem; the row has {', '.join(row)}",
             )
         return images

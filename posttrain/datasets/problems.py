@@ -89,7 +89,8 @@ class MathProblems(FileSet):
         """The problem. Raises ``DataError`` if there is none."""
         text = first(row, self.problem_columns)
         if not isinstance(text, str) or not text.strip():
-            raise DataError("the problem is missing or empty", hint=f"looked for {', '.join(self.problem_columns)}")
+            looked = f"looked for {', '.join(self.problem_columns)}; the row has {', '.join(row)}"
+            raise DataError("the problem is missing or empty", hint=looked)
         return text.strip()
 
     def gold(self, row: RawRow) -> str:

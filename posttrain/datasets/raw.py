@@ -142,7 +142,7 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
 
 def _fits(file: Path, pattern: str) -> bool:
     """Whether the end of the file's path matches: as many folders as the pattern has, and the name without format."""
-    parts = (*file.parts[:-1], _stem(file))
+    parts = (*file.absolute().parts[:-1], _stem(file))
     wanted = [part.split("/") for part in pattern.split("|")]
     return any(len(w) <= len(parts) and all(map(fnmatchcase, parts[-len(w) :], w)) for w in wanted)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from posttrain.errors import ConfigError
 from posttrain.registry import Registry, nearest
 from posttrain.types import Score
-from posttrain.usercode import explained
+from posttrain.usercode import described
 
 __all__ = [
     "DATA_SOURCES",
@@ -142,7 +142,7 @@ def compute_score(
     try:
         score = grader(response, ground_truth, extra_info or {})
     except (SystemExit, Exception) as error:
-        return failed(f"grader {name!r} raised {explained(error, grader)}")
+        return failed(f"grader {name!r} raised {described(error, grader)}")
     return checked(score, f"grader {name!r}")
 
 

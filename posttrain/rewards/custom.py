@@ -12,7 +12,7 @@ from posttrain.errors import CodeError, ConfigError
 from posttrain.registry import load_object
 from posttrain.rewards import checked, failed
 from posttrain.types import Score
-from posttrain.usercode import definition_of, explained, innermost_is_in_a_file
+from posttrain.usercode import definition_of, described, innermost_is_in_a_file, with_place
 
 RewardFunction = Callable[..., Any]
 """``(data_source, solution_str, ground_truth, extra_info, **kwargs)``, the signature verl uses; plain or ``async``."""
@@ -53,9 +53,9 @@ def _check_signature(function: RewardFunction, path: str, kwargs: Mapping[str, A
     try:
         signature.bind(**dict.fromkeys(_ARGUMENTS), **kwargs)
     except TypeError as error:
-        place = definition_of(function)
+        message = f"reward.function: {path} cannot be called as a reward function: {error}"
         raise CodeError(
-            f"reward.function: {path} cannot be called as a reward function: {error}{f' ({place})' if place else ''}",
+            with_place(message, definition_of(function)),
             hint=f"it is called with {', '.join([*_ARGUMENTS, *kwargs])}, by keyword; `**kwargs` takes the rest",
         ) from error
 
@@ -82,16 +82,15 @@ def call_function(
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
     except (SystemExit, Exception) as error:
-        message = f"{name} raised {explained(error, function)}"
+        message = f"{name} raised {described(error, function)}"
         # An answer that is evaluated may raise a NameError too.
         bug = isinstance(error, SystemExit) or (isinstance(error, _BUGS) and innermost_is_in_a_file(error))
         return BrokenFunction(0.0, correct=False, error=message) if bug else failed(message)
     try:
         score = to_score(result)
     except (TypeError, ValueError) as error:
-        place = definition_of(function)
-        where = f" ({place})" if place else ""
-        return BrokenFunction(0.0, correct=False, error=f"{name} returned no score: {error}{where}")
+        message = with_place(f"{name} returned no score: {error}", definition_of(function))
+        return BrokenFunction(0.0, correct=False, error=message)
     return checked(score, name)
 
 

@@ -23,7 +23,7 @@ from posttrain.rollout.seeds import seed_of
 from posttrain.tools.base import Tool, ToolResult, cut
 from posttrain.tools.formats import ParsedCall, ToolParser
 from posttrain.types import ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
-from posttrain.usercode import expect, explained_briefly, user_code
+from posttrain.usercode import described_briefly, expect, user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -287,7 +287,7 @@ class Episode:
         except PosttrainError as error:
             # A tool is a user's code: its failure is the model's to read, and stays in the rollout files.
             cause = error.__cause__ if isinstance(error, CodeError) else None
-            said = error.message if cause is None else explained_briefly(cause)
+            said = error.message if cause is None else described_briefly(cause)
             return ToolResult(f"error: {call.name} failed: {said}", error=True)
 
     def _harmless(self, text: str) -> str:

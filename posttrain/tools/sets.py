@@ -16,7 +16,7 @@ from posttrain.tools.functions import from_function
 from posttrain.tools.options import check_options
 from posttrain.tools.verl import REPLACEMENTS, Entry, read_tool_file
 from posttrain.types import ToolSchema
-from posttrain.usercode import definition_of, explained, user_code
+from posttrain.usercode import definition_of, described, user_code, with_place
 
 Tables = Mapping[str, Mapping[str, Any]]
 
@@ -63,7 +63,7 @@ async def close_tools(tools: Mapping[str, Tool], report: Callable[[str], None]) 
         except TimeoutError:
             report(f"tool {name} did not close within {_CLOSE_S:g} s")
         except (SystemExit, Exception) as error:  # a user's code: the other tools are closed all the same
-            report(f"tool {name} failed to close: {explained(error)}")
+            report(f"tool {name} failed to close: {described(error)}")
 
     await asyncio.gather(*(close(name, tool) for name, tool in tools.items()))
 
@@ -157,9 +157,8 @@ def _check_members(tool: Any, where: str) -> None:
     if not missing and not wrong:
         return
     what = f"it has no {missing[0]!r}" if missing else f"its {wrong[0]!r} is {type(getattr(tool, wrong[0])).__name__}"
-    place = definition_of(tool)
     raise CodeError(
-        f"{where}: {type(tool).__name__} is no tool, {what}{f' ({place})' if place else ''}",
+        with_place(f"{where}: {type(tool).__name__} is no tool, {what}", definition_of(tool)),
         hint="derive from posttrain.tools.Tool, and write name (text), schema (a dict) and call",
     )
 
