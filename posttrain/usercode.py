@@ -6,6 +6,7 @@ the user's file and line. Errors that have a message of ours already, Ctrl-C and
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sysconfig
@@ -68,8 +69,7 @@ def _is_own(file: str) -> bool:
 
 def definition_of(thing: Any) -> Place | None:
     """Return where a function, a class or the class of an object is defined; None for what is ours, or in no file."""
-    thing = inspect.unwrap(thing) if callable(thing) else thing
-    thing = getattr(thing, "func", thing)  # of a functools.partial
+    thing = inspect.unwrap(thing.func if isinstance(thing, functools.partial) else thing)
     if not (inspect.isroutine(thing) or inspect.isclass(thing)):
         thing = type(thing)
     try:

@@ -150,13 +150,14 @@ def _make(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -
 
 def _check_members(tool: Any, where: str) -> None:
     """Raise ``ConfigError`` for something that is no tool."""
-    missing = [member for member in _MEMBERS if not hasattr(tool, member)]
-    wrong = (
-        [] if missing else [m for m, kind in (("name", str), ("schema", dict)) if type(getattr(tool, m)) is not kind]
-    )
-    if not missing and not wrong:
+    if missing := [member for member in _MEMBERS if not hasattr(tool, member)]:
+        what = f"it has no {missing[0]!r}"
+    elif not isinstance(tool.name, str):
+        what = f"its 'name' is {type(tool.name).__name__}"
+    elif not isinstance(tool.schema, dict):
+        what = f"its 'schema' is {type(tool.schema).__name__}"
+    else:
         return
-    what = f"it has no {missing[0]!r}" if missing else f"its {wrong[0]!r} is {type(getattr(tool, wrong[0])).__name__}"
     raise CodeError(
         with_place(f"{where}: {type(tool).__name__} is no tool, {what}", definition_of(tool)),
         hint="derive from posttrain.tools.Tool, and write name (text), schema (a dict) and call",
