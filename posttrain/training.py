@@ -168,6 +168,9 @@ class TrainingRun:
         """Tell what is trained, and how."""
         train = self.cfg.train
         self.tracker.note(actor.describe())
+        if dropout := actor.facts["dropout"]:
+            asked = ", ".join(f"{name} = {value:g}" for name, value in dropout.items())
+            self.tracker.note(f"warning: the model's config asks for {asked}; training is without dropout")
         if train.param_dtype == "bfloat16" and not train.optim.stochastic_rounding:
             self.tracker.note(
                 "weights are kept in bfloat16: steps smaller than 1/512 of a weight are lost "

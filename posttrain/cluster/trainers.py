@@ -70,7 +70,8 @@ class TrainerGroup:
     """Neighbouring workers that get the same batches and share their sequences."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What rank 0 told: ``parameters``, how many of them are ``trained``, ``checkpoint_bytes`` on disk, ``device``,
-    ``dtype`` that it computes in, ``attention``, ``peak_flops`` of the device (None: not known)."""
+    ``dtype`` that it computes in, ``attention``, ``dropout`` that the model's config asks for and does not get,
+    ``peak_flops`` of the device (None: not known)."""
 
     @property
     def actors(self) -> list[Any]:

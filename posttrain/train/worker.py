@@ -27,7 +27,7 @@ from posttrain.models import attention, lora
 from posttrain.models.buckets import Bucket, Outlet, Where
 from posttrain.models.fill import fill, materialize
 from posttrain.models.invariant import use_invariant_products
-from posttrain.models.load import build
+from posttrain.models.load import build, dropout_settings
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.ulysses import SequenceParallel, check_heads
 from posttrain.planning import sizes
@@ -98,6 +98,7 @@ class TrainWorker:
             "device": spec.device,
             "dtype": spec.dtype,
             "attention": self.kernel.title,
+            "dropout": dropout_settings(self.lm.model.config),
             "peak_flops": peak_flops(self.device),
             "pid": os.getpid(),
         }
@@ -111,7 +112,8 @@ class TrainWorker:
         param_dtype = getattr(torch, train.param_dtype) if spec.trainable else self.dtype
         model = build(spec.source, dtype=self.dtype if self.adapted else param_dtype)
         lm = PackedValues(model) if spec.values else PackedLM(model)
-        lm.train(spec.trainable)
+        # Trained or not: dropout would make ratios and preferences noisy, and a loss depend on how a batch is cut.
+        lm.eval()
         lm.requires_grad_(spec.trainable)
         if self.adapted:
             lora.inject(lm.model, train.lora, dtype=param_dtype)
