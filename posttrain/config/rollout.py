@@ -55,9 +55,9 @@ class RolloutConfig(Section):
     """`rl`: leave out groups whose episodes are all alike in `filter_metric`, and draw others (dynamic sampling, DAPO,
     arXiv:2503.14476)."""
     filter_metric: str = "correct"
-    """With `filter_groups`: what episodes are compared by. `correct`, as in DAPO: groups that are all right or all wrong
-    are left out, whatever they earn for length or format; `reward`: the weighted sum; or any other part of it, such as
-    `score`, where a grader gives shares."""
+    """With `filter_groups`: what episodes are compared by. `correct`, as in DAPO: groups that are all right or all
+    wrong are left out, whatever they earn for length or format; `reward`: the weighted sum; or any other part of it,
+    such as `score`, where a grader gives shares."""
     filter_max_batches: PositiveInt = 10
     """With `filter_groups`: draw at most so many times `data.batch_size` prompts for one step. Then the step trains on
     what it has."""

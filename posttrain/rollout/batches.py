@@ -101,8 +101,8 @@ class TrainingBatches:
         stats.missing_groups = size - len(ready)
         if not ready:
             raise RunError(
-                f"{drawn} groups were drawn for one step, and in none do episodes differ in {self._cfg.filter_metric!r} "
-                "(rollout.filter_metric)",
+                f"{drawn} groups were drawn for one step, and in none do episodes differ in "
+                f"{self._cfg.filter_metric!r} (rollout.filter_metric)",
                 hint="is the data too easy or too hard? raise rollout.n or rollout.filter_max_batches, or compare by "
                 "another part of the reward",
             )

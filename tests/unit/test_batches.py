@@ -212,7 +212,7 @@ async def test_groups_are_compared_by_the_part_that_is_asked_for(metric, trained
         right = row % 3 or row == 0 or number % 2
         return 0.0, "so " * (1 + number) + f"#### {8 if right else 9}"
 
-    made, source = batches(
+    made, _ = batches(
         Paced(answers), size=2, weights={"score": 1.0, "length": 0.1}, filter_groups=True, filter_metric=metric
     )
     assert rows(await made.next()) == trained
@@ -220,7 +220,7 @@ async def test_groups_are_compared_by_the_part_that_is_asked_for(metric, trained
 
 async def test_a_part_that_no_episode_has_cannot_be_compared():
     made, _ = batches(Paced(quick), filter_groups=True, filter_metric="corect")
-    with pytest.raises(RunError, match="rollout.filter_metric = 'corect' is no part of the reward") as caught:
+    with pytest.raises(RunError, match=r"rollout\.filter_metric = 'corect' is no part of the reward") as caught:
         await made.next()
     assert "correct, format, length, score" in caught.value.hint
 
