@@ -21,7 +21,7 @@ from posttrain.models.load import ModelSource
 from posttrain.reporting.background import Reporter
 from posttrain.runs import RunDir, Status, StopSignal
 from posttrain.saving import Saves, check_room
-from posttrain.track.text import printable
+from posttrain.text import printable
 from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint

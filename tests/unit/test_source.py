@@ -193,7 +193,7 @@ async def test_an_episode_without_policy_tokens_is_left_out_of_its_group():
     """Its reward would be part of the mean that the others are compared with."""
     groups = await source(ScriptedSampler("#### 8", "#### 9", "#### 8")).sample(prompts(1), 3)
     groups[0][2].loss_mask[:] = False
-    batch, kept, metrics = prepared(groups)
+    batch, kept, _ = prepared(groups)
     assert kept == groups[0][:2]
     last = batch.cu_seqlens[1:].long() - 1
     half = 0.5 / (math.sqrt(0.5) + 1e-6)
