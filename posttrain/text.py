@@ -1,7 +1,7 @@
 """What models, tools, data sets, services and configs say, made safe for a terminal and for Markdown.
 
-Everything that is printed goes through ``printable``: that of commands in ``posttrain.cli.console.echo``, that of runs in
-their views, tables in ``table``.
+Everything that is printed goes through ``printable``: what commands print in ``posttrain.cli.console``, runs in their
+views, tables in ``table``.
 """
 
 from __future__ import annotations
