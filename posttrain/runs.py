@@ -79,7 +79,7 @@ class RunDir:
         """
         run = resolved.config.run
         if not run.name:
-            raise ConfigError("the run has no name", hint="give one with --name NAME")
+            raise ConfigError("run.name = '' is not a folder name", hint="give one with --name NAME")
         path = Path(run.dir) / run.name
         start = find_start(run.resume)
         versions = {"posttrain": __version__, "python": platform.python_version(), **_versions()}

@@ -89,7 +89,7 @@ def test_a_comparison_shows_names_as_they_are(tmp_path, monkeypatch):
         table = pq.read_table(responses(tmp_path, name, right))
         pq.write_table(table.set_column(0, "data_source", pa.array(EVIL)), tmp_path / name)
         files.append(str(tmp_path / name))
-    done = CliRunner().invoke(app, ["eval", files[0], "--compare", files[1]])
+    done = CliRunner().invoke(app, ["eval", "--compare", *files])
     assert done.exit_code == 0, done.output
     assert not OBEYED & set(done.output)
     for text in ("[/b]", "[red].parquet", "\\x1b[2Jb.parquet"):
