@@ -39,10 +39,10 @@ class TrainActor(Supervised):
         return getattr(self.worker, method)(*args)
 
     def address(self) -> tuple[str, int]:
-        """An address of this node and a free port, for rank 0."""
+        """The address of this node in its cluster, and a port that is free there, for rank 0."""
         ip = ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("", 0))
+            probe.bind((ip, 0))
             return ip, probe.getsockname()[1]
 
     @ray.method(concurrency_group=PULSE)
