@@ -45,7 +45,7 @@ class RunConfig(Section):
     @field_validator("name", "dir")
     @classmethod
     def _path(cls, value: str, info: ValidationInfo) -> str:
-        """They become paths, titles and lines of a terminal."""
+        """Refuse what cannot be shown: the two are parts of paths, of titles and of lines on a terminal."""
         if printable(value, "") != value:
             raise ValueError(f"run.{info.field_name} = {value!a} has characters that a terminal does not show")
         if info.field_name == "name" and (value in (".", "..") or "/" in value):

@@ -12,7 +12,7 @@ from posttrain.models import attention, logprobs
 from posttrain.models.attention import Ragged
 from posttrain.models.load import ModelSource
 from posttrain.models.logprobs import token_logprobs, tokenwise_loss
-from tests.gpu.models import write_model
+from tests.gpu.models import free_port, write_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -192,7 +192,7 @@ def curve(folder, steps=4, **train):
         TrainConfig.model_validate(train | {"optim": {"lr": 1e-4}}),
     )
     worker = TrainWorker(spec, 0, 1)
-    facts = worker.setup("127.0.0.1", 29_555, 60.0)
+    facts = worker.setup("127.0.0.1", free_port(), 60.0)
     try:
         results = [worker.update(batches(3, seed), LossSpec()) for seed in range(steps)]
     finally:
@@ -238,7 +238,7 @@ def test_offload_frees_the_gpu_and_brings_everything_back(folder):
 
     spec = WorkerSpec(ModelSource(str(folder)), "cuda", "bfloat16", 0, 1.0, TrainConfig(compile="off"))
     worker = TrainWorker(spec, 0, 1)
-    worker.setup("127.0.0.1", 29_556, 60.0)
+    worker.setup("127.0.0.1", free_port(), 60.0)
     try:
         batch = batches(1)
         worker.update(batch, LossSpec())
