@@ -24,7 +24,7 @@ from posttrain.files import write_text
 from posttrain.rewards import grader_name
 from posttrain.rewards.custom import load_function
 from posttrain.rewards.grade import GraderPool
-from posttrain.track.text import printable
+from posttrain.text import printable
 
 if TYPE_CHECKING:
     from posttrain.presets import Resolved
@@ -59,7 +59,7 @@ def run(file: Path, cfg: Config, as_json: bool, out: Path | None = None, failure
         if failures == PAGER and place is not None:
             _page(place)
         elif failures is not None:
-            typer.echo(f"wrote {failures}", err=True)
+            typer.echo(printable(f"wrote {failures}"), err=True)
 
 
 def run_comparison(a: Path, b: Path, cfg: Config, as_json: bool, out: Path | None = None) -> None:

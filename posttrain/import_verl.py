@@ -15,6 +15,7 @@ import tomli_w
 from posttrain.errors import ConfigError
 from posttrain.presets import resolve
 from posttrain.startup import check_supported
+from posttrain.text import redacted
 from posttrain.verl.convert import Converted, convert
 from posttrain.verl.defaults import VERSION
 from posttrain.verl.rules import Finding, Outcome
@@ -75,7 +76,8 @@ def check(converted: Converted, out: str | None = None) -> None:
 
 
 def preset_text(converted: Converted, name: str = "THIS_FILE") -> str:
-    """The preset as TOML: behind each value the keys of verl it came from, at the end the keys that have no place."""
+    """The preset as TOML: behind each value the keys of verl it came from, at the end the keys that have no place. URLs
+    are without the users and passwords that the script has."""
     draft = converted.draft
     lines = [
         f"# From {converted.name}, which starts {converted.module}. Made by `posttrain import-verl`.",
@@ -99,7 +101,7 @@ def preset_text(converted: Converted, name: str = "THIS_FILE") -> str:
             lines.append(f"{name} = {_inline(draft.values[key])}  # {draft.comments[key]}")
     lines += ["", *_commented("Not mapped", (f for f in converted.findings if f.outcome is Outcome.NOT_MAPPED))]
     lines += _commented("To look at", [Finding("", Outcome.NOT_MAPPED, note) for note in converted.notes])
-    return "\n".join(lines).rstrip() + "\n"
+    return redacted("\n".join(lines).rstrip() + "\n")
 
 
 def command_line(converted: Converted, preset: str) -> str:

@@ -16,6 +16,7 @@ from posttrain.models import hub
 from posttrain.models.export import Check, export, export_adapter
 from posttrain.models.load import ModelSource, find_verl, load_model, locate
 from posttrain.runs import find_run
+from posttrain.text import printable
 from posttrain.train import checkpoint
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def run(
         size = max_shard_size or MERGED_SHARD_SIZE
         export(source, Path(out), overwrite=overwrite, dtype=written, max_shard_size=size, check=proof)
     if push:
-        print(f"pushed: {hub.upload(Path(out), push, private=private is not False)}", file=sys.stderr)
+        pushed = hub.upload(Path(out), push, private=private is not False)
+        print(printable(f"pushed: {pushed}"), file=sys.stderr)
     return Path(out)
 
 

@@ -23,6 +23,7 @@ from posttrain.datasets import DATASETS, Dataset, available_splits, open_dataset
 from posttrain.errors import DataError
 from posttrain.prep_rows import Comparison, Item, Split, check_apart, collect
 from posttrain.registry import nearest
+from posttrain.text import printable, table
 from posttrain.tools import Tool
 from posttrain.types import Message, ToolSchema
 from posttrain.usercode import user_code
@@ -62,17 +63,13 @@ def listing() -> list[tuple[str, ...]]:
 def print_list() -> None:
     """Print ``listing`` as a table; where stdout is no terminal, as lines with tabs."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    if not console.is_terminal:
-        for row in listing():
-            print("\t".join(row))
+    if console.is_terminal:
+        console.print(table(LISTED, listing(), numbers=False))
         return
-    table = Table(*LISTED)
     for row in listing():
-        table.add_row(*row)
-    console.print(table)
+        print(printable("\t".join(row)))
 
 
 @dataclass(frozen=True)

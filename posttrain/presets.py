@@ -355,6 +355,11 @@ def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) ->
     provenance["command"] = "command line"
     nested: dict[str, Any] = {"command": command}
     for key, value in values.items():
+        try:
+            json.dumps(value, default=str, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            origin = f"{key} is set by: {provenance[key]}" if key in provenance else None
+            raise ConfigError(f"{key} = {value!a} is not text in UTF-8", hint=origin) from None
         section = nested
         *parents, leaf = key.split(".")
         for parent in parents:

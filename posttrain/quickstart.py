@@ -17,7 +17,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from posttrain import generate, merge_ckpt, prep, rl, sft
 from posttrain.cluster.cluster import local_ray
@@ -25,6 +24,7 @@ from posttrain.evaluate import evaluate
 from posttrain.models.export import check_replaceable
 from posttrain.presets import resolve
 from posttrain.reporting.background import FILE
+from posttrain.text import printable, table
 
 PASS_AT = (1, 5)
 STAGES = {"base": "untrained", "sft": "after SFT", "rl": "after RL"}
@@ -84,15 +84,13 @@ def is_quickstart(folder: Path) -> bool:
 
 
 def note(text: str) -> None:
-    typer.echo(f"== {text}", err=True)
+    typer.echo(printable(f"== {text}"), err=True)
 
 
 def print_table(stages: Mapping[str, Mapping[str, float]], seconds: float) -> None:
     """The table at the end, on stderr so that stdout stays for the JSON line."""
-    table = Table(title=f"held-out problems, {seconds:.0f} s in all")
-    table.add_column("model")
-    for k in PASS_AT:
-        table.add_column(f"pass@{k}", justify="right")
-    for stage, scores in stages.items():
-        table.add_row(STAGES[stage], *(f"{100 * scores[f'pass@{k}']:.1f} %" for k in PASS_AT))
-    Console(file=sys.stderr).print(table)
+    columns = ("model", *(f"pass@{k}" for k in PASS_AT))
+    rows = [
+        (STAGES[stage], *(f"{100 * scores[f'pass@{k}']:.1f} %" for k in PASS_AT)) for stage, scores in stages.items()
+    ]
+    Console(file=sys.stderr).print(table(columns, rows, title=f"held-out problems, {seconds:.0f} s in all"))

@@ -34,8 +34,9 @@ Groups = Sequence[Sequence["Trajectory"]]
 
 
 def usable(groups: Groups) -> list[Trajectory]:
-    """The episodes that can be trained on. Raises ``RunError`` where there is none."""
-    kept = [t for group in groups for t in group if t.error is None and t.loss_mask.any()]
+    """The episodes that can be trained on, and whose rewards count in their groups. Raises ``RunError`` where there is
+    none."""
+    kept = [t for group in groups for t in group if t.trainable]
     if not kept:
         errors = {t.error for group in groups for t in group if t.error}
         raise RunError(f"no episode of this step can be trained on: {'; '.join(sorted(errors)[:3]) or 'all are empty'}")

@@ -44,7 +44,7 @@ def episode_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     episodes = [t for group in groups for t in group]
     played = [t for t in episodes if t.error is None]
     lengths = np.array([t.response_length for t in played] or [0])
-    flat = [g for g in groups if len({t.reward for t in g if t.error is None}) <= 1]
+    flat = [g for g in groups if len({t.reward for t in g if t.trainable}) <= 1]
     parts: dict[str, list[float]] = {}
     for trajectory in played:
         for name, value in trajectory.reward_parts.items():

@@ -78,8 +78,8 @@ class RunDir:
             UserError: `run.resume` names no sound checkpoint.
         """
         run = resolved.config.run
-        if not run.name or run.name in (".", "..") or "/" in run.name:
-            raise ConfigError(f"run.name = {run.name!r} is not a folder name", hint="give one with --name NAME")
+        if not run.name:
+            raise ConfigError("run.name = '' is not a folder name", hint="give one with --name NAME")
         path = Path(run.dir) / run.name
         start = find_start(run.resume)
         versions = {"posttrain": __version__, "python": platform.python_version(), **_versions()}

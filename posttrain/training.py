@@ -21,7 +21,7 @@ from posttrain.models.load import ModelSource
 from posttrain.reporting.background import Reporter
 from posttrain.runs import RunDir, Status, StopSignal
 from posttrain.saving import Saves, check_room
-from posttrain.track.text import printable
+from posttrain.text import printable
 from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
@@ -168,6 +168,9 @@ class TrainingRun:
         """Tell what is trained, and how."""
         train = self.cfg.train
         self.tracker.note(actor.describe())
+        if dropout := actor.facts["dropout"]:
+            asked = ", ".join(f"{name} = {value:g}" for name, value in dropout.items())
+            self.tracker.note(f"warning: the model's config asks for {asked}; training is without dropout")
         if train.param_dtype == "bfloat16" and not train.optim.stochastic_rounding:
             self.tracker.note(
                 "weights are kept in bfloat16: steps smaller than 1/512 of a weight are lost "

@@ -175,6 +175,11 @@ class Trajectory:
     """[T] what each sampled token was trained with, 0 elsewhere; None: it was not trained on (yet)."""
 
     @property
+    def trainable(self) -> bool:
+        """Whether it did not fail and the policy sampled a token of it."""
+        return self.error is None and bool(self.loss_mask.any())
+
+    @property
     def response_length(self) -> int:
         """Tokens after the prompt, tool results included."""
         return len(self.tokens) - self.prompt_length

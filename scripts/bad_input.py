@@ -4,10 +4,10 @@
     python scripts/bad_input.py --short            one in four, what CI runs
     python scripts/bad_input.py --only sft:model   cases whose name contains this text
 
-Each case is a command line in a workspace with small data, models and runs (``bad_input_cases.py``). The script checks
-exit code, message, a hint where the code is 2, that there is no traceback, that no file in the workspace was
-changed, made or removed, and that nothing stays in the folder for temporary files or in /dev/shm. A full disk is a small
-tmpfs mount, for which the script must run as root; as an ordinary user it skips these cases, and says so.
+Each case is a command line in a workspace with small data, models and runs (``bad_input_cases.py``). Checked are the
+exit code, the message, a hint where the code is 2, that there is no traceback, that no file in the workspace was
+changed, made or removed, and that nothing stays in the folder for temporary files or in /dev/shm. A full disk is a
+small tmpfs mount, for which the script must run as root; as an ordinary user it skips these cases, and says so.
 
 All libraries are imported once, and each case runs in a fork of this process: 150 cases take minutes and not an hour.
 """

@@ -21,8 +21,10 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5b": {
@@ -229,11 +231,19 @@ def train_trl(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def head(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Loss and backward pass of the output head alone: time, and memory beyond inputs, weight and their gradients."""
+    """Loss and backward pass of the output head alone: time, and memory beyond inputs, weight and their gradients.
+    Liger's is among them where it is installed."""
     import torch
-    from liger_kernel.ops import fused_linear_cross_entropy as liger
 
+    from posttrain.models import logprobs
     from posttrain.models.logprobs import token_logprobs, tokenwise_loss
+
+    class InTheirType(logprobs._Gradients):
+        """Adds the head's gradient up in bfloat16, for comparison."""
+
+        def __init__(self, hidden: Any, head: Any, temperature: float, needed: tuple[bool, ...]) -> None:
+            super().__init__(hidden, head, temperature, (needed[0], False))
+            self._of_head = torch.zeros_like(head)
 
     out = []
     for size, vocabulary in ((896, 151_936), (3584, 152_064)):
@@ -245,13 +255,26 @@ def head(args: argparse.Namespace) -> list[dict[str, Any]]:
         def ours(hidden: Any = hidden, weight: Any = weight, targets: Any = targets) -> Any:
             return tokenwise_loss(hidden, weight, targets, 1.0, lambda x, _, part: -x.sum() / len(targets))[0]
 
+        def rounded(ours: Any = ours) -> Any:
+            with mock.patch.object(logprobs, "_Gradients", InTheirType):
+                return ours()
+
         def recomputed(hidden: Any = hidden, weight: Any = weight, targets: Any = targets) -> Any:
             return -token_logprobs(hidden, weight, targets)[0].mean()
 
         def ligers(hidden: Any = hidden, weight: Any = weight, targets: Any = targets) -> Any:
+            from liger_kernel.ops import fused_linear_cross_entropy as liger
+
             return liger.LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, targets)[0]
 
-        for name, loss in (("Liger", ligers), ("posttrain, any loss", recomputed), ("posttrain, loss of tokens", ours)):
+        losses = {
+            "posttrain, any loss": recomputed,
+            "posttrain, loss of tokens": ours,
+            "the same, head's gradient summed in bfloat16": rounded,
+        }
+        if find_spec("liger_kernel"):
+            losses["Liger"] = ligers
+        for name, loss in losses.items():
             times = []
             for _ in range(8):
                 hidden.grad = weight.grad = None

@@ -8,8 +8,8 @@ What holds for all of them:
   takes one number an episode, that is its *score*: the reward less its penalties.
 - Prompts and tool replies are not actions. Sums, discounts and values run over policy tokens only, as if the others
   were not there, and the advantage is 0 on the others.
-- An episode without a policy token gets no advantage, but its score counts in the statistics of its group. An episode
-  that must not count is to be left out of ``Episodes``.
+- Each episode of ``Episodes`` counts in the statistics of its group, also one without a policy token, which gets no
+  advantage. The policy took no action in such an episode, and `rl` leaves it out (``rl_batch.usable``).
 - A group of one, or of equal scores, says nothing about which action was better: a group-relative advantage is 0.
 - Whitening is over all policy tokens of the batch, so that every token has the same say in it.
 """

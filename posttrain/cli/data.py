@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from posttrain.cli.console import echo
 from posttrain.cli.options import (
     OverwriteOption,
     PluginOption,
@@ -75,8 +76,8 @@ def prep(
         overwrite=overwrite,
     )
     for reason, rows in report.dropped.items():
-        typer.echo(f"{rows} rows dropped: {reason}", err=True)
+        echo(f"{rows} rows dropped: {reason}", err=True)
     for note in report.notes:
-        typer.echo(note, err=True)
+        echo(note, err=True)
     for file, rows in report.rows.items():
-        typer.echo(f"{Path(report.out) / file}  {rows} rows")
+        echo(f"{Path(report.out) / file}  {rows} rows")

@@ -11,6 +11,7 @@ from typing import ParamSpec
 
 import typer
 
+from posttrain.cli.console import echo
 from posttrain.errors import Interrupted, PosttrainError
 
 P = ParamSpec("P")
@@ -51,8 +52,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 def _fail(message: str, hint: str | None, code: int) -> None:
     if _debug:
-        traceback.print_exc(file=sys.stderr)
-    typer.echo(message, err=True)
+        echo(traceback.format_exc(), err=True, nl=False)
+    echo(message, err=True)
     if hint is not None:
-        typer.echo(f"hint: {hint}", err=True)
+        echo(f"hint: {hint}", err=True)
     raise typer.Exit(code) from None

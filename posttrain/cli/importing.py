@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from posttrain.cli.console import echo
 from posttrain.cli.options import OverwriteOption
 from posttrain.errors import ConfigError
 
@@ -40,11 +41,11 @@ def import_verl(
         variables[name] = value
     found = import_verl.run(script, arguments or [], out=out, variables=variables, root=root, overwrite=overwrite)
     for line in import_verl.report(found, every=keys):
-        typer.echo(line, err=True)
+        echo(line, err=True)
     if as_json:
-        typer.echo(import_verl.as_json(found))
+        echo(import_verl.as_json(found))
     elif out is not None:
-        typer.echo(import_verl.command_line(found, out))
+        echo(import_verl.command_line(found, out))
     else:
-        typer.echo(import_verl.preset_text(found), nl=False)
+        echo(import_verl.preset_text(found), nl=False)
     import_verl.check(found, out)

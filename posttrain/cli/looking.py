@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from posttrain import __version__
+from posttrain.cli.console import echo
 
 
 def presets_list(context: typer.Context) -> None:
@@ -20,7 +21,7 @@ def presets_list(context: typer.Context) -> None:
     found = list_presets()
     width = max(len(preset.name) for preset in found)
     for preset in found:
-        typer.echo(f"{preset.name:<{width}}  {preset.command:<8}  {preset.description}")
+        echo(f"{preset.name:<{width}}  {preset.command:<8}  {preset.description}")
 
 
 def presets_show(
@@ -32,7 +33,7 @@ def presets_show(
 
     command: Any = load_preset(name).command
     resolved = resolve(command, name)
-    typer.echo(dump_toml(resolved.config, resolved.provenance if provenance else None), nl=False)
+    echo(dump_toml(resolved.config, resolved.provenance if provenance else None), nl=False)
 
 
 def doctor(
@@ -51,11 +52,11 @@ def doctor(
     for finding in doctor.run(dir_, address, quick=quick):
         found.append(finding)
         if not as_json:
-            typer.echo(f"{finding.status:<4}  {finding.name}: {finding.detail}")
+            echo(f"{finding.status:<4}  {finding.name}: {finding.detail}")
             if finding.hint and finding.status != "ok":
-                typer.echo(f"      hint: {finding.hint}")
+                echo(f"      hint: {finding.hint}")
     if as_json:
-        typer.echo(json.dumps({"status": worst(found), "findings": [f.as_dict() for f in found]}))
+        echo(json.dumps({"status": worst(found), "findings": [f.as_dict() for f in found]}))
     if worst(found) == "fail":
         raise typer.Exit(1)
 
@@ -68,9 +69,9 @@ def report(
     """Make one HTML page of one or more runs: curves, time, distributions, trajectories, config."""
     from posttrain import report
 
-    typer.echo(report.run(runs, root, out))
+    echo(report.run(runs, root, out))
 
 
 def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False) -> None:
     """Print the version."""
-    typer.echo(json.dumps({"posttrain": __version__}) if as_json else __version__)
+    echo(json.dumps({"posttrain": __version__}) if as_json else __version__)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from posttrain.cli.console import echo
 from posttrain.cli.options import (
     OverwriteOption,
 )
@@ -37,7 +38,7 @@ def merge_ckpt(
     """Merge a sharded checkpoint, ours or verl's, into a Hugging Face folder. Takes memory for the largest weight."""
     from posttrain import merge_ckpt
 
-    typer.echo(
+    echo(
         merge_ckpt.run(
             checkpoint,
             out,

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from posttrain.cli.console import echo
+
 if TYPE_CHECKING:
     from posttrain.presets import Resolved
 
@@ -62,7 +64,7 @@ def resolve_for(
 
     if preset is None:
         preset, line = default_preset(command)
-        typer.echo(line, err=True)
+        echo(line, err=True)
     return resolve(command, preset, sets or [], flags)
 
 

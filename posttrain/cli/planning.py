@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from posttrain.cli.console import echo
 from posttrain.cli.options import (
     PresetOption,
     SetOption,
@@ -54,11 +55,11 @@ def plan(
     if run is not None:
         if preset is not None:
             raise ConfigError("--run and --preset exclude each other", hint="a run has its own config")
-        typer.echo(plan.show_run(plan.run_folder(RunConfig().dir, run), asked, as_json))
+        echo(plan.show_run(plan.run_folder(RunConfig().dir, run), asked, as_json))
         return
     command: Any = "rl" if preset is None else load_preset(preset).command
     if command not in ("sft", "prefer", "rl"):
         raise ConfigError(f"preset {preset} is for {command}, and plan is about runs that train", hint=_PLANNED)
     flags = {"model.path": model, "algo.name": algo, "cluster.workers": workers, "train.steps": steps}
     resolved = resolve_for(command, preset, set_, flags)
-    typer.echo(plan.show(resolved.config, asked, as_json))
+    echo(plan.show(resolved.config, asked, as_json))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from posttrain.cli.console import echo
 from posttrain.cli.options import (
     ConsoleOption,
     EndpointOption,
@@ -51,7 +52,7 @@ def generate(
     resolved = resolve_for("generate", preset, set_, flags)
     from posttrain import generate
 
-    typer.echo(generate.run(resolved))
+    echo(generate.run(resolved))
 
 
 def evaluate(
@@ -117,7 +118,7 @@ def evaluate(
             return
         if file is None:
             file = newest_responses()
-            typer.echo(f"evaluating {file}", err=True)
+            echo(f"evaluating {file}", err=True)
     else:
         _refuse(file is not None or compare is not None, "a file is given, and --preset, --model or --data")
         resolved = resolve_for("generate", preset, set_, sampling | flags)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from posttrain.cli.console import echo
 from posttrain.cli.options import (
     ConsoleOption,
     DryRunOption,
@@ -50,7 +51,7 @@ def sft(
     resolved = resolve_for("sft", preset, set_, flags)
     from posttrain import sft
 
-    typer.echo(sft.dry_run(resolved) if dry_run else sft.run(resolved))
+    echo(sft.dry_run(resolved) if dry_run else sft.run(resolved))
 
 
 def prefer(
@@ -77,7 +78,7 @@ def prefer(
     resolved = resolve_for("prefer", preset, set_, flags)
     from posttrain import prefer
 
-    typer.echo(prefer.dry_run(resolved) if dry_run else prefer.run(resolved))
+    echo(prefer.dry_run(resolved) if dry_run else prefer.run(resolved))
 
 
 def rl(
@@ -113,7 +114,7 @@ def rl(
     resolved = resolve_for("rl", preset, set_, flags)
     from posttrain import rl
 
-    typer.echo(rl.dry_run(resolved) if dry_run else rl.run(resolved))
+    echo(rl.dry_run(resolved) if dry_run else rl.run(resolved))
 
 
 def quickstart(

@@ -28,6 +28,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -50,7 +51,7 @@ def init_ray(address: str = "local") -> None:
     """Join the Ray cluster at ``address``; without one, start one on this machine."""
     # Ray says on every start that it authenticates its own processes; that is no news to our users.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _on_loopback() if address == "local" else contextlib.nullcontext():
         warnings.simplefilter("ignore", FutureWarning)
         ray.init(
             address=address,  # None would join whatever cluster somebody left on this machine
@@ -59,6 +60,18 @@ def init_ray(address: str = "local") -> None:
             logging_level=logging.ERROR,
             configure_logging=True,
         )
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let a Ray of this machine's own listen at 127.0.0.1 only, and give its processes that address. Ray does so on
+    systems on which it makes no clusters, and replaces the address by the machine's where it is asked for it."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def try_ray() -> dict[str, float]:

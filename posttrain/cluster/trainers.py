@@ -39,10 +39,10 @@ class TrainActor(Supervised):
         return getattr(self.worker, method)(*args)
 
     def address(self) -> tuple[str, int]:
-        """An address of this node and a free port, for rank 0."""
+        """The address of this node in its cluster, and a port that is free there, for rank 0."""
         ip = ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("", 0))
+            probe.bind((ip, 0))
             return ip, probe.getsockname()[1]
 
     @ray.method(concurrency_group=PULSE)
@@ -70,7 +70,8 @@ class TrainerGroup:
     """Neighbouring workers that get the same batches and share their sequences."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What rank 0 told: ``parameters``, how many of them are ``trained``, ``checkpoint_bytes`` on disk, ``device``,
-    ``dtype`` that it computes in, ``attention``, ``peak_flops`` of the device (None: not known)."""
+    ``dtype`` that it computes in, ``attention``, ``dropout`` that the model's config asks for and does not get,
+    ``peak_flops`` of the device (None: not known)."""
 
     @property
     def actors(self) -> list[Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from posttrain.config.base import PositiveInt, Section
+from posttrain.text import printable
 
 
 class RunConfig(Section):
@@ -40,6 +41,16 @@ class RunConfig(Section):
     profile: str = ""
     """`FIRST:LAST`: trace the updates of these steps with torch.profiler, into `profile/` of the run's folder: a Chrome
     trace and a table of the costliest kernels for each rank. Empty: none."""
+
+    @field_validator("name", "dir")
+    @classmethod
+    def _path(cls, value: str, info: ValidationInfo) -> str:
+        """Refuse what cannot be shown: the two are parts of paths, of titles and of lines on a terminal."""
+        if printable(value, "") != value:
+            raise ValueError(f"run.{info.field_name} = {value!a} has characters that a terminal does not show")
+        if info.field_name == "name" and (value in (".", "..") or "/" in value):
+            raise ValueError(f"run.name = {value!r} is not a folder name (run.dir is the folder that holds runs)")
+        return value
 
     @property
     def profiled_steps(self) -> range:

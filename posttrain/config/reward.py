@@ -118,6 +118,8 @@ class SandboxConfig(Section):
     """local: processes of this machine without network, in namespaces. remote: a SandboxFusion-compatible service."""
     url: str = ""
     """remote: base URL of the service; `/run_code` is appended."""
+    api_key_env: str = ""
+    """remote: environment variable that holds a bearer token for the service; empty: none is sent."""
     deadline_s: Annotated[float, Field(gt=0.0)] = 10.0
     """Longest wall time, and CPU time of each process."""
     memory_mb: PositiveInt = 1024
@@ -138,4 +140,6 @@ class SandboxConfig(Section):
     def _remote_has_url(self) -> SandboxConfig:
         if (self.mode == "remote") != bool(self.url):
             raise ValueError("sandbox.url goes with sandbox.mode = 'remote', and that mode needs it")
+        if self.api_key_env and self.mode != "remote":
+            raise ValueError("sandbox.api_key_env has no effect without sandbox.mode = 'remote'")
         return self

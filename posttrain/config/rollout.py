@@ -52,8 +52,12 @@ class RolloutConfig(Section):
     """What a cancelled group has sampled is kept, and played on in the next step with weights that are one step newer
     (partial rollout); off: the group is played anew."""
     filter_groups: bool = False
-    """`rl`: leave out groups whose episodes all have the same reward, and draw others (dynamic sampling, DAPO,
+    """`rl`: leave out groups whose episodes are all alike in `filter_metric`, and draw others (dynamic sampling, DAPO,
     arXiv:2503.14476)."""
+    filter_metric: str = "correct"
+    """With `filter_groups`: what episodes are compared by. `correct`, as in DAPO: groups that are all right or all
+    wrong are left out, whatever they earn for length or format; `reward`: the weighted sum; or any other part of it,
+    such as `score`, where a grader gives shares."""
     filter_max_batches: PositiveInt = 10
     """With `filter_groups`: draw at most so many times `data.batch_size` prompts for one step. Then the step trains on
     what it has."""
@@ -87,6 +91,8 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> RolloutConfig:
+        if "filter_metric" in self.changed and not self.filter_groups:
+            raise ValueError("rollout.filter_metric has no effect without rollout.filter_groups")
         if self.carry_cancelled and not self.over_sample_rate:
             raise ValueError("rollout.carry_cancelled has no effect without rollout.over_sample_rate")
         if self.interaction_options and not self.interaction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -15,8 +16,22 @@ from posttrain.config.prefer import PreferConfig
 from posttrain.config.reward import RewardConfig, SandboxConfig
 from posttrain.config.rollout import RolloutConfig, ValConfig
 from posttrain.config.train import TrainConfig
+from posttrain.text import has_login
 
 Command = Literal["sft", "prefer", "rl", "generate", "eval"]
+
+
+def _with_login(value: Any, key: str = "") -> Iterator[str]:
+    """Dotted keys whose text has a URL that names a user or a password."""
+    if isinstance(value, str):
+        if has_login(value):
+            yield key
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _with_login(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, Iterable):
+        for inner in value:
+            yield from _with_login(inner, key)
 
 
 class Config(Section):
@@ -50,6 +65,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _combinations(self) -> Config:
         """Combinations that make no sense are refused before anything starts."""
+        if named := sorted(_with_login(self.model_dump())):
+            # It would be in config.toml, in the report and on boards.
+            raise ValueError(f"{', '.join(named)}: a URL holds a user or a password, and a run's config is stored")
         if self.cluster.workers % self.train.sequence_parallel:
             raise ValueError(
                 f"train.sequence_parallel = {self.train.sequence_parallel} does not divide "

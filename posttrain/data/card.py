@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from posttrain.data.decontaminate import Overlap
 from posttrain.errors import DataError
+from posttrain.text import markdown, markdown_code
 
 SUFFIX = ".card.json"
 README = "README.md"
@@ -164,7 +165,7 @@ def is_ours(readme: Path) -> bool:
 def readme(cards: Sequence[Card]) -> str:
     """The page about all files of a folder."""
     names = dict.fromkeys(card.dataset for card in cards)
-    parts = [_MADE, f"\n# {', '.join(names)}\n", _overview(cards)]
+    parts = [_MADE, f"\n# {markdown(', '.join(names))}\n", _overview(cards)]
     parts += [_section(card) for card in cards]
     return "\n".join(parts)
 
@@ -172,12 +173,12 @@ def readme(cards: Sequence[Card]) -> str:
 def _overview(cards: Sequence[Card]) -> str:
     rows = [
         (
-            f"`{c.file}`",
+            markdown_code(c.file),
             c.kind,
             f"{c.rows:,}",
             f"{sum(len(d.rows) for d in c.dropped):,}",
             f"{c.duplicates.normalised:,}",
-            c.licence,
+            markdown(c.licence),
             f"`{c.sha256[:12]}`",
         )
         for c in cards
@@ -188,16 +189,20 @@ def _overview(cards: Sequence[Card]) -> str:
 def _section(card: Card) -> str:
     source = card.source.given or card.source.hub_id or "generated"
     lines = [
-        f"## {card.file}\n",
-        f"{card.rows:,} {card.kind} rows of `{card.dataset}`, split {card.split} ({card.read:,} rows read), from "
-        f"`{source}`. Licence: {card.licence}. sha256 `{card.sha256}`.\n",
+        f"## {markdown(card.file)}\n",
+        f"{card.rows:,} {card.kind} rows of {markdown_code(card.dataset)}, split {markdown(card.split)} "
+        f"({card.read:,} rows read), from {markdown_code(source)}. Licence: {markdown(card.licence)}. "
+        f"sha256 `{card.sha256}`.\n",
     ]
     if card.source.files:
         lines.append(
-            "Raw files: " + ", ".join(f"`{file}` ({sha[:12]})" for file, sha in card.source.files.items()) + "\n"
+            "Raw files: "
+            + ", ".join(f"{markdown_code(file)} ({sha[:12]})" for file, sha in card.source.files.items())
+            + "\n"
         )
     if card.data_sources:
-        lines.append("Data sources: " + ", ".join(f"`{name}` {n:,}" for name, n in card.data_sources.items()) + "\n")
+        named = ", ".join(f"{markdown_code(name)} {n:,}" for name, n in card.data_sources.items())
+        lines.append(f"Data sources: {named}\n")
     if card.lengths:
         columns = list(next(iter(card.lengths.values())))
         lines.append(
@@ -210,14 +215,14 @@ def _section(card: Card) -> str:
 def _findings(card: Card) -> list[str]:
     double = card.duplicates
     lines = [f"Duplicates: {double.exact:,} exact, {double.normalised:,} normalised.\n"]
-    lines += [f"Overlap with {o.evaluation}: {o.rows:,} rows.{_listed(o.examples)}\n" for o in card.overlaps]
-    lines += [f"Not part of the set: {n:,} rows: {reason}.\n" for reason, n in card.skipped.items()]
-    lines += [f"Dropped: {len(d.rows):,} rows: {d.reason}.{_listed(d.examples)}\n" for d in card.dropped]
+    lines += [f"Overlap with {markdown(o.evaluation)}: {o.rows:,} rows.{_listed(o.examples)}\n" for o in card.overlaps]
+    lines += [f"Not part of the set: {n:,} rows: {markdown(reason)}.\n" for reason, n in card.skipped.items()]
+    lines += [f"Dropped: {len(d.rows):,} rows: {markdown(d.reason)}.{_listed(d.examples)}\n" for d in card.dropped]
     return lines
 
 
 def _listed(examples: Sequence[str]) -> str:
-    return "".join(f"\n- {' '.join(example.split())}" for example in examples)
+    return "".join(f"\n- {markdown(example)}" for example in examples)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from posttrain.errors import DataError
 from posttrain.evaluation.grading import Problem
 from posttrain.evaluation.statistics import bootstrap, mcnemar
+from posttrain.text import table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,33 +127,31 @@ def _numbers(pairs: Sequence[Pair], resamples: int, seed: int) -> dict[str, Any]
 
 def print_comparison(found: Comparison, console: Console) -> None:
     """A table with a row a data source, and a row for all."""
-    from rich.table import Table
-
-    table = Table(title=f"A {found.files[0]}\nB {found.files[1]}", title_justify="left")
-    table.add_column("data source", no_wrap=True)
-    for name in ("problems", "mean A", "mean B", "B - A", "only A", "only B", "p (McNemar)"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = [*found.sources.items()]
-    if len(rows) > 1:
-        rows.append(("all", found.overall))
-    for source, x in rows:
-        difference = f"{100 * x['difference']:+.1f}"
-        if "difference_ci" in x:
-            difference += "\n{:+.1f} - {:+.1f}".format(*(100 * end for end in x["difference_ci"]))
-        table.add_row(
-            source,
-            str(x["problems"]),
-            f"{100 * x['mean_a']:.1f} %",
-            f"{100 * x['mean_b']:.1f} %",
-            difference,
-            str(x["only_a_solved"]),
-            str(x["only_b_solved"]),
-            f"{x['mcnemar_p']:.3g}",
-        )
-    console.print(table)
+    parts = [*found.sources.items()]
+    if len(parts) > 1:
+        parts.append(("all", found.overall))
+    columns = ("data source", "problems", "mean A", "mean B", "B - A", "only A", "only B", "p (McNemar)")
+    first, second = found.files
+    console.print(table(columns, [(source, *_cells(x)) for source, x in parts], title=f"A {first}\nB {second}"))
     lines = [f"matched by {found.matched_by}"]
     lines += [f"{count} problems in {which} only: left out" for which, count in zip("AB", found.only_in, strict=True)]
     lines += [f"{found.ungraded} problems left out: no graded response in one of the files"]
     for line in lines:
         if not line.startswith("0 "):
             console.print(line, markup=False, highlight=False)
+
+
+def _cells(x: Mapping[str, Any]) -> tuple[str, ...]:
+    """The numbers of a row."""
+    difference = f"{100 * x['difference']:+.1f}"
+    if "difference_ci" in x:
+        difference += "\n{:+.1f} - {:+.1f}".format(*(100 * end for end in x["difference_ci"]))
+    return (
+        str(x["problems"]),
+        f"{100 * x['mean_a']:.1f} %",
+        f"{100 * x['mean_b']:.1f} %",
+        difference,
+        str(x["only_a_solved"]),
+        str(x["only_b_solved"]),
+        f"{x['mcnemar_p']:.3g}",
+    )

@@ -11,6 +11,7 @@ from typing import IO, Any, Self
 
 from posttrain.errors import ConfigError
 from posttrain.evaluation.grading import Graded
+from posttrain.text import markdown, markdown_block
 from posttrain.track.examine import conversation
 from posttrain.types import Message, Score
 
@@ -51,14 +52,13 @@ def as_markdown(graded: Graded) -> Iterator[str]:
     if not found:
         return
     row = graded.row
-    level = f", level {row.level}" if row.level else ""
+    level = f", level {markdown(row.level)}" if row.level else ""
     right = len(graded.scores) - len(found)
-    yield f"\n## Row {row.number}: {row.data_source}{level}, {right} of {len(graded.scores)} right\n"
+    yield f"\n## Row {row.number}: {markdown(row.data_source)}{level}, {right} of {len(graded.scores)} right\n"
     for record in found:
         facts = {name: record[name] for name in ("kind", "extracted", "score", "error") if record[name] is not None}
         text = conversation(json.loads(record["messages"]), row.data_source, row.ground_truth, facts)
-        fence = "`" * max(3, 1 + _longest_run(text))
-        yield f"\n### Sample {record['sample']}\n\n{fence}text\n{text}\n{fence}\n"
+        yield f"\n### Sample {record['sample']}\n\n{markdown_block(text)}\n"
 
 
 def examined(graded: Graded, number: int, score: Score) -> str:
@@ -127,12 +127,3 @@ def _write_records(path: Path, records: list[dict[str, Any]]) -> None:
     kinds = {"row": pa.int64(), "sample": pa.int32(), "score": pa.float64()}
     schema = pa.schema([(name, kinds.get(name, pa.string())) for name in _COLUMNS])
     pq.write_table(pa.Table.from_pylist(records, schema=schema), path)
-
-
-def _longest_run(text: str) -> int:
-    """Of backticks."""
-    longest = run = 0
-    for character in text:
-        run = run + 1 if character == "`" else 0
-        longest = max(longest, run)
-    return longest

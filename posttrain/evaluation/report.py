@@ -10,6 +10,7 @@ import numpy as np
 
 from posttrain.evaluation.grading import Problem
 from posttrain.evaluation.statistics import Floats, bootstrap, majority, mean_of, pass_at_k
+from posttrain.text import printable, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -121,24 +122,19 @@ def _natural(text: str) -> tuple[int, int, str]:
 
 def print_report(report: Report, pass_at: Sequence[int], console: Console) -> None:
     """A table: one row a data source, below it one a level, and a row for all."""
-    from rich.table import Table
-
     names = score_names(pass_at, report.n)
     if 1 in pass_at:
         names.remove(f"mean@{report.n}")  # it is pass@1
-    table = Table(title=report.file, title_justify="left")
-    table.add_column("data source", no_wrap=True)
-    for name in ("problems", *names):
-        table.add_column(name, justify="right", no_wrap=True)
+    parts: list[tuple[str, Summary]] = []
     for source, numbers in report.sources.items():
-        table.add_row(source, str(numbers["problems"]), *(_cell(numbers, name) for name in names))
-        for level, of_level in report.levels.get(source, {}).items():
-            table.add_row(f"  {level}", str(of_level["problems"]), *(_cell(of_level, name) for name in names))
+        parts.append((source, numbers))
+        parts += [(f"  {level}", of_level) for level, of_level in report.levels.get(source, {}).items()]
     if len(report.sources) > 1:
-        table.add_row("all", str(report.overall["problems"]), *(_cell(report.overall, name) for name in names))
-    console.print(table)
+        parts.append(("all", report.overall))
+    rows = [(title, str(numbers["problems"]), *(_cell(numbers, name) for name in names)) for title, numbers in parts]
+    console.print(table(("data source", "problems", *names), rows, title=report.file))
     for line in _left_out(report, pass_at):
-        console.print(line, markup=False, highlight=False)
+        console.print(printable(line), markup=False, highlight=False)
 
 
 def percent(value: float | None) -> str:

@@ -19,9 +19,9 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from posttrain.errors import RunError
+from posttrain.models import rendezvous
 
 _LOST = "lost"
 _NAP_S = 0.0002
@@ -53,8 +53,7 @@ class Meeting:
     """Who was lost first, or why."""
 
     def __init__(self, host: str, size: int, deadline_s: float) -> None:
-        wait = timedelta(seconds=deadline_s)
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+        self._store = rendezvous.serve(host, 0, timedelta(seconds=deadline_s))
         self.group = BroadcastGroup(uuid.uuid4().hex, host, self._store.port, size, deadline_s)
 
     def announce_loss(self, who: str) -> None:
@@ -77,10 +76,7 @@ class Member:
         self._backend: Any = None
         try:
             # One to hear of losses by, while a wait for the group keeps the other.
-            self._news, self._store = (
-                TCPStore(group.host, group.port, is_master=False, wait_for_workers=False, timeout=self._deadline)
-                for _ in range(2)
-            )
+            self._news, self._store = (rendezvous.join(group.host, group.port, self._deadline) for _ in range(2))
         except RuntimeError as error:
             raise MemberLost(f"rank {rank} of {group.size} does not reach where weights are sent: {error}") from error
 

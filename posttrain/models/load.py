@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -195,6 +196,19 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise not_loadable(source, error) from error
     return config
+
+
+def dropout_settings(config: PreTrainedConfig) -> dict[str, float]:
+    """What a model's config asks for that is random and active in training only: dropout by any of its names, and noise
+    in routers. Settings of heads that a causal LM does not have are left out."""
+    found = config.get_text_config().to_dict()
+    named = re.compile(r"drop|jitter")
+    of_other_heads = re.compile(r"classifier|summary")
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, float) and value > 0 and named.search(name) and not of_other_heads.search(name)
+    }
 
 
 def load_generation_config(source: ModelSource) -> GenerationConfig | None:

@@ -166,7 +166,8 @@ class _Gradients:
     def __init__(self, hidden: Tensor, head: Tensor, temperature: float, needed: tuple[bool, ...]) -> None:
         self._hidden, self._head, self._scale = hidden, head, 1.0 / temperature
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
-        self._of_head = torch.zeros_like(head) if needed[1] else None
+        # In float32: each chunk adds to the same sum, and in bfloat16 what it adds is lost as the sum grows.
+        self._of_head = torch.zeros_like(head, dtype=torch.float32) if needed[1] else None
 
     def add(
         self,
@@ -194,10 +195,21 @@ class _Gradients:
         if self._of_hidden is not None:
             torch.mm(grad, self._head, out=self._of_hidden[part])
         if self._of_head is not None:
-            self._of_head.addmm_(grad.t(), self._hidden[part])
+            _add_product(self._of_head, grad.t(), self._hidden[part])
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
-        return self._of_hidden, self._of_head
+        """Both gradients, in the types of the hidden states and of the head."""
+        return self._of_hidden, None if self._of_head is None else self._of_head.to(self._head.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to ``total``, which is float32. On a GPU the product is not rounded to their type before."""
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    elif left.dtype != total.dtype:
+        total += left @ right
+    else:
+        total.addmm_(left, right)
 
 
 def _gradient(

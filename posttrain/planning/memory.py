@@ -156,9 +156,11 @@ class Trainer:
         head_gradient = 0.0 if self.adapted else self.itemsize * float(self.shape.head_gradient)
         common = self.idle() | {"gathered weights": self._whole(), "activations": keeps}
         before = self._gradients() if several else 0.0
+        # The head adds its gradient up in float32, and rounds it when the logits are gone.
+        rounded = head_gradient if self.itemsize < _FLOAT32 else 0.0
         in_head = common | {
-            "gradients": before + head_gradient,
-            "logits": self._logits(self.mine),
+            "gradients": before + head_gradient * _FLOAT32 / self.itemsize,
+            "logits": max(self._logits(self.mine), rounded),
         }
         in_layer = common | {
             "gradients": before + (head_gradient if self.sharded or not several else 0.0),

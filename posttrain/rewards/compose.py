@@ -87,6 +87,8 @@ class Rewarder:
             raise RunError(f"row {episode.prompt.index} could not be graded: {error}", hint="reward.on_error = 'drop'")
         if self.cfg.on_error == "drop":
             episode.error = f"reward: {error}"
+        else:  # every part counts as 0, for those who read them one by one
+            episode.reward_parts |= dict.fromkeys(("score", "correct", "format", *self.cfg.weights), 0.0)
 
 
 def overlong(length: int, limit: int, buffer: int) -> float:

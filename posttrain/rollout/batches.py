@@ -84,7 +84,7 @@ class TrainingBatches:
                 for task in done:
                     draw = running.pop(task)
                     group = task.result()
-                    if self._cfg.filter_groups and not has_signal(group):
+                    if self._cfg.filter_groups and not has_signal(group, self._cfg.filter_metric):
                         stats.filtered_groups += 1
                     else:
                         ready.append((draw, group))
@@ -101,8 +101,10 @@ class TrainingBatches:
         stats.missing_groups = size - len(ready)
         if not ready:
             raise RunError(
-                f"{drawn} groups were drawn for one step, and in each all rewards are the same",
-                hint="is the data too easy or too hard? raise rollout.n or rollout.filter_max_batches",
+                f"{drawn} groups were drawn for one step, and in none do episodes differ in "
+                f"{self._cfg.filter_metric!r} (rollout.filter_metric)",
+                hint="is the data too easy or too hard? raise rollout.n or rollout.filter_max_batches, or compare by "
+                "another part of the reward",
             )
         return [group for _, group in ready]
 
@@ -148,6 +150,20 @@ class TrainingBatches:
         self._left = sorted(draws, key=lambda draw: draw.number)
 
 
-def has_signal(group: Sequence[Trajectory]) -> bool:
-    """Whether rewards of a group differ, so that its advantages are not all zero."""
-    return len({t.reward for t in group if t.error is None}) > 1
+def has_signal(group: Sequence[Trajectory], metric: str) -> bool:
+    """Whether the episodes of a group that can be trained on differ in ``metric`` (`rollout.filter_metric`); one that
+    lacks the part, since it could not be graded, has 0.
+
+    Raises:
+        RunError: none of them has such a part.
+    """
+    played = [t for t in group if t.trainable]
+    if metric == "reward":
+        return len({t.reward for t in played}) > 1
+    if played and not any(metric in t.reward_parts for t in played):
+        known = ", ".join(sorted({name for t in played for name in t.reward_parts}))
+        raise RunError(
+            f"rollout.filter_metric = {metric!r} is no part of the reward",
+            hint=f"compare by 'reward', the weighted sum, or by one of: {known}",
+        )
+    return len({t.reward_parts.get(metric, 0.0) for t in played}) > 1

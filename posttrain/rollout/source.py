@@ -27,7 +27,7 @@ class RolloutStats:
     grader_failed: int = 0
     """Episodes that could not be graded; `reward.on_error` says what became of them."""
     filtered_groups: int = 0
-    """Groups left out because all rewards were the same (`rollout.filter_groups`)."""
+    """Groups left out because their episodes were alike (`rollout.filter_groups`)."""
     missing_groups: int = 0
     """Groups that the step is short of, because `rollout.filter_max_batches` was reached."""
     cancelled_groups: int = 0

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from posttrain.config import SandboxConfig
+from posttrain.endpoint import api_key, http_url
 from posttrain.sandbox.base import RunResult, SandboxError, SandboxUnavailable, Session
 
 _HARNESS = Path(__file__).with_name("harness.py")
@@ -19,11 +20,17 @@ _ATTEMPTS = 4
 
 
 class RemoteSandbox:
-    """Runs programs on the service. How well it isolates them, and its limits on files and processes, are its own."""
+    """Runs programs on the service. How well it isolates them, and its limits on files and processes, are its own.
+
+    Raises:
+        ConfigError: the URL is none, or holds a user or password; or the variable with the key is not set.
+    """
 
     def __init__(self, cfg: SandboxConfig) -> None:
         self.cfg = cfg
-        self._client = httpx.Client(base_url=cfg.url.rstrip("/"))
+        url = http_url(cfg.url.rstrip("/"), what="sandbox.url", example="http://127.0.0.1:8080")
+        key = api_key(cfg.api_key_env, what="sandbox.api_key_env")
+        self._client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"} if key else {})
 
     def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None, echo: bool = False) -> RunResult:
         seconds = deadline_s or self.cfg.deadline_s

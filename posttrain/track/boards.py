@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import ConfigError
+from posttrain.text import printable
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -174,7 +175,8 @@ class MLflow:
             except Exception as error:  # of MLflow, its database or the network
                 if not warned:
                     first = str(error).splitlines()[0] if str(error) else type(error).__name__
-                    print(f"warning: MLflow: {first}; all metrics are in metrics.jsonl", file=sys.stderr, flush=True)
+                    text = printable(f"warning: MLflow: {first}; all metrics are in metrics.jsonl")
+                    print(text, file=sys.stderr, flush=True)
                 warned = True
                 if item is None:
                     return

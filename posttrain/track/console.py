@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from posttrain.track.text import printable
+from posttrain.text import printable
 from posttrain.types import Trajectory
 
 Mode = Literal["auto", "panel", "plain", "json", "quiet"]

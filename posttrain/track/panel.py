@@ -12,9 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.text import printable, shortened
 from posttrain.track.console import CURVES, Progress, clock
 from posttrain.track.gpus import Gpus
-from posttrain.track.text import printable, shortened
 
 BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 108

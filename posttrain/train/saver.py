@@ -303,7 +303,7 @@ def not_written(folder: Path, error: BaseException) -> RunError:
 
 
 def save_random_state(folder: Path, rank: int, world_size: int) -> None:
-    """Write this worker's generators' state: dropout goes on as it would have."""
+    """Write this worker's generators' state: what a model's own code draws goes on as it would have."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

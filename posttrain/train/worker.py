@@ -23,11 +23,11 @@ from posttrain.algos import losses
 from posttrain.algos.gap import gap_sums
 from posttrain.data.pack import PackedBatch
 from posttrain.errors import RunError
-from posttrain.models import attention, lora
+from posttrain.models import attention, lora, rendezvous
 from posttrain.models.buckets import Bucket, Outlet, Where
 from posttrain.models.fill import fill, materialize
 from posttrain.models.invariant import use_invariant_products
-from posttrain.models.load import build
+from posttrain.models.load import build, dropout_settings
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.ulysses import SequenceParallel, check_heads
 from posttrain.planning import sizes
@@ -66,20 +66,17 @@ class TrainWorker:
         self.outlet: Outlet | None = None
 
     def setup(self, master_addr: str, master_port: int, timeout_s: float) -> dict[str, Any]:
-        """Join the process group, load the model into this rank's shard. Returns facts about the model."""
-        os.environ.update(
-            MASTER_ADDR=master_addr,
-            MASTER_PORT=str(master_port),
-            RANK=str(self.rank),
-            WORLD_SIZE=str(self.world_size),
-        )
+        """Join the process group, whose rank 0 listens at the address; load the model into this rank's shard. Returns
+        facts about the model."""
         spec = self.spec
         if spec.device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
         if spec.exact:
             use_invariant_products()
-        backend_name = "nccl" if spec.device == "cuda" else "gloo"
-        dist.init_process_group(backend_name, timeout=timedelta(seconds=timeout_s))
+        backend_name, timeout = "nccl" if spec.device == "cuda" else "gloo", timedelta(seconds=timeout_s)
+        open_store = rendezvous.serve if self.rank == 0 else rendezvous.join
+        store = open_store(master_addr, master_port, timeout)
+        dist.init_process_group(backend_name, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         torch.manual_seed(spec.seed)
         self.device = torch.device(spec.device)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -98,6 +95,7 @@ class TrainWorker:
             "device": spec.device,
             "dtype": spec.dtype,
             "attention": self.kernel.title,
+            "dropout": dropout_settings(self.lm.model.config),
             "peak_flops": peak_flops(self.device),
             "pid": os.getpid(),
         }
@@ -111,7 +109,8 @@ class TrainWorker:
         param_dtype = getattr(torch, train.param_dtype) if spec.trainable else self.dtype
         model = build(spec.source, dtype=self.dtype if self.adapted else param_dtype)
         lm = PackedValues(model) if spec.values else PackedLM(model)
-        lm.train(spec.trainable)
+        # Trained or not: dropout would make ratios and preferences noisy, and a loss depend on how a batch is cut.
+        lm.eval()
         lm.requires_grad_(spec.trainable)
         if self.adapted:
             lora.inject(lm.model, train.lora, dtype=param_dtype)

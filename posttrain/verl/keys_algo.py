@@ -173,10 +173,9 @@ def _filter(view: View, draft: Draft) -> None:
         draft.set("rollout.filter_max_batches", limit, view.origin(F + "max_num_gen_batches"))
     else:
         draft.refuse(view, F + "max_num_gen_batches", "no limit in verl; here one is needed (filter_max_batches)")
-    if metric == "acc" and view["overlong.enable"]:
-        reason = "groups are compared by their reward, of which the overlong part differs where accuracy does not"
-        draft.refuse(view, F + "metric", reason)
-    draft.pass_over(view, F + "metric", "groups are compared by their reward")
+    names = {"acc": "correct", "seq_reward": "reward", "seq_final_reward": "reward"}
+    if metric:
+        draft.set("rollout.filter_metric", names.get(metric, metric), view.origin(F + "metric"))
 
 
 def _overlong(view: View, draft: Draft) -> None:
@@ -281,8 +280,8 @@ ALGO = (
          ("critic.path", "critic.optim.lr", "critic.optim.betas", "critic.value_clip", "critic.warmup_steps"),
          "of `gae`; the critic has the actor's batches and sharding", _critic),
     schedule(C + "optim.", "critic.optim", "lr_scheduler_type", per_step=True),
-    Rule((G + "filter_groups.*",), ("rollout.filter_groups", "rollout.filter_max_batches"), "dynamic sampling is off",
-         _filter),
+    Rule((G + "filter_groups.*",), ("rollout.filter_groups", "rollout.filter_metric", "rollout.filter_max_batches"),
+         "dynamic sampling is off; `acc` is `correct` here", _filter),
     no_need("as many prompts are drawn as a step still lacks", "data.gen_batch_size"),
     Rule(("overlong.*",), ("reward.overlong.buffer_tokens", "reward.weights"), "the overlong penalty is off",
          _overlong),

@@ -1,10 +1,12 @@
 """The ways from trainers to engines of GPUs of their own, as far as a CPU has them: gloo stands for NCCL."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
 
+import psutil
 import pytest
 
 from posttrain.cluster.cluster import Cluster, local_ray
@@ -55,8 +57,23 @@ def test_two_workers_bring_their_weights_to_two_engines(transfer, kind):
             route = router.route(actor, samplers)
             assert isinstance(route, kind)
             assert (route is router.route(actor, samplers)) == (kind is ByBroadcast)  # its group lives on
+            assert not reachable_from_elsewhere()
 
     asyncio.run(main())
+
+
+def reachable_from_elsewhere():
+    """(process, address) of what accepts connections to other addresses than those of the loopback device: of Ray,
+    trainers and engines."""
+    here = psutil.Process()
+    found = set()
+    for process in [here, *here.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            listening = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            found |= {
+                (process.name(), ip) for ip in listening if ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
+            }
+    return found
 
 
 async def other_weights(cluster, transfer):

@@ -1,6 +1,7 @@
 """Small random models on disk, under a real tokenizer."""
 
 import shutil
+import socket
 from pathlib import Path
 
 import torch
@@ -22,3 +23,9 @@ def write_model(folder, shape, *, dtype=torch.bfloat16, tokenizer=""):
         if file.is_file():
             shutil.copy(file, folder)
     return folder
+
+
+def free_port():
+    """Of 127.0.0.1, for a process group: the store of the one before may still be there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -8,6 +8,7 @@ import torch
 from posttrain.config import TrainConfig
 from posttrain.data.pack import PackedBatch
 from posttrain.models.load import ModelSource
+from tests.gpu.models import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +54,7 @@ def train(folder, **options):
     worker = TrainWorker(
         WorkerSpec(ModelSource(str(folder)), "cuda", "bfloat16", 0, 1.0, TrainConfig.model_validate(section)), 0, 1
     )
-    worker.setup("127.0.0.1", 29_557, 60.0)
+    worker.setup("127.0.0.1", free_port(), 60.0)
     try:
         before = worker.logprobs(batches(0))[0]
         found = [worker.update(batches(seed), LossSpec()) for seed in range(5)]

@@ -12,7 +12,7 @@ from posttrain.models import attention, logprobs
 from posttrain.models.attention import Ragged
 from posttrain.models.load import ModelSource
 from posttrain.models.logprobs import token_logprobs, tokenwise_loss
-from tests.gpu.models import write_model
+from tests.gpu.models import free_port, write_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,8 +107,38 @@ def test_logprobs_entropies_and_gradients(monkeypatch, shape, dtype):
         assert error(got, wanted) < tolerance
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("size", [896, 3584])
+def test_the_heads_gradient_is_as_exact_over_many_chunks_as_over_one(monkeypatch, size, fused):
+    """Tokens that all push the same way, against a sum in float32 of exact products."""
+    count, vocabulary = 4096, 151_936
+    torch.manual_seed(0)
+    hidden = (1.0 + 0.1 * torch.randn(count, size, device=CUDA)).bfloat16()
+    plain_head = (torch.randn(vocabulary, size, device=CUDA) * 0.02).bfloat16()
+    targets = torch.randint(100, (count,), device=CUDA)
+    errors, exact = {}, None
+    for chunks in (1, 9, 64, 256):
+        monkeypatch.setattr(logprobs, "BUFFER_BYTES", -(-count // chunks) * vocabulary * 4)
+        head = plain_head.clone().requires_grad_()
+        if fused:
+            tokenwise_loss(hidden, head, targets, 1.0, lambda values, _, part: -values.sum())[0].backward()
+        else:
+            (-token_logprobs(hidden, head, targets)[0].sum()).backward()
+        if exact is None:
+            logits = torch.mm(hidden, plain_head.t(), out_dtype=torch.float32)
+            by_logits = torch.softmax(logits, -1)
+            by_logits[torch.arange(count, device=CUDA), targets] -= 1.0
+            exact = by_logits.t() @ hidden.float()
+            del logits, by_logits
+        errors[chunks] = error(head.grad[:100], exact[:100])
+        assert head.grad.dtype == torch.bfloat16
+    print(f"hidden size {size}, error by chunks: {errors}")
+    assert max(errors.values()) < 3e-3, errors
+
+
 def test_memory_of_the_loss():
-    """32k tokens x 152k vocabulary: at most 1 GiB beyond inputs, weight and their gradients."""
+    """32k tokens x 152k vocabulary: at most 1 GiB beyond inputs, weight, their gradients, and the head's once more in
+    float32."""
     count, size, vocabulary = 32_768, 3584, 152_064
     hidden = torch.randn(count, size, device=CUDA, dtype=torch.bfloat16).requires_grad_()
     head = torch.randn(vocabulary, size, device=CUDA, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
@@ -116,7 +146,7 @@ def test_memory_of_the_loss():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     tokenwise_loss(hidden, head, targets, 1.0, lambda x, _, part: -x.sum())[0].backward()
-    gradients = 2 * (hidden.numel() + head.numel())
+    gradients = 2 * (hidden.numel() + head.numel()) + 4 * head.numel()
     assert torch.cuda.max_memory_allocated() - before - gradients <= 1 << 30
 
 
@@ -162,7 +192,7 @@ def curve(folder, steps=4, **train):
         TrainConfig.model_validate(train | {"optim": {"lr": 1e-4}}),
     )
     worker = TrainWorker(spec, 0, 1)
-    facts = worker.setup("127.0.0.1", 29_555, 60.0)
+    facts = worker.setup("127.0.0.1", free_port(), 60.0)
     try:
         results = [worker.update(batches(3, seed), LossSpec()) for seed in range(steps)]
     finally:
@@ -208,7 +238,7 @@ def test_offload_frees_the_gpu_and_brings_everything_back(folder):
 
     spec = WorkerSpec(ModelSource(str(folder)), "cuda", "bfloat16", 0, 1.0, TrainConfig(compile="off"))
     worker = TrainWorker(spec, 0, 1)
-    worker.setup("127.0.0.1", 29_556, 60.0)
+    worker.setup("127.0.0.1", free_port(), 60.0)
     try:
         batch = batches(1)
         worker.update(batch, LossSpec())

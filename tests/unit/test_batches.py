@@ -48,9 +48,9 @@ class Paced:
         pass
 
 
-def batches(sampler, *tools, size=4, n=2, shuffle=False, **cfg):
+def batches(sampler, *tools, size=4, n=2, shuffle=False, weights=None, **cfg):
     env = environment(*tools, **cfg)
-    reward = RewardConfig()
+    reward = RewardConfig(weights=weights or {"score": 1.0})
     source = TrajectorySource(SamplerPool([sampler]), env, Rewarder(reward, GraderPool(reward), 400))
     prompts = [gsm8k_prompt(f"row {i}?", truth="8", index=i) for i in range(ROWS)]
     order = BatchOrder(ROWS, size, seed=0, shuffle=shuffle)
@@ -201,7 +201,28 @@ async def test_groups_without_signal_are_replaced_in_draw_order():
     assert rows(await made.next()) == [0, 3, 6]
     assert source.stats.filtered_groups == 4
     assert rows(await made.next())[:2] == [9, 12]
-    assert all(has_signal(g) for g in await made.next())
+    assert all(has_signal(g, "correct") for g in await made.next())
+
+
+@pytest.mark.parametrize(("metric", "trained"), [("correct", [3, 6]), ("reward", [0, 1]), ("length", [0, 1])])
+async def test_groups_are_compared_by_the_part_that_is_asked_for(metric, trained):
+    """Only rows that divide by 3 have right and wrong answers, from row 3 on, and all answers differ in length."""
+
+    def answers(row, number):
+        right = row % 3 or row == 0 or number % 2
+        return 0.0, "so " * (1 + number) + f"#### {8 if right else 9}"
+
+    made, _ = batches(
+        Paced(answers), size=2, weights={"score": 1.0, "length": 0.1}, filter_groups=True, filter_metric=metric
+    )
+    assert rows(await made.next()) == trained
+
+
+async def test_a_part_that_no_episode_has_cannot_be_compared():
+    made, _ = batches(Paced(quick), filter_groups=True, filter_metric="corect")
+    with pytest.raises(RunError, match=r"rollout\.filter_metric = 'corect' is no part of the reward") as caught:
+        await made.next()
+    assert "correct, format, length, score" in caught.value.hint
 
 
 async def test_filtering_is_bounded():
@@ -213,7 +234,7 @@ async def test_filtering_is_bounded():
     assert rows(groups) == [5]
     assert (source.stats.filtered_groups, source.stats.missing_groups) == (5, 2)
     assert rollout_metrics(groups, source)["rollout/missing_groups"] == 2
-    with pytest.raises(RunError, match="6 groups were drawn for one step, and in each all rewards are the same"):
+    with pytest.raises(RunError, match="6 groups were drawn for one step, and in none do episodes differ in 'correct'"):
         await made.next()
 
 

@@ -73,11 +73,12 @@ def test_dapo(tmp_path: Path) -> None:
     assert (cfg.train.sequence_parallel, cfg.train.shard_size, cfg.rollout.replicas) == (4, 32, 16)
     assert (cfg.algo.clip_low, cfg.algo.clip_high, cfg.algo.dual_clip) == (0.2, 0.28, 10.0)
     assert (cfg.rollout.filter_groups, cfg.rollout.filter_max_batches) == (True, 10)
+    assert cfg.rollout.filter_metric == "correct"
     assert (cfg.reward.overlong.buffer_tokens, cfg.reward.weights) == (4096, {"score": 1.0, "overlong": 1.0})
     assert cfg.rollout.engine_options == {"enable_chunked_prefill": True, "max_num_batched_tokens": 10240}
     assert (cfg.run.dir, cfg.run.name) == ("/HOME/verl/ckpts/DAPO", "DAPO-7b")
     assert {key for key, outcome in fate(found).items() if outcome is Outcome.NOT_MAPPED} == {
-        "data.truncation", "algorithm.filter_groups.metric",
+        "data.truncation",
         "actor_rollout_ref.model.override_config.max_position_embeddings",
     }  # fmt: skip
     assert any("cluster.address" in note for note in found.notes)

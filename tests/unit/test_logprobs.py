@@ -168,3 +168,23 @@ def test_half_precision_hidden_states_give_float32():
     assert values.dtype == torch.float32
     torch.testing.assert_close(values, expected, rtol=0.05, atol=0.1)
     torch.testing.assert_close(entropy, entropies, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_heads_gradient_in_bfloat16_is_as_exact_over_many_chunks_as_over_one(monkeypatch, fused):
+    """Every token pushes the same way, so that a sum in bfloat16 would stand still while it grows."""
+    generator = torch.Generator().manual_seed(0)
+    plain_hidden = (1.0 + 0.1 * torch.randn(512, HIDDEN, generator=generator)).bfloat16()
+    plain_head = torch.randn(VOCABULARY, HIDDEN, generator=generator).bfloat16()
+    targets = torch.randint(3, (512,), generator=generator)
+    exact = plain_head.double().requires_grad_()
+    (plain_hidden.double() @ exact.t()).log_softmax(-1).gather(-1, targets[:, None]).sum().backward()
+    for chunks in (1, 4, 64, 256):
+        small_chunks(monkeypatch, 512 // chunks)
+        head = plain_head.clone().requires_grad_()
+        if fused:
+            tokenwise_loss(plain_hidden, head, targets, 1.0, lambda values, _, part: values.sum())[0].backward()
+        else:
+            token_logprobs(plain_hidden, head, targets)[0].sum().backward()
+        assert head.grad.dtype == torch.bfloat16
+        assert float((head.grad.double() - exact.grad).norm() / exact.grad.norm()) < 0.003, chunks

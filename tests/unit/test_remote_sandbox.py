@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from posttrain.config import SandboxConfig
+from posttrain.errors import ConfigError
 from posttrain.sandbox import SandboxError, check_sandbox, check_solution, open_sandbox
 from tests.unit.test_sandbox import REASON
 
@@ -20,6 +21,7 @@ class Service:
     def __init__(self):
         self.trouble = []
         self.requests = []
+        self.authorizations = set()
         self.sandbox = open_sandbox(SandboxConfig())
         self.lock = threading.Lock()
         service = self
@@ -29,6 +31,7 @@ class Service:
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with service.lock:
                     service.requests.append((self.path, request))
+                    service.authorizations.add(self.headers["Authorization"])
                     status, body = service.trouble.pop(0) if service.trouble else (200, service.run(request))
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
@@ -132,3 +135,25 @@ def test_a_service_that_is_away_says_so_within_seconds():
         check_sandbox(SandboxConfig(mode="remote", url="http://127.0.0.1:9"))
     assert "sandbox.url" in (caught.value.hint or "")
     assert time.monotonic() - started < 10.0
+
+
+def test_a_key_of_the_service_comes_from_the_environment(service, monkeypatch):
+    service.authorizations.clear()
+    monkeypatch.setenv("SANDBOX_KEY", "k-123")
+    made = SandboxConfig(mode="remote", url=service.url, api_key_env="SANDBOX_KEY")
+    sandbox = open_sandbox(made)
+    try:
+        assert sandbox.run("print(1)").stdout == "1\n"
+    finally:
+        sandbox.close()
+    assert service.authorizations == {"Bearer k-123"}
+    monkeypatch.delenv("SANDBOX_KEY")
+    with pytest.raises(ConfigError, match=r"sandbox\.api_key_env: \$SANDBOX_KEY is not set"):
+        open_sandbox(made)
+
+
+def test_a_password_in_the_url_is_refused_and_not_shown():
+    with pytest.raises(ConfigError, match=r"sandbox\.url holds a user or password") as refused:
+        open_sandbox(SandboxConfig(mode="remote", url="http://me:secret@127.0.0.1:9"))
+    assert "secret" not in str(refused.value)
+    assert refused.value.hint == "use sandbox.api_key_env"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from posttrain.algos.catalog import ADVANTAGES
 from posttrain.config import AlgoConfig, Config, RewardConfig
 from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.statistics import majority
@@ -15,7 +16,8 @@ from posttrain.rewards.compose import Rewarder, overlong
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import greedy_rewards, validate
 from posttrain.rl_batch import fill_advantages, minibatches, pack, usable
-from posttrain.rl_metrics import rollout_metrics, update_metrics
+from posttrain.rl_metrics import episode_metrics, rollout_metrics, update_metrics
+from posttrain.rollout.batches import has_signal
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.types import Sampling, Score
@@ -165,6 +167,41 @@ async def test_a_failing_grader_counts_as_zero_where_asked(moody_grader):
     assert [(t.reward, t.correct, t.error) for t in groups[0]] == [(0.1, True, None), (0.0, False, None)]
     assert prepared(groups)[0].num_sequences == 2
     assert rollout_metrics(groups, pool)["rollout/grader_failed"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "advantage", [name for name, facts in ADVANTAGES.items() if not (facts.critic or facts.teacher)]
+)
+async def test_every_estimator_takes_an_episode_that_counts_as_zero(moody_grader, advantage):
+    weights = {"score": 1.0, "letters": 0.5, "tool/calc": 1.0}
+    groups = await source(ScriptedSampler("8", "boom"), on_error="zero", weights=weights).sample(
+        prompts(1, "test/moody"), 2
+    )
+    zero = groups[0][1]
+    assert [zero.reward_parts[name] for name in (*weights, "correct")] == [0.0] * 4
+    kept = usable(groups)
+    batch = pack(kept)
+    cfg = Config(command="rl", algo=AlgoConfig(advantage=advantage), reward=RewardConfig(weights=weights))
+    fill_advantages(batch, kept, groups, cfg, baselines={0: 0.0})
+    assert torch.isfinite(batch.advantages).all()
+    if ADVANTAGES[advantage].parts:
+        first, second = (batch.advantages[end - 1] for end in batch.cu_seqlens[1:].tolist())
+        assert first > 0 > second
+
+
+async def test_an_episode_without_policy_tokens_is_left_out_of_its_group():
+    """Its reward would be part of the mean that the others are compared with."""
+    groups = await source(ScriptedSampler("#### 8", "#### 9", "#### 8")).sample(prompts(1), 3)
+    groups[0][2].loss_mask[:] = False
+    batch, kept, _ = prepared(groups)
+    assert kept == groups[0][:2]
+    last = batch.cu_seqlens[1:].long() - 1
+    half = 0.5 / (math.sqrt(0.5) + 1e-6)
+    torch.testing.assert_close(batch.advantages[last], torch.tensor([half, -half]))
+    assert has_signal(groups[0], "reward")
+    groups[0][1].loss_mask[:] = False
+    assert not has_signal(groups[0], "reward")
+    assert episode_metrics(groups)["rollout/groups_without_signal"] == 1.0
 
 
 async def test_a_failing_grader_ends_the_run_where_asked(moody_grader):
