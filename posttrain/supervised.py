@@ -4,7 +4,7 @@ model one update. A command brings its ``Objective``."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -24,7 +24,15 @@ from posttrain.registry import load_plugins
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_machine, check_supported, open_model
 from posttrain.train.spec import LossSpec
-from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, train, update_speed
+from posttrain.training import (
+    TrainingRun,
+    check_profile,
+    open_tracker,
+    recorded,
+    train,
+    update_speed,
+    validation_note,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +53,9 @@ class Learner(Protocol):
         """Give a batch its loss weights. Returns metrics of the step; they replace those of the update."""
         ...
 
-    async def validate(self) -> dict[str, float]:
-        """Metrics over the whole validation set; ``loss`` is one of them."""
+    async def validate(self, done: Callable[[int], None]) -> dict[str, float]:
+        """Metrics over the whole validation set; ``loss`` is one of them. ``done`` is called with the number of samples
+        that are done since the call before."""
         ...
 
 
@@ -89,6 +98,7 @@ def run(resolved: Resolved, objective: Objective) -> Path:
     folder = RunDir.open(resolved)
     with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker, data:
         tracker.note(f"{describe(objective, data)}, {steps} steps")
+        tracker.note(validation_note(resolved, sum(not row.left_out for row in val), objective.many))
         for name, rows in ((data.shards.name, data.rendered or []), (str(cfg.data.val), val)):
             for note in notes(objective, name, Counts.of(rows), cfg):
                 tracker.note(note)
@@ -159,8 +169,8 @@ async def _train(
                 _step_metrics(run, data, batch, result) | update_speed([result], batch.num_tokens, actor) | weighed
             )
             if val and run.due(cfg.train.val_every, step):
-                with tracker.phase("validate"):
-                    found = await learner.validate()
+                with tracker.phase("validate"), tracker.counting("validation", len(val), objective.many) as done:
+                    found = await learner.validate(done)
                 metrics |= {f"val/{name}": value for name, value in found.items()}
                 run.early_stop.validated(step, found["loss"])
             if run.due(cfg.train.save_every, step):

@@ -12,9 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.track.console import CURVES, Progress, clock
+from posttrain.track.console import CURVES, Progress, Work, clock
 from posttrain.track.gpus import Gpus
 from posttrain.track.text import printable, shortened
+from posttrain.track.warnings import RunWarning
 
 BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 108
@@ -43,6 +44,12 @@ class LivePanel:
 
     def note(self, text: str) -> None:
         self._console.print(Text(printable(text)))
+
+    def warn(self, warning: RunWarning) -> None:
+        self._console.print(Text(printable(warning.message), style="yellow"))
+
+    def working(self, work: Work) -> None:
+        """The panel draws itself from the progress."""
 
     def close(self) -> None:
         self._live.stop()
