@@ -75,9 +75,7 @@ class GraderPool:
             self._slots.put(grader)
         self._threads = ThreadPoolExecutor(len(self._graders), thread_name_prefix="grade")
 
-    async def grade(
-        self, items: Sequence[GradeItem], *, graded: Callable[[int], None] | None = None
-    ) -> list[Score]:
+    async def grade(self, items: Sequence[GradeItem], *, graded: Callable[[int], None] | None = None) -> list[Score]:
         """The verdicts, in the order of the items. A grader that fails, hangs or dies gives ``Score(error=...)``.
 
         Args:

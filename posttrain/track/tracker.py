@@ -111,14 +111,15 @@ class Tracker:
         work = Work(name, total, unit)
         self._progress.work = work
 
-        def show(parts: int) -> None:
+        def advance(parts: int) -> None:
             work.done += parts
-            if self._view is not None:
+            if parts and self._view is not None:
                 self._view.working(work)
 
-        show(0)
+        if self._view is not None:
+            self._view.working(work)
         try:
-            yield show
+            yield advance
         finally:
             self._progress.work = None
 
