@@ -92,8 +92,8 @@ def bootstrap(values: Floats, resamples: int, seed: int) -> Floats:
 def intervals(values: Floats, resamples: int, seed: int) -> Floats:
     """Intervals of means over problems: of the bootstrap, and of Wilson where the bootstrap is too narrow.
 
-    With few problems, or a mean near 0 or 1, resamples hardly differ (of a mean of 0 not at all). There the Wilson score
-    interval of a share of P problems is taken. It is that of values that are 0 or 1; others vary less, and it is
+    With few problems, or a mean near 0 or 1, resamples hardly differ (of a mean of 0 not at all). There the Wilson
+    score interval of a share of P problems is taken. It is that of values that are 0 or 1; others vary less, and it is
     wider than need be.
 
     Args:

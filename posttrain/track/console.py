@@ -49,8 +49,8 @@ class Work:
     total: int
     unit: str
     """What it is counted in."""
+    started: float
     done: int = 0
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def counter(self) -> str:
@@ -106,7 +106,7 @@ class Progress:
             if name is not None:
                 self.shown[label] = style.format(float(metrics[name]))
                 if label in CURVES:
-                    self.curves.setdefault(label, deque(maxlen=48)).append(float(metrics[name]))
+                    self.curves.setdefault(label, deque(maxlen=150)).append(float(metrics[name]))
         self.shown |= {name: f"{float(v):.3f}" for name, v in metrics.items() if name.startswith("val")}
 
     def took(self, name: str, seconds: float) -> None:

@@ -108,7 +108,7 @@ class Tracker:
         Yields:
             What to call with the number of parts that are done since the call before.
         """
-        work = Work(name, total, unit)
+        work = Work(name, total, unit, time.monotonic())
         self._progress.work = work
 
         def advance(parts: int) -> None:
