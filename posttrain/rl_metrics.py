@@ -76,8 +76,7 @@ def failures(source: TrajectorySource) -> dict[Failure, str]:
 
 def validation_failure(stats: RolloutStats) -> dict[Failure, str]:
     """Why the first validation episode that does not count in the accuracy does not."""
-    first = stats.errors.get("episode") or stats.errors.get("grader")
-    return {} if first is None else {"validation": first}
+    return {} if stats.first_failure is None else {"validation": stats.first_failure}
 
 
 def validation_metrics(groups: Sequence[Sequence[Trajectory]], n: int, stats: RolloutStats) -> dict[str, float]:

@@ -101,7 +101,7 @@ class TrainingBatches:
         stats.missing_groups = size - len(ready)
         if not ready:
             raise RunError(
-                f"{drawn} groups were drawn for one step, and in each all rewards are the same",
+                f"{drawn} groups were drawn for one step, and in each all rewards are the same{stats.failures}",
                 hint="is the data too easy or too hard? raise rollout.n or rollout.filter_max_batches",
             )
         return [group for _, group in ready]

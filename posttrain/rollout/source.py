@@ -52,6 +52,17 @@ class RolloutStats:
                 self.failed += 1
                 self.errors.setdefault("episode", episode.error)
 
+    @property
+    def first_failure(self) -> str | None:
+        """Why the first episode failed or could not be graded."""
+        return self.errors.get("episode") or self.errors.get("grader")
+
+    @property
+    def failures(self) -> str:
+        """How many episodes failed or could not be graded, as the end of a sentence; empty where none did."""
+        failed = self.failed + self.grader_failed
+        return f"; {failed} of {self.started} episodes failed, the first with: {self.first_failure}" if failed else ""
+
     def ungraded(self, errors: Sequence[str]) -> None:
         """Take the episodes of a group that could not be graded: why not."""
         self.grader_failed += len(errors)
