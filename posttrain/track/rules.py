@@ -85,10 +85,10 @@ def episodes_fail(window: Window) -> Finding | None:
 
 
 def validation_fails(window: Window) -> Finding | None:
-    """Find validation episodes that failed or could not be graded: the accuracy is that of the others."""
+    """Find validation episodes that failed or could not be graded: the accuracy says little about the model then."""
     return _failing(
         window[-1:], "validation", "rollout/val_failed", "rollout/val_episodes",
-        "validation episodes failed or could not be graded, and do not count in its accuracy",
+        "validation episodes failed or could not be graded",
         "look at the first error; the trajectories of the validation are in traces/ of the run",
     )  # fmt: skip
 

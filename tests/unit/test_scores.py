@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from posttrain import evaluate as command
 from posttrain.cli import app
-from posttrain.config import Config
+from posttrain.config import Config, RewardConfig
 from posttrain.errors import ConfigError, DataError
 from posttrain.evaluate import PAGER, evaluate, run, run_comparison, run_name, sample
 from posttrain.evaluation.compare import compare, match
@@ -32,6 +32,7 @@ from posttrain.evaluation.statistics import (
     wilson,
 )
 from posttrain.presets import resolve
+from posttrain.rewards.grade import GradeItem, GraderPool
 
 GSM = "openai/gsm8k"
 
@@ -192,10 +193,21 @@ def test_all_scores_by_hand(tmp_path: Path) -> None:
 
 def test_the_table_names_levels_and_intervals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(table(tmp_path / "r.parquet", PROBLEMS), config("eval.pass_at=[1,2]"), as_json=False)
-    shown = capsys.readouterr().out
+    shown, err = capsys.readouterr()
+    assert err == f"grading {tmp_path / 'r.parquet'}: 15 responses\n"  # announced, since it may take long
     for part in ("pass@2", "best@4", "maj@4", "  Level 2", "  Level 10", "41.7 %", " - ", "their episodes failed"):
         assert part in shown
     assert "mean@4" not in shown  # it is pass@1
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+async def test_grading_tells_how_far_it_is(cheap: bool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 1.0")
+    told: list[int] = []
+    with GraderPool(RewardConfig(function="" if cheap else f"{tmp_path}/mine.py:f")) as pool:
+        scores = await pool.grade([GradeItem(GSM, f"#### {i}", "4") for i in range(40)], graded=told.append)
+    assert (len(scores), sum(told)) == (40, 40)
+    assert cheap or len([count for count in told if count]) > 4
 
 
 def test_a_grader_without_answers_has_no_majority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
