@@ -81,8 +81,10 @@ def validation_failure(stats: RolloutStats) -> dict[Failure, str]:
 
 def validation_metrics(groups: Sequence[Sequence[Trajectory]], n: int, stats: RolloutStats) -> dict[str, float]:
     """The accuracy on validation episodes, and how many of them do not count in it."""
-    failed = {"episodes": stats.started, "failed": stats.failed + stats.grader_failed}
-    return accuracy_metrics(groups, n) | {f"rollout/val_{name}": float(count) for name, count in failed.items()}
+    return accuracy_metrics(groups, n) | {
+        "rollout/val_episodes": float(stats.started),
+        "rollout/val_failed": float(stats.failed + stats.grader_failed),
+    }
 
 
 def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int) -> dict[str, float]:
