@@ -81,6 +81,8 @@ def run(resolved: Resolved) -> Path:
         )
         if not cfg.rollout.only:
             tracker.note(validation_note(resolved, len(val), "prompts"))
+        elif cfg.data.val:
+            tracker.note("data.val is not used: rollout.only trains nothing that would be validated")
         if too_long:
             tracker.note(
                 f"{too_long:,} prompts longer than rollout.max_prompt_tokens are left out (data.truncation = drop)"

@@ -312,7 +312,7 @@ def validation_note(resolved: Resolved, count: int, unit: str) -> str:
     """
     cfg, origin = resolved.config, resolved.provenance
     if not count:
-        return "no validation: data.val is empty"
+        return f"no validation: {f'none of the {unit} of data.val are usable' if cfg.data.val else 'data.val is empty'}"
     files = [cfg.data.val] if isinstance(cfg.data.val, str) else cfg.data.val
     every = cfg.train.val_every
     when = "after the last step" if every is None else f"every {every} steps and after the last"

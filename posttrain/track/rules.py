@@ -240,7 +240,7 @@ def _failing(window: Window, kind: Failure, failed: str, of: str, what: str, hin
     recent = window[-_RECENT:]
     count, total = _sum(recent, failed), _sum(recent, of)
     share = count / total if total else 0.0
-    text = f"{count:,.0f} of {total:,.0f} {what} ({_percent(share)} {_when(recent)}){_first(recent, kind)}"
+    text = f"{count:,.0f} of {total:,.0f} {what} {_when(recent)} ({_percent(share)}){_first(recent, kind)}"
     return _finding(_level(share, _FAILING), text, hint)
 
 
@@ -292,7 +292,7 @@ def _first(window: Window, kind: Failure) -> str:
 
 def _when(window: Window) -> str:
     first, last = window[0].step, window[-1].step
-    return f"of step {last}" if first == last else f"of steps {first} to {last}"
+    return f"in step {last}" if first == last else f"in steps {first} to {last}"
 
 
 def _percent(share: float) -> str:

@@ -105,7 +105,7 @@ def test_a_warning_has_the_count_the_first_error_and_what_to_do() -> None:
         "graders_fail", EPISODES | {"rollout/grader_failed": 32.0}, errors={"grader": "ValueError: no\n number"}
     )
     assert finding is not None
-    assert finding.text == "32 of 64 episodes could not be graded (50 % of step 1); the first: ValueError: no number"
+    assert finding.text == "32 of 64 episodes could not be graded in step 1 (50 %); the first: ValueError: no number"
     assert "reward.function" in finding.hint
 
 
@@ -170,7 +170,7 @@ def test_every_log_shows_a_warning(mode: Mode, tmp_path: Path, capsys: pytest.Ca
     err = capsys.readouterr().err
     assert "second" not in err
     assert "\x1b" not in err
-    text = "32 of 64 episodes could not be graded (50 % of step 1); the first: ValueError: \\x1b[31mfirst"
+    text = "32 of 64 episodes could not be graded in step 1 (50 %); the first: ValueError: \\x1b[31mfirst"
     if mode == "json":
         (line,) = [line for line in map(json.loads, err.splitlines()) if "warning" in line]
         assert (line["warning"], line["step"], line["level"], line["text"]) == ("graders_fail", 1, 3, text)
@@ -204,7 +204,9 @@ def test_a_run_warns_by_the_rules_of_its_config(tmp_path: Path, capsys: pytest.C
     with open_tracker(resolved.config, RunDir.open(resolved), 20) as tracker:
         for step in range(1, 12):
             tracker.log(step, FLAT | SAME | {"response_length/clip_ratio": 1.0})
-    assert re.findall(r"warning: step (\d+): (.*) of the answers", capsys.readouterr().err) == [("5", "100 %")]
+    assert re.findall(r"warning: step (\d+): (.*) of the answers in steps 1 to 5 ", capsys.readouterr().err) == [
+        ("5", "100 %")
+    ]
     assert [w.name for w in read_warnings(tmp_path / "r")] == ["answers_cut"]
 
 
@@ -277,3 +279,5 @@ def test_data_that_leaves_the_presets_validation_set_is_said() -> None:
     assert "data.val is still" in note("data.train='mine.parquet'")
     assert "data.val is still" not in note("data.val='other.parquet'", train="mine.parquet")
     assert note("data.val=", train="mine.parquet") == "no validation: data.val is empty"
+    all_too_long = resolve("rl", "qwen2.5-0.5b-gsm8k")
+    assert validation_note(all_too_long, 0, "prompts") == "no validation: none of the prompts of data.val are usable"
