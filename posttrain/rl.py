@@ -52,7 +52,15 @@ from posttrain.startup import (
 )
 from posttrain.tools.sets import close_tools
 from posttrain.track.examine import examine
-from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, train, validation_note
+from posttrain.training import (
+    TrainingRun,
+    check_profile,
+    open_tracker,
+    reading_validation,
+    recorded,
+    train,
+    validation_note,
+)
 from posttrain.types import GREEDY
 
 if TYPE_CHECKING:
@@ -135,7 +143,8 @@ def prepare(cfg: Config) -> Prepared:
     train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
     rows = read_prompts(train_file)
     prompts = fitting_prompts(rows, env, train_file, cfg.data.truncation)
-    val_rows = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
+    with reading_validation():
+        val_rows = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
     val = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
     check_reward([*prompts, *val], cfg, env)
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)

@@ -28,6 +28,7 @@ from posttrain.training import (
     TrainingRun,
     check_profile,
     open_tracker,
+    reading_validation,
     recorded,
     train,
     update_speed,
@@ -142,7 +143,8 @@ def prepare(cfg: Config, objective: Objective) -> Prepared:
     check_supported(cfg)
     check_machine(cfg)
     data = open_stream(objective, cfg, tokenizer)
-    val = load_validation(objective, cfg, tokenizer) if cfg.data.val else []
+    with reading_validation():
+        val = load_validation(objective, cfg, tokenizer) if cfg.data.val else []
     steps = total_steps(data.usable_rows, cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
     check_profile(cfg, steps)
     return Prepared(source, data, val, steps)

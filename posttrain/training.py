@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from posttrain import probe
 from posttrain.config import Config
-from posttrain.errors import ConfigError, DeadlineError, Interrupted, RunError, WorkerError
+from posttrain.errors import ConfigError, DataError, DeadlineError, Interrupted, RunError, WorkerError
 from posttrain.models.load import ModelSource
 from posttrain.presets import Resolved
 from posttrain.reporting.background import Reporter
@@ -301,6 +301,18 @@ def open_tracker(cfg: Config, folder: RunDir, total_steps: int) -> Tracker:
     title = f"{cfg.command} {cfg.run.name}"
     config, rules = cfg.model_dump(mode="json"), rules_of(cfg)
     return Tracker(folder.path, title, total_steps, cfg.run.logger, config, cfg.run.console, rules)
+
+
+@contextmanager
+def reading_validation() -> Iterator[None]:
+    """Name the key in an error of the validation set: a preset's is still there when `--data` names other data."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(
+            f"data.val: {error.message}",
+            hint=f"{error.hint}; --data replaces data.train alone: --set data.val=FILE, or --set data.val= for none",
+        ) from error
 
 
 def validation_note(resolved: Resolved, count: int, unit: str) -> str:

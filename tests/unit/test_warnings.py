@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from posttrain import report
+from posttrain.cli import app
+from posttrain.data.parquet import Conversation, sft_row, write_rows
 from posttrain.errors import RunError, WorkerError
 from posttrain.presets import Resolved, resolve
 from posttrain.reporting.folder import RunFolder
@@ -201,7 +204,8 @@ def test_the_report_has_the_newest_warning_of_each_name(tmp_path: Path) -> None:
 def test_a_run_warns_by_the_rules_of_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = {"run.dir": str(tmp_path), "run.name": "r", "run.logger": ["console"]}
     resolved = resolve("rl", "tiny-arith", ["algo.advantage='distill'", "algo.teacher='builtin:tiny'"], flags)
-    with open_tracker(resolved.config, RunDir.open(resolved), 20) as tracker:
+    (tmp_path / "r").mkdir()
+    with open_tracker(resolved.config, RunDir(tmp_path / "r", resumed=False), 20) as tracker:
         for step in range(1, 12):
             tracker.log(step, FLAT | SAME | {"response_length/clip_ratio": 1.0})
     assert re.findall(r"warning: step (\d+): (.*) of the answers in steps 1 to 5 ", capsys.readouterr().err) == [
@@ -281,3 +285,28 @@ def test_data_that_leaves_the_presets_validation_set_is_said() -> None:
     assert note("data.val=", train="mine.parquet") == "no validation: data.val is empty"
     all_too_long = resolve("rl", "qwen2.5-0.5b-gsm8k")
     assert validation_note(all_too_long, 0, "prompts") == "no validation: none of the prompts of data.val are usable"
+
+
+@pytest.mark.parametrize(("command", "preset"), [("rl", "tiny-arith"), ("sft", "tiny-arith-sft")])
+def test_a_missing_validation_set_of_the_preset_is_named_by_its_key(command: str, preset: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        f'command = "{command}"\nextends = "{preset}"\n[model]\npath = "builtin:tiny"\n[data]\nval = "gone.parquet"\n'
+    )
+    chat = [{"role": "user", "content": "Say 8"}, {"role": "assistant", "content": "8"}]
+    row: dict[str, Any] = sft_row(Conversation(chat))  # type: ignore[arg-type]
+    if command == "rl":
+        answer = {"style": "rule", "ground_truth": "8"}
+        row = {"data_source": "posttrain/arith", "prompt": chat[:1], "reward_model": answer, "extra_info": {"index": 0}}
+    write_rows(tmp_path / "mine.parquet", [row] * 64)
+    arguments = [
+        command,
+        "--preset",
+        str(tmp_path / "mine.toml"),
+        "--data",
+        str(tmp_path / "mine.parquet"),
+        "--dry-run",
+    ]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert "error: data.val: gone.parquet: no such file\n" in done.output
+    assert "--data replaces data.train alone: --set data.val=FILE, or --set data.val= for none" in done.output
