@@ -121,7 +121,10 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     z2 = NormalDist().inv_cdf((1.0 + CONFIDENCE) / 2.0) ** 2
     centre = (share + z2 / (2 * n)) / (1.0 + z2 / n)
     half = math.sqrt(z2 * (share * (1.0 - share) + z2 / (4 * n)) / n) / (1.0 + z2 / n)
-    return (0.0 if share == 0.0 else centre - half), (1.0 if share == 1.0 else centre + half)
+    # At its own end an interval is exact; elsewhere rounding must not carry it beyond.
+    low = 0.0 if share == 0.0 else max(0.0, centre - half)
+    high = 1.0 if share == 1.0 else min(1.0, centre + half)
+    return low, high
 
 
 def difference_interval(a: Floats, b: Floats, resamples: int, seed: int) -> tuple[float, float]:
@@ -146,10 +149,8 @@ def difference_interval(a: Floats, b: Floats, resamples: int, seed: int) -> tupl
     def distance(of_a: float, of_b: float) -> float:
         return math.sqrt(max(0.0, of_a**2 - 2 * correlation * of_a * of_b + of_b**2))
 
-    difference = mean_b - mean_a
-    return difference - distance(high_a - mean_a, mean_b - low_b), difference + distance(
-        mean_a - low_a, high_b - mean_b
-    )
+    below, above = distance(high_a - mean_a, mean_b - low_b), distance(mean_a - low_a, high_b - mean_b)
+    return mean_b - mean_a - below, mean_b - mean_a + above
 
 
 def _few(values: Floats) -> bool:
