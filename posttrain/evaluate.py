@@ -25,6 +25,8 @@ from posttrain.rewards import grader_name
 from posttrain.rewards.custom import load_function
 from posttrain.rewards.grade import GraderPool
 from posttrain.text import printable
+from posttrain.track.console import Mode
+from posttrain.track.tracker import Tracker
 
 if TYPE_CHECKING:
     from posttrain.presets import Resolved
@@ -51,7 +53,7 @@ def run(file: Path, cfg: Config, as_json: bool, out: Path | None = None, failure
             place = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-eval-"))) / "failures.md"
         found = evaluate(
             file, pass_at, cfg.reward, cfg.sandbox, cfg.plugins,
-            resamples=cfg.eval.resamples, seed=cfg.run.seed, failures=place,
+            resamples=cfg.eval.resamples, seed=cfg.run.seed, failures=place, console=_progress_of(cfg),
         )  # fmt: skip
         _print(found.as_dict(), as_json, out)
         if not as_json:
@@ -65,7 +67,8 @@ def run(file: Path, cfg: Config, as_json: bool, out: Path | None = None, failure
 def run_comparison(a: Path, b: Path, cfg: Config, as_json: bool, out: Path | None = None) -> None:
     """Grade two files and print how they differ on the problems that both have."""
     _check_reward(cfg.reward)
-    of_a, of_b = (_grade(file, cfg.reward, cfg.sandbox, cfg.plugins, None)[0] for file in (a, b))
+    console = _progress_of(cfg)
+    of_a, of_b = (_grade(file, cfg.reward, cfg.sandbox, cfg.plugins, None, console)[0] for file in (a, b))
     found = compare((str(a), str(b)), of_a, of_b, resamples=cfg.eval.resamples, seed=cfg.run.seed)
     _print(found.as_dict(), as_json, out)
     if not as_json:
@@ -122,12 +125,14 @@ def evaluate(
     resamples: int = 0,
     seed: int = 0,
     failures: Path | None = None,
+    console: Mode = "quiet",
 ) -> Report:
     """Grade every response of ``file`` with the grader of its data source, or with ``reward.function``.
 
     Args:
         resamples: of the bootstrap of the intervals; 0: none.
         failures: a file for what was wrong.
+        console: how stderr shows how far it is, as `run.console`.
 
     Raises:
         DataError: the file is missing, unreadable, empty or of another schema; the message names row and column.
@@ -144,7 +149,7 @@ def evaluate(
                 hint=f"sample more with `posttrain generate --n {max(pass_at)}`, or give --pass-at "
                 f"{len(row.responses)}",
             )
-    problems, first_error = _grade(file, reward or RewardConfig(), sandbox, plugins, failures)
+    problems, first_error = _grade(file, reward or RewardConfig(), sandbox, plugins, failures, console)
     return make_report(str(file), problems, pass_at, first_error, resamples, seed)
 
 
@@ -154,6 +159,7 @@ def _grade(
     sandbox: SandboxConfig | None,
     plugins: Sequence[str],
     failures: Path | None,
+    console: Mode,
 ) -> tuple[list[Problem], str | None]:
     """The graded problems of ``file``, and the message of the first grader that failed. Raises ``RunError`` where
     nothing could be graded."""
@@ -180,12 +186,20 @@ def _grade(
                 sink.add(graded)
 
         graders = closing.enter_context(GraderPool(reward, sandbox, plugins))
-        problems = grade(read_responses(file), graders, seen)
+        count = sum(error is None for row in read_responses(file) for error in row.errors)
+        tracker = closing.enter_context(Tracker(None, f"eval {file}", None, ["console"], console=console))
+        graded = closing.enter_context(tracker.counting(f"grading {file}", count, "responses"))
+        problems = grade(read_responses(file), graders, seen, graded)
         if not any(problem.graded for problem in problems):
             raise RunError(
                 f"{file}: not one response could be graded", hint=f"the first failure: {first_error or first_failure}"
             )
     return problems, first_error
+
+
+def _progress_of(cfg: Config) -> Mode:
+    """How `eval` shows how far it is: a table is its result, so it has a panel only where it is asked for."""
+    return "plain" if cfg.run.console == "auto" else cfg.run.console
 
 
 def _check_reward(reward: RewardConfig) -> None:

@@ -33,6 +33,7 @@ from posttrain.rollout.window import Window
 from posttrain.runs import StopSignal
 from posttrain.startup import build_environment, check_machine, check_prompts, check_supported, open_model, sampling_of
 from posttrain.tools.sets import close_tools
+from posttrain.track.rules import rules_of
 from posttrain.track.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -89,7 +90,9 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
     env = build_environment(cfg, source, tokenizer)
     with (
         StopSignal() as stop,
-        Tracker(None, f"generate {cfg.run.name}", count, cfg.run.logger, console=cfg.run.console) as tracker,
+        Tracker(
+            None, f"generate {cfg.run.name}", count, cfg.run.logger, console=cfg.run.console, rules=rules_of(cfg)
+        ) as tracker,
     ):
         if cfg.run.overwrite or not (parts_folder(out) / MANIFEST).exists():
             with tracker.phase("start"):
@@ -245,7 +248,6 @@ class Recorder:
         self._parts, self._tracker = parts, tracker
         self._waiting: list[tuple[int, Sequence[Trajectory]]] = []
         self._tokens = 0
-        self._failed = 0
         self._writing: asyncio.Task[None] | None = None
         self._began = self._last = time.monotonic()
         self._rate: deque[tuple[float, float]] = deque(maxlen=20)
@@ -289,17 +291,19 @@ class Recorder:
     async def _write_and_report(self, rows: list[tuple[int, Sequence[Trajectory]]], seconds: float) -> None:
         await asyncio.to_thread(self._parts.write, rows)
         episodes = [t for _, group in rows for t in group]
-        self._failed += sum(t.error is not None for t in episodes)
         sampled = float(sum(np.count_nonzero(t.loss_mask) for t in episodes))
         self._rate.append((sampled, seconds))
         self._tracker.sampled([group for _, group in rows])
+        failure = next((t.error for t in episodes if t.error is not None), None)
+        self._tracker.failed({} if failure is None else {"episode": failure})
         self._tracker.log(
             int(self._parts.done.sum()),
             {
                 "response_length/mean": sum(t.response_length for t in episodes) / len(episodes),
                 "response_length/clip_ratio": sum(t.stop_reason == "length" for t in episodes) / len(episodes),
                 "num_turns/mean": sum(t.turns for t in episodes) / len(episodes),
-                "rollout/failed": float(self._failed),
+                "rollout/episodes": float(len(episodes)),
+                "rollout/failed": float(sum(t.error is not None for t in episodes)),
                 "perf/total_num_tokens": sampled,
                 "perf/throughput": sum(tokens for tokens, _ in self._rate) / max(1e-9, sum(s for _, s in self._rate)),
             },

@@ -8,7 +8,7 @@ divide them, at the price of a forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,12 +108,13 @@ class Judge:
         batch.loss_weights = token_weights(judged.result.slopes, owners(batch.cu_seqlens), batch.loss_mask)
         return judged.metrics("train/loss")
 
-    async def validate(self) -> dict[str, float]:
+    async def validate(self, done: Callable[[int], None]) -> dict[str, float]:
         """Means over all pairs."""
         sums: dict[str, float] = {}
         for batch in self.val:
             judged = await self.judge(batch)
             _add(sums, judged.metrics(), batch.num_sequences // 2)
+            done(batch.num_sequences // 2)
         pairs = sum(batch.num_sequences // 2 for batch in self.val)
         return {name: value / pairs for name, value in sums.items()}
 

@@ -7,7 +7,7 @@ with its trajectories, and ``rl_replay`` the loop that takes them from files.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from posttrain.rewards.grade import GraderPool
 from posttrain.rewards.judge import Judge
 from posttrain.rl_batch import usable
 from posttrain.rl_learner import Learner
-from posttrain.rl_metrics import accuracy_metrics, rollout_metrics, spread
+from posttrain.rl_metrics import failures, rollout_metrics, spread, validation_failure, validation_metrics
 from posttrain.rollout.batches import TrainingBatches
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
@@ -52,7 +52,15 @@ from posttrain.startup import (
 )
 from posttrain.tools.sets import close_tools
 from posttrain.track.examine import examine
-from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, train
+from posttrain.training import (
+    TrainingRun,
+    check_profile,
+    open_tracker,
+    reading_validation,
+    recorded,
+    train,
+    validation_note,
+)
 from posttrain.types import GREEDY
 
 if TYPE_CHECKING:
@@ -79,6 +87,10 @@ def run(resolved: Resolved) -> Path:
         tracker.note(
             f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
         )
+        if not cfg.rollout.only:
+            tracker.note(validation_note(resolved, len(val), "prompts"))
+        elif cfg.data.val:
+            tracker.note("data.val is not used: rollout.only trains nothing that would be validated")
         for note in notes:
             tracker.note(note)
         training = TrainingRun(cfg, folder, source, tracker, stop, steps, reporter)
@@ -129,7 +141,8 @@ def prepare(cfg: Config) -> Prepared:
     train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
     rows = read_prompts(train_file)
     prompts, left_out = fitting_prompts(rows, env, train_file, cfg.data.truncation)
-    val_rows = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
+    with reading_validation():
+        val_rows = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
     val, val_left_out = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
     failing = check_reward([*prompts, *val], cfg, env, train_file)
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
@@ -176,8 +189,9 @@ async def _train(
         await weights.publish(run.step, _canary([env.prompt_ids(p) for p in prompts]))
 
         async def validated(step: int) -> dict[str, float]:
-            with tracker.phase("testing"):
-                groups, accuracy = await validate(source, val, cfg.val.n, val_sampling)
+            with tracker.phase("testing"), tracker.counting("validation", len(val), "prompts") as played:
+                groups, accuracy = await validate(source, val, cfg.val.n, val_sampling, played)
+            tracker.failed(validation_failure(source.stats))
             await traces.write(step, groups, temperature=val_sampling.temperature, kind="val")
             return accuracy
 
@@ -191,6 +205,7 @@ async def _train(
                     break
                 await pool.settled()
                 metrics = rollout_metrics(groups, source)
+                tracker.failed(failures(source))
                 baselines = await greedy_rewards(source, groups) if greedy else None
             await traces.write(step, groups, temperature=sampling.temperature)
             tracker.sampled(groups)
@@ -244,6 +259,7 @@ async def _sample_only(run: TrainingRun, prompts: Sequence[Prompt], env: Environ
             kept = usable(groups)
             metrics = {"perf/total_num_tokens": float(sum(len(t.tokens) for t in kept))}
             metrics |= spread("critic/score", torch.tensor([t.reward for t in kept]))
+            tracker.failed(failures(source))
             tracker.log(step, metrics | rollout_metrics(groups, source))
     run.raise_if_interrupted()
 
@@ -298,8 +314,13 @@ async def greedy_rewards(source: TrajectorySource, groups: Sequence[Sequence[Tra
 
 
 async def validate(
-    source: TrajectorySource, prompts: Sequence[Prompt], n: int, sampling: Sampling
+    source: TrajectorySource,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    played: Callable[[int], None] | None = None,
 ) -> tuple[list[list[Trajectory]], dict[str, float]]:
-    """Episodes of held-out prompts, and accuracy on them."""
-    groups = await source.sample(prompts, n, sampling)
-    return groups, accuracy_metrics(groups, n)
+    """Return episodes of held-out prompts, and metrics of them. ``played`` is called with 1 for each prompt that is
+    done."""
+    groups = await source.sample(prompts, n, sampling, played=played)
+    return groups, validation_metrics(groups, n, source.stats)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from posttrain.evaluation.statistics import majority
-from posttrain.rollout.source import TrajectorySource
+from posttrain.rollout.source import RolloutStats, TrajectorySource
 
 if TYPE_CHECKING:
-    from posttrain.types import Trajectory
+    from posttrain.types import Failure, Trajectory
 
 
 def spread(name: str, values: torch.Tensor) -> dict[str, float]:
@@ -25,6 +25,8 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], source: TrajectorySo
     """What the episodes of a step looked like, and what became of them and of others."""
     stats = source.stats
     counts: dict[str, float] = {
+        "groups": len(groups),
+        "episodes": stats.started,
         "failed": stats.failed,
         "grader_failed": stats.grader_failed,
         "filtered_groups": stats.filtered_groups,
@@ -35,6 +37,8 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], source: TrajectorySo
         "cancelled_length/max": max(stats.cancelled_lengths, default=0),
         "samplers_lost": source.pool.deaths,
         "requests_moved": source.pool.moved,
+        "tool_calls": stats.tool_calls,
+        "tool_errors": stats.tool_errors,
     }
     return episode_metrics(groups) | {f"rollout/{name}": float(count) for name, count in counts.items()}
 
@@ -61,6 +65,25 @@ def episode_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         "rollout/accuracy": _share(played, lambda t: t.correct),
         "rollout/groups_without_signal": len(flat) / len(groups),
         **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()},
+    }
+
+
+def failures(source: TrajectorySource) -> dict[Failure, str]:
+    """The first message of each kind of failure among the episodes of a step."""
+    lost = source.pool.failure
+    return source.stats.errors | ({} if lost is None else {"engine": lost.message})
+
+
+def validation_failure(stats: RolloutStats) -> dict[Failure, str]:
+    """Why the first validation episode that does not count in the accuracy does not."""
+    return {} if stats.first_failure is None else {"validation": stats.first_failure}
+
+
+def validation_metrics(groups: Sequence[Sequence[Trajectory]], n: int, stats: RolloutStats) -> dict[str, float]:
+    """The accuracy on validation episodes, and how many of them do not count in it."""
+    return accuracy_metrics(groups, n) | {
+        "rollout/val_episodes": float(stats.started),
+        "rollout/val_failed": float(stats.failed + stats.grader_failed),
     }
 
 

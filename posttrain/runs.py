@@ -4,6 +4,7 @@
     provenance.json  where each value came from
     run.json         command, status, process, host, versions, times
     metrics.jsonl    written by `posttrain.track`
+    warnings.jsonl   likewise, once there are any
     traces/          written by `posttrain.data.trace_writer`
     checkpoints/     written by `posttrain.train.checkpoint`
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ class Imitation:
     async def weigh(self, batch: PackedBatch) -> dict[str, float]:
         return {"train/loss_tokens": float(batch.loss_mask.sum())}
 
-    async def validate(self) -> dict[str, float]:
+    async def validate(self, done: Callable[[int], None]) -> dict[str, float]:
         """Mean negative log-likelihood per assistant token."""
         total, tokens = 0.0, 0
         for start in range(0, len(self.val), _VAL_BATCH):
@@ -73,6 +73,7 @@ class Imitation:
             count = int(batch.loss_mask.sum())
             total += count * await self.actor.evaluate(batch)
             tokens += count
+            done(batch.num_sequences)
         return {"loss": total / max(1, tokens)}
 
 

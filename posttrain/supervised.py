@@ -4,7 +4,7 @@ model one update. A command brings its ``Objective``."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -24,7 +24,16 @@ from posttrain.registry import load_plugins
 from posttrain.runs import RunDir, StopSignal
 from posttrain.startup import check_machine, check_supported, open_model
 from posttrain.train.spec import LossSpec
-from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, train, update_speed
+from posttrain.training import (
+    TrainingRun,
+    check_profile,
+    open_tracker,
+    reading_validation,
+    recorded,
+    train,
+    update_speed,
+    validation_note,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +54,9 @@ class Learner(Protocol):
         """Give a batch its loss weights. Returns metrics of the step; they replace those of the update."""
         ...
 
-    async def validate(self) -> dict[str, float]:
-        """Metrics over the whole validation set; ``loss`` is one of them."""
+    async def validate(self, done: Callable[[int], None]) -> dict[str, float]:
+        """Metrics over the whole validation set; ``loss`` is one of them. ``done`` is called with the number of samples
+        that are done since the call before."""
         ...
 
 
@@ -91,6 +101,7 @@ def run(resolved: Resolved, objective: Objective) -> Path:
         tracker.note(f"{describe(objective, data)}, {steps} steps")
         if (warning := check_batch(data.usable_rows, cfg.data.batch_size)) is not None:
             tracker.note(warning)
+        tracker.note(validation_note(resolved, sum(not row.left_out for row in val), objective.many))
         for name, rows in ((data.shards.name, data.rendered or []), (str(cfg.data.val), val)):
             for note in notes(objective, name, Counts.of(rows), cfg):
                 tracker.note(note)
@@ -134,7 +145,8 @@ def prepare(cfg: Config, objective: Objective) -> Prepared:
     check_supported(cfg)
     check_machine(cfg)
     data = open_stream(objective, cfg, tokenizer)
-    val = load_validation(objective, cfg, tokenizer) if cfg.data.val else []
+    with reading_validation():
+        val = load_validation(objective, cfg, tokenizer) if cfg.data.val else []
     steps = total_steps(data.usable_rows, cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
     check_profile(cfg, steps)
     return Prepared(source, data, val, steps)
@@ -161,8 +173,8 @@ async def _train(
                 _step_metrics(run, data, batch, result) | update_speed([result], batch.num_tokens, actor) | weighed
             )
             if val and run.due(cfg.train.val_every, step):
-                with tracker.phase("validate"):
-                    found = await learner.validate()
+                with tracker.phase("validate"), tracker.counting("validation", len(val), objective.many) as done:
+                    found = await learner.validate(done)
                 metrics |= {f"val/{name}": value for name, value in found.items()}
                 run.early_stop.validated(step, found["loss"])
             if run.due(cfg.train.save_every, step):

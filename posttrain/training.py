@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from posttrain import probe
 from posttrain.config import Config
-from posttrain.errors import ConfigError, DeadlineError, Interrupted, RunError, WorkerError
+from posttrain.errors import ConfigError, DataError, DeadlineError, Interrupted, RunError, WorkerError
 from posttrain.models.load import ModelSource
+from posttrain.presets import Resolved
 from posttrain.reporting.background import Reporter
 from posttrain.runs import RunDir, Status, StopSignal
 from posttrain.saving import Saves, check_room
 from posttrain.text import printable
+from posttrain.track.rules import rules_of
 from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
@@ -208,7 +210,7 @@ class TrainingRun:
         step, norm = self.step + 1, result["grad_norm"]
         names = await actor.nonfinite_gradients()
         where = f"not finite in {_some(names)}" if names else "it overflows, and every part of it is finite"
-        self.tracker.note(f"warning: step {step}: update skipped, gradient norm {norm:g}: {where}")
+        self.tracker.note(f"step {step}: update skipped, gradient norm {norm:g}: {where}")
         if self.skipped_in_a_row >= self.cfg.train.max_skipped_steps:
             file = self.folder.path / f"nonfinite_step_{step}.pt"
             write_batch(file, batch)
@@ -300,7 +302,42 @@ def train(run: TrainingRun, loop: Callable[[TrainingRun], Coroutine[Any, Any, No
 def open_tracker(cfg: Config, folder: RunDir, total_steps: int) -> Tracker:
     """What the run reports to. Raises ``ConfigError`` where one of `run.logger` does not start."""
     title = f"{cfg.command} {cfg.run.name}"
-    return Tracker(folder.path, title, total_steps, cfg.run.logger, cfg.model_dump(mode="json"), cfg.run.console)
+    config, rules = cfg.model_dump(mode="json"), rules_of(cfg)
+    return Tracker(folder.path, title, total_steps, cfg.run.logger, config, cfg.run.console, rules)
+
+
+@contextmanager
+def reading_validation() -> Iterator[None]:
+    """Name the key in an error of the validation set: a preset's is still there when `--data` names other data."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(
+            f"data.val: {error.message}",
+            hint=f"{error.hint}; --data replaces data.train alone: --set data.val=FILE, or --set data.val= for none",
+        ) from error
+
+
+def validation_note(resolved: Resolved, count: int, unit: str) -> str:
+    """Return a line that says what the run is validated on and when.
+
+    Args:
+        count: of the validation set.
+        unit: what it is counted in.
+    """
+    cfg, origin = resolved.config, resolved.provenance
+    if not count:
+        return f"no validation: {f'none of the {unit} of data.val are usable' if cfg.data.val else 'data.val is empty'}"
+    files = [cfg.data.val] if isinstance(cfg.data.val, str) else cfg.data.val
+    every = cfg.train.val_every
+    when = "after the last step" if every is None else f"every {every} steps and after the last"
+    text = f"validation on {count:,} {unit} of {', '.join(files)}, {when}"
+    if origin["data.val"].startswith("preset") and not origin["data.train"].startswith("preset"):
+        text += (
+            f"; data.val is still that of {origin['data.val']}: {origin['data.train'].removeprefix('flag ')} replaces "
+            "data.train alone (--set data.val=FILE, or --set data.val= for none)"
+        )
+    return text
 
 
 def check_profile(cfg: Config, total_steps: int) -> None:

@@ -138,6 +138,10 @@ StopReason = Literal["stop", "length", "max_turns", "max_user_turns", "prompt_to
 """Why an episode ended: the assistant (or the simulated user) was done, a limit of `rollout`, or a failure."""
 
 
+Failure = Literal["episode", "grader", "tool", "engine", "validation"]
+"""What may fail while episodes are played, without an end to the run."""
+
+
 @dataclass
 class Trajectory:
     """One episode as the engine saw it. A failed episode is data (``error`` set), not a crash."""
@@ -171,6 +175,8 @@ class Trajectory:
     extracted: str | None = None
     """The answer that the grader found."""
     error: str | None = None
+    tool_errors: list[str] = field(default_factory=list)
+    """What was answered to each tool call that failed; the messages have it too."""
     advantages: npt.NDArray[np.float32] | None = None
     """[T] what each sampled token was trained with, 0 elsewhere; None: it was not trained on (yet)."""
 

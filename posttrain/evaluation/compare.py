@@ -11,7 +11,7 @@ import numpy as np
 
 from posttrain.errors import DataError
 from posttrain.evaluation.grading import Problem
-from posttrain.evaluation.statistics import bootstrap, mcnemar
+from posttrain.evaluation.statistics import difference_interval, mcnemar
 from posttrain.text import table
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ def _numbers(pairs: Sequence[Pair], resamples: int, seed: int) -> dict[str, Any]
     }
     if resamples:
         # Both scores of a problem are drawn together.
-        low, high = bootstrap((shares[:, 1] - shares[:, 0])[:, None], resamples, seed)[:, 0].tolist()
-        out["difference_ci"] = [low, high]
+        out["difference_ci"] = list(difference_interval(shares[:, 0], shares[:, 1], resamples, seed))
     return out
 
 

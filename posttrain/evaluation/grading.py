@@ -71,27 +71,32 @@ def problem_of(graded: Graded) -> Problem:
     )
 
 
-def grade(rows: Iterable[Row], pool: GraderPool, seen: Callable[[Graded], None]) -> list[Problem]:
+def grade(
+    rows: Iterable[Row], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None]
+) -> list[Problem]:
     """Grade rows, some at a time.
 
     Args:
         seen: is given each row with its verdicts, in order.
+        graded: is called with the number of responses that are graded since the call before.
 
     Raises:
         ConfigError: a data source has no grader.
     """
-    return asyncio.run(_grade(iter(rows), pool, seen))
+    return asyncio.run(_grade(iter(rows), pool, seen, graded))
 
 
-async def _grade(rows: Iterator[Row], pool: GraderPool, seen: Callable[[Graded], None]) -> list[Problem]:
+async def _grade(
+    rows: Iterator[Row], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None]
+) -> list[Problem]:
     problems = []
     while chunk := _chunk(rows):
         items = [[_item(row, i) for i, error in enumerate(row.errors) if error is None] for row in chunk]
-        verdicts = iter(await pool.grade([item for of_row in items for item in of_row]))
+        verdicts = iter(await pool.grade([item for of_row in items for item in of_row], graded=graded))
         for row in chunk:
-            graded = Graded(row, [next(verdicts) if error is None else None for error in row.errors])
-            seen(graded)
-            problems.append(problem_of(graded))
+            with_verdicts = Graded(row, [next(verdicts) if error is None else None for error in row.errors])
+            seen(with_verdicts)
+            problems.append(problem_of(with_verdicts))
     return problems
 
 

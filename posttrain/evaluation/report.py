@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from posttrain.evaluation.grading import Problem
-from posttrain.evaluation.statistics import Floats, bootstrap, majority, mean_of, pass_at_k
+from posttrain.evaluation.statistics import Floats, intervals, majority, mean_of, pass_at_k
 from posttrain.text import printable, table
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _summary(
     out["grader_errors"] = sum(p.grader_errors for p in problems)
     out["generation_errors"] = sum(p.generation_errors for p in problems)
     if resamples:
-        ends = bootstrap(values, resamples, seed)
+        ends = intervals(values, resamples, seed)
         out["ci"] = {
             name: None if np.isnan(ends[0, i]) else [float(ends[0, i]), float(ends[1, i])]
             for i, name in enumerate(names)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli
 
 from posttrain.errors import ConfigError
+from posttrain.track.warnings import newest, read_warnings
 
 MOST_POINTS = 1500
 """Of a curve. More steps than that are averaged, some at a time."""
@@ -69,6 +70,7 @@ class RunFolder:
             "seed": self.config.get("run.seed", 0),
             "description": self.config.get("description", ""),
             "checkpoints": checkpoints,
+            "warnings": [asdict(warning) for warning in newest(read_warnings(self.path))],
         }
 
     def curves(self) -> dict[str, Any]:

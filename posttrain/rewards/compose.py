@@ -28,8 +28,9 @@ class Rewarder:
         self.max_response_tokens = max_response_tokens
         self.scorers = scorers
 
-    async def reward(self, episodes: Sequence[Trajectory]) -> int:
-        """Fill reward, parts and correctness of episodes that did not fail. Returns how many could not be graded.
+    async def reward(self, episodes: Sequence[Trajectory]) -> list[str]:
+        """Fill reward, parts and correctness of episodes that did not fail. Returns why others could not be graded, one
+        message an episode.
 
         Raises:
             RunError: one could not be graded and `reward.on_error` is "raise", or a scorer is broken.
@@ -41,14 +42,14 @@ class Rewarder:
         graded, *opinions = await asyncio.gather(
             self.graders.grade(items), *(scorer.score(episodes) for scorer in self.scorers)
         )
-        count = 0
+        errors: list[str] = []
         for index, episode in enumerate(episodes):
             opinion = {s.name: scores[index] for s, scores in zip(self.scorers, opinions, strict=True)}
             error = self._settle(episode, graded[index], opinion)
             if error is not None:
-                count += 1
+                errors.append(error)
                 self._on_error(episode, error)
-        return count
+        return errors
 
     def _settle(self, episode: Trajectory, verdict: Score, opinions: Mapping[str, Score]) -> str | None:
         """Fill one episode; why it could not be, or None."""

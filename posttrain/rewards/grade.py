@@ -14,7 +14,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -75,8 +75,11 @@ class GraderPool:
             self._slots.put(grader)
         self._threads = ThreadPoolExecutor(len(self._graders), thread_name_prefix="grade")
 
-    async def grade(self, items: Sequence[GradeItem]) -> list[Score]:
+    async def grade(self, items: Sequence[GradeItem], *, graded: Callable[[int], None] | None = None) -> list[Score]:
         """The verdicts, in the order of the items. A grader that fails, hangs or dies gives ``Score(error=...)``.
+
+        Args:
+            graded: is called with the number of items that are done since the call before.
 
         Raises:
             ConfigError: no grader is known for an item's data source.
@@ -94,10 +97,20 @@ class GraderPool:
             chunks = [away[i : i + size] for i in range(0, len(away), size)]
             loop = asyncio.get_running_loop()
             work = [[items[i] for i in chunk] for chunk in chunks]
-            found = await asyncio.gather(*(loop.run_in_executor(self._threads, self._in_worker, w) for w in work))
+
+            async def in_worker(chunk: Sequence[GradeItem]) -> list[Score]:
+                scores = await loop.run_in_executor(self._threads, self._in_worker, chunk)
+                if graded is not None:
+                    graded(len(chunk))
+                return scores
+
+            found = await asyncio.gather(*map(in_worker, work))
             for chunk, scores in zip(chunks, found, strict=True):
                 verdicts |= dict(zip(chunk, scores, strict=True))
-        return [verdicts[i] if i in verdicts else _by_table(item) for i, item in enumerate(items)]
+        scores = [verdicts[i] if i in verdicts else _by_table(item) for i, item in enumerate(items)]
+        if graded is not None:
+            graded(len(items) - len(away))
+        return scores
 
     def close(self) -> None:
         """End all grader processes, also those at work."""

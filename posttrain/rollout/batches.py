@@ -102,7 +102,7 @@ class TrainingBatches:
         if not ready:
             raise RunError(
                 f"{drawn} groups were drawn for one step, and in none do episodes differ in "
-                f"{self._cfg.filter_metric!r} (rollout.filter_metric)",
+                f"{self._cfg.filter_metric!r} (rollout.filter_metric){stats.failures}",
                 hint="is the data too easy or too hard? raise rollout.n or rollout.filter_max_batches, or compare by "
                 "another part of the reward",
             )

@@ -94,6 +94,7 @@ class Episode:
         self.turns = self.user_turns = self.tool_calls = 0
         self.seconds = self.tool_seconds = 0.0
         self.reward_parts: dict[str, float] = {}
+        self.tool_errors: list[str] = []
         self._tool_states: dict[str, Any] = {}
         self._user_state: Any = None
         self._has_user = False
@@ -145,6 +146,7 @@ class Episode:
             prompt_length=self.prompt_length,
             reward_parts=self.reward_parts,
             error=error,
+            tool_errors=self.tool_errors,
         )
 
     async def release(self) -> str | None:
@@ -262,6 +264,7 @@ class Episode:
         results = [await self._call(run[0])] if len(run) == 1 else await asyncio.gather(*map(self._call, run))
         over = ToolResult(f"error: not run: a turn may have {cfg.max_calls_per_turn} calls", error=True)
         results = [*results, *[over] * (len(calls) - len(run))]
+        self.tool_errors += [result.text for result in results if result.error]
         replies: list[Message] = []
         for call, result in zip(calls, results, strict=True):
             text = self._harmless(cut(result.text, cfg.max_tool_response_chars, cfg.tool_response_cut))

@@ -46,6 +46,11 @@ class SamplerPool:
         return [replica.sampler for replica in self._replicas if replica.sampler is not None]
 
     @property
+    def failure(self) -> PosttrainError | None:
+        """Why a sampler was lost, or could not be replaced; None while none was."""
+        return next((replica.failure for replica in reversed(self._replicas) if replica.failure is not None), None)
+
+    @property
     def loads(self) -> list[int]:
         """Episodes that have their place at each replica."""
         return [replica.load for replica in self._replicas]
@@ -126,8 +131,7 @@ class SamplerPool:
             await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
 
     def _last_failure(self) -> PosttrainError:
-        failures = [replica.failure for replica in self._replicas if replica.failure is not None]
-        return failures[-1] if failures else WorkerError("there is no sampler")
+        return self.failure or WorkerError("there is no sampler")
 
 
 class _Replica:

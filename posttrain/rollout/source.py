@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.rewards.compose import Rewarder
 from posttrain.rollout.episode import Environment, Episode, EpisodeState, in_flight
-from posttrain.types import ON_POLICY, Prompt, Sampling, Trajectory
+from posttrain.types import ON_POLICY, Failure, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
     from posttrain.rollout.pool import SamplerPool
@@ -34,6 +34,40 @@ class RolloutStats:
     """Groups that are left for the next step (`rollout.over_sample_rate`)."""
     cancelled_lengths: list[int] = field(default_factory=list)
     """Response tokens that each episode had that was cancelled."""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    """Tool calls that were answered with an error."""
+    errors: dict[Failure, str] = field(default_factory=dict)
+    """The first message of each kind of failure."""
+
+    def count(self, episodes: Sequence[Trajectory]) -> None:
+        """Take the episodes of a group, before they are graded."""
+        self.started += len(episodes)
+        for episode in episodes:
+            self.tool_calls += episode.tool_calls
+            self.tool_errors += len(episode.tool_errors)
+            if episode.tool_errors:
+                self.errors.setdefault("tool", episode.tool_errors[0])
+            if episode.error is not None:
+                self.failed += 1
+                self.errors.setdefault("episode", episode.error)
+
+    @property
+    def first_failure(self) -> str | None:
+        """Why the first episode failed or could not be graded."""
+        return self.errors.get("episode") or self.errors.get("grader")
+
+    @property
+    def failures(self) -> str:
+        """How many episodes failed or could not be graded, as the end of a sentence; empty where none did."""
+        failed = self.failed + self.grader_failed
+        return f"; {failed} of {self.started} episodes failed, the first with: {self.first_failure}" if failed else ""
+
+    def ungraded(self, errors: Sequence[str]) -> None:
+        """Take the episodes of a group that could not be graded: why not."""
+        self.grader_failed += len(errors)
+        if errors:
+            self.errors.setdefault("grader", errors[0])
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -119,12 +153,27 @@ class TrajectorySource:
         states = [state for group in list(self._playing) for state in group.states]
         return in_flight(states) | {"grading": self._grading}
 
-    async def sample(self, prompts: Sequence[Prompt], n: int, sampling: Sampling = ON_POLICY) -> list[list[Trajectory]]:
-        """``n`` graded episodes of each prompt, in prompt order. Failed episodes are among them, with ``error`` set."""
+    async def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling = ON_POLICY,
+        *,
+        played: Callable[[int], None] | None = None,
+    ) -> list[list[Trajectory]]:
+        """Return ``n`` graded episodes of each prompt, in prompt order. Failed episodes are among them, with ``error``
+        set. ``played`` is called with 1 whenever a group is complete."""
         self.stats = RolloutStats()
         groups = [Group(prompt, n, self.env, sampling) for prompt in prompts]
+
+        async def play(group: Group) -> list[Trajectory]:
+            episodes = await self.play(group)
+            if played is not None:
+                played(1)
+            return episodes
+
         try:
-            return await together(self.play(group) for group in groups)
+            return await together(play(group) for group in groups)
         finally:
             for group in groups:
                 await group.release()
@@ -136,13 +185,12 @@ class TrajectorySource:
             episodes = await group.play(self.pool)
         finally:
             self._playing.remove(group)
-        self.stats.started += len(episodes)
-        self.stats.failed += sum(t.error is not None for t in episodes)
+        self.stats.count(episodes)
         if self.rewarder is not None:
             self._grading += len(episodes)
             try:
                 ungraded = await self.rewarder.reward([t for t in episodes if t.error is None])
             finally:
                 self._grading -= len(episodes)
-            self.stats.grader_failed += ungraded  # other groups count too while this one is graded
+            self.stats.ungraded(ungraded)  # of the stats as they are by now: others count while this one is graded
         return episodes

@@ -8,10 +8,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol
 
 from posttrain.text import printable
+from posttrain.track.warnings import RunWarning
 from posttrain.types import Trajectory
 
 Mode = Literal["auto", "panel", "plain", "json", "quiet"]
@@ -26,6 +27,8 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """(label, the metric names that may fill it, format)."""
 CURVES = ("reward", "loss", "length")
 """Labels of which the panel shows the course."""
+WORK_EVERY_S = 15.0
+"""Between two plain lines on how far some work is."""
 
 
 class View(Protocol):
@@ -33,7 +36,32 @@ class View(Protocol):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def note(self, text: str) -> None: ...
+    def warn(self, warning: RunWarning) -> None: ...
+    def working(self, work: Work) -> None: ...
     def close(self) -> None: ...
+
+
+@dataclass
+class Work:
+    """Something within a step that takes a while, and how far it is."""
+
+    name: str
+    total: int
+    unit: str
+    """What it is counted in."""
+    started: float
+    done: int = 0
+
+    @property
+    def counter(self) -> str:
+        return f"{self.done:,} of {self.total:,} {self.unit}"
+
+    @property
+    def eta(self) -> str:
+        """Time left at the speed so far; empty while nothing is done."""
+        if not self.done:
+            return ""
+        return clock((time.monotonic() - self.started) * (self.total - self.done) / self.done)
 
 
 @dataclass
@@ -59,6 +87,10 @@ class Progress:
     """State -> episodes that are in it just now."""
     samples: dict[str, tuple[float, str]] = field(default_factory=dict)
     """`good` and `bad` -> reward and text of the newest such response."""
+    warnings: Sequence[RunWarning] = ()
+    """The last of each name."""
+    work: Work | None = None
+    """What the run is counting just now."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a finished step."""
@@ -74,7 +106,7 @@ class Progress:
             if name is not None:
                 self.shown[label] = style.format(float(metrics[name]))
                 if label in CURVES:
-                    self.curves.setdefault(label, deque(maxlen=48)).append(float(metrics[name]))
+                    self.curves.setdefault(label, deque(maxlen=150)).append(float(metrics[name]))
         self.shown |= {name: f"{float(v):.3f}" for name, v in metrics.items() if name.startswith("val")}
 
     def took(self, name: str, seconds: float) -> None:
@@ -129,6 +161,8 @@ class PlainLines:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
+        self._told = -math.inf
+        """When it last told how far some work is."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         progress = self._progress
@@ -148,8 +182,26 @@ class PlainLines:
     def note(self, text: str) -> None:
         self._print(text)
 
+    def warn(self, warning: RunWarning) -> None:
+        self._print(warning.message)
+
+    def working(self, work: Work) -> None:
+        """Tell of it at its beginning and then now and then."""
+        now = time.monotonic()
+        if work.done and now - self._told < WORK_EVERY_S:
+            return
+        self._told = now
+        self._tell(work)
+
     def close(self) -> None:
         """Nothing to take down."""
+
+    def _tell(self, work: Work) -> None:
+        if work.done:
+            elapsed = clock(time.monotonic() - work.started)
+            self._print(f"{work.name}: {work.counter}  elapsed {elapsed}  eta {work.eta}")
+        else:
+            self._print(f"{work.name}: {work.total:,} {work.unit}")
 
     def _print(self, text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)
@@ -165,9 +217,12 @@ class QuietLines(PlainLines):
         if text.startswith("warning"):
             self._print(text)
 
+    def working(self, work: Work) -> None:
+        """Nothing is wrong with it."""
+
 
 class JsonLines(PlainLines):
-    """For programs: an object a line, with all metrics of a step, or with a ``note``."""
+    """For programs: an object a line, with all metrics of a step, a ``note``, a ``warning`` or ``progress``."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._progress.update(step, metrics)
@@ -177,6 +232,13 @@ class JsonLines(PlainLines):
 
     def note(self, text: str) -> None:
         self._print(json.dumps({"note": text}))
+
+    def warn(self, warning: RunWarning) -> None:
+        facts = asdict(warning)
+        self._print(json.dumps({"warning": facts.pop("name"), **facts}))
+
+    def _tell(self, work: Work) -> None:
+        self._print(json.dumps({"progress": work.name, "done": work.done, "total": work.total, "unit": work.unit}))
 
 
 def clock(seconds: float) -> str:

@@ -15,10 +15,11 @@ _MOST = 4
 
 
 class Gpus:
-    """``text`` is what they do; empty where there is none, or `nvidia-smi` does not answer."""
+    """``text`` is what they do, and ``range`` the same in fewer words; empty where there is none, or `nvidia-smi` does
+    not answer."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self.text = self.range = ""
         self._ended = threading.Event()
         self._program = shutil.which("nvidia-smi")
         if self._program is not None:
@@ -33,19 +34,20 @@ class Gpus:
             try:
                 command = [str(self._program), *query]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
-                self.text = describe(done.stdout)
+                self.text, self.range = describe(done.stdout), describe(done.stdout, most=1)
             except (OSError, subprocess.SubprocessError, ValueError):
-                self.text = ""  # a driver that does not answer is not this thread's to report
+                self.text = self.range = ""  # a driver that does not answer is not this thread's to report
             if self._ended.wait(_EVERY_S):
                 return
 
 
-def describe(lines: str) -> str:
-    """The answer of `nvidia-smi` (MiB used, MiB in all, per cent busy; a line a GPU) in a few words."""
+def describe(lines: str, most: int = _MOST) -> str:
+    """The answer of `nvidia-smi` (MiB used, MiB in all, per cent busy; a line a GPU) in a few words: of each of at most
+    ``most`` GPUs, or of the range of more."""
     gpus = [[_number(part) for part in line.split(",")] for line in lines.splitlines() if line.strip()]
     if not gpus:
         return ""
-    if len(gpus) <= _MOST:
+    if len(gpus) <= most:
         return "   ".join(f"{used / 1024:.1f}/{total / 1024:.0f} GiB{_percent(busy)}" for used, total, busy in gpus)
     used, busy = ([gpu[i] for gpu in gpus] for i in (0, 2))
     memory = _range([u / 1024 for u in used], ".1f")

@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from posttrain.track.boards import MLflow, TensorBoard, WeightsAndBiases
-from posttrain.track.console import Mode, Progress, View, make_view
+from posttrain.track.console import Mode, Progress, View, Work, make_view
 from posttrain.track.metrics import MetricsFile, MetricsSink
-from posttrain.types import Trajectory
+from posttrain.track.rules import Rule
+from posttrain.track.warnings import RunWarnings
+from posttrain.types import Failure, Trajectory
 
 
 class Tracker:
@@ -25,6 +27,7 @@ class Tracker:
         loggers: as `run.logger`.
         config: of the run, for loggers that show it beside the metrics.
         console: as `run.console`.
+        rules: what to warn of (``posttrain.track.rules``).
 
     Raises:
         ConfigError: a logger does not start.
@@ -38,9 +41,12 @@ class Tracker:
         loggers: Sequence[str],
         config: Mapping[str, Any] | None = None,
         console: Mode = "auto",
+        rules: Mapping[str, Rule] | None = None,
     ) -> None:
         self._sinks = [] if run_path is None else open_sinks(run_path, loggers, config or {})
-        self._progress = Progress(title, total_steps)
+        self._warnings = RunWarnings(run_path, rules or {})
+        self._errors: dict[Failure, str] = {}
+        self._progress = Progress(title, total_steps, warnings=self._warnings.newest)
         self._view: View | None = make_view(self._progress, console) if "console" in loggers else None
         self._timings: dict[str, float] = {}
         self._step_start = time.monotonic()
@@ -81,9 +87,45 @@ class Tracker:
             sink.write(step, row)
         if self._view is not None:
             self._view.step(step, row)
+        raised = self._warnings.observe(step, row, dict(self._errors))
+        self._errors.clear()
+        self._progress.warnings = self._warnings.newest
+        if self._view is not None:
+            for warning in raised:
+                self._view.warn(warning)
+
+    def failed(self, errors: Mapping[Failure, str]) -> None:
+        """Keep the first message of each kind of failure in the present step, for the warnings that it may raise."""
+        self._errors = {**errors, **self._errors}
+
+    @contextmanager
+    def counting(self, name: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+        """Announce something that takes a while and show how far it is.
+
+        Args:
+            total: of its parts, which are called ``unit``.
+
+        Yields:
+            What to call with the number of parts that are done since the call before.
+        """
+        work = Work(name, total, unit, time.monotonic())
+        self._progress.work = work
+
+        def advance(parts: int) -> None:
+            work.done += parts
+            if parts and self._view is not None:
+                self._view.working(work)
+
+        if self._view is not None:
+            self._view.working(work)
+        try:
+            yield advance
+        finally:
+            self._progress.work = None
 
     def rewind(self, step: int) -> None:
         """The run goes on after ``step``: what was written of later steps is written again."""
+        self._warnings.rewind(step)
         for sink in self._sinks:
             sink.rewind(step)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def opened(file: Path, scheme: Literal["light", "dark"] = "light") -> Iterator[Page]:
+def opened(file: Path, scheme: Literal["light", "dark"] = "light", width: int = 1280) -> Iterator[Page]:
     """The page of ``file``, when it has drawn itself. Leaving it fails the test for any request to somewhere else, any
     message of the console and any dialog. Skips where there is no browser."""
     chromium = find_chromium()
@@ -26,7 +26,7 @@ def opened(file: Path, scheme: Literal["light", "dark"] = "light") -> Iterator[P
     asked: list[str] = []
     said: list[str] = []
     with browser(chromium) as started:
-        page = started.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
+        page = started.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))

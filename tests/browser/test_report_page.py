@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def test_a_run(tmp_path: Path) -> None:
         assert page.inner_text("h1").startswith("a")
         assert drawn(page, '[data-metric="critic/score/mean"]')
         assert drawn(page, "#time .plot")
+        assert "cut" not in page.inner_text("#time")
         assert page.locator('[data-histogram="reward"] rect').count() == 2
         page.locator("summary").click()
         page.wait_for_selector('[data-metric="timing_s/gen"] canvas')
@@ -63,3 +65,72 @@ def test_runs_side_by_side_in_the_dark(tmp_path: Path) -> None:
         page.select_option("#run", label="c")
         assert "c/traces" in page.inner_text("#trajectories .lead")
         assert page.locator("#list .row").count() == 4
+
+
+TEXTS = """() => {
+  const texts = new Map();
+  const draw = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...where) {
+    const card = this.canvas.closest("[data-metric]")?.dataset.metric ?? "";
+    texts.set(card, [...(texts.get(card) ?? []), text]);
+    return draw.call(this, text, ...where);
+  };
+  plots.forEach((plot) => plot.redo());
+  return new Promise((done) => setTimeout(() => done(Object.fromEntries(texts)), 300));
+}"""
+"""Draws all plots again, and returns the texts on the canvas of each metric."""
+
+
+def with_metrics(run: Path, rows: list[dict[str, float]]) -> Path:
+    lines = [json.dumps({"step": step, "time": 0.0} | row) for step, row in enumerate(rows, start=1)]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    return run
+
+
+def test_a_long_first_step_is_cut_with_a_mark_and_no_tick_comes_twice(tmp_path: Path) -> None:
+    rows = [
+        {"critic/score/mean": 12345 + step / 100, "timing_s/gen": seconds, "timing_s/step": seconds}
+        for step, seconds in enumerate([68.0, *[5.0] * 30])
+    ]
+    run = with_metrics(write_run(tmp_path, "a", many(1, 1, 2)), rows)
+    with opened(report.run([str(run)], "runs", None)) as page:
+        assert drawn(page, '[data-metric="critic/score/mean"]')
+        assert drawn(page, "#time .plot")
+        texts = page.evaluate(TEXTS)["critic/score/mean"]
+        assert len(texts) == len(set(texts)) > 4
+        assert "Bars with a gap are cut: step 1 took 68 s." in page.inner_text("#time")
+
+
+def test_warnings_are_on_top_as_text(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "a", many(1, 1, 2))
+    lines = [
+        {"name": "graders_fail", "level": level, "step": level, "text": f"{level} {HOSTILE}", "hint": "mend it"}
+        for level in (1, 2)
+    ]
+    (run / "warnings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with opened(report.run([str(run)], "runs", None), width=420) as page:
+        box = page.get_by_role("region", name="Warnings")
+        assert box.inner_text().startswith("1 warning\nstep 2")
+        assert "<script>alert(1)</script>" in box.inner_text()
+        assert "hint: mend it" in box.inner_text()
+        assert box.bounding_box()["y"] < page.locator(".tiles").bounding_box()["y"]  # type: ignore[index]
+
+
+def test_a_failed_run_and_its_neighbours_on_a_phone(tmp_path: Path) -> None:
+    """Nothing is wider than the screen, words stay whole, and what failed does not wait for a first step."""
+    failed = write_run(tmp_path, "failed-before-its-first-step", [[]], status="failed")
+    (failed / "metrics.jsonl").write_text("")
+    write_run(tmp_path, "b", many(3, 1, 2))
+    with opened(report.run([str(failed)], "runs", None), width=420) as page:
+        assert page.inner_text("h1").endswith("failed")
+        assert "No step was finished." in page.inner_text("#curves")
+        assert "yet" not in page.inner_text("main")
+        assert page.locator(".tiles").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth") == 420
+    with opened(report.run([failed.name, "b"], str(tmp_path), None), width=420) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 420
+        states = page.locator("table.runs .state")
+        assert states.all_inner_texts() == ["failed", "finished"]
+        assert all(states.nth(i).bounding_box()["height"] < 30 for i in range(2))  # type: ignore[index]
+        assert page.locator("nav").bounding_box()["height"] < 60  # type: ignore[index]
+        assert drawn(page, '[data-metric="critic/score/mean"]')

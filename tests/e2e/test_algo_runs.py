@@ -263,7 +263,7 @@ def test_without_a_learning_rate_nothing_changes_for_ten_steps(here, recorded, s
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights(folder).items())
 
 
-def test_sampling_without_a_learning_rate_stays_on_policy(here):
+def test_sampling_without_a_learning_rate_stays_on_policy(here, capsys):
     """As above, with new episodes every step."""
     sets = ["train.steps=10", "train.optim.lr=0.0", "train.optim.weight_decay=0.0", f"data.val='{here}/any.parquet'"]
     sets += ["train.val_every=1", "val.temperature=0.0", "val.before_train=true"]
@@ -276,6 +276,7 @@ def test_sampling_without_a_learning_rate_stays_on_policy(here):
         assert step["rollout_gap/outside"] == 0.0
         assert step["sync/canary_gap"] < 1e-5
     assert len({step["val-core/test/any/acc/mean@1"] for step in metrics}) == 1
+    assert len(re.findall(r"^validation: \d+ prompts$", capsys.readouterr().err, flags=re.MULTILINE)) == 11
     start = dict(load_model(ModelSource("builtin:tiny"), dtype=torch.float32, seed=0).named_parameters())
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights(folder).items())
 

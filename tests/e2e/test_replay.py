@@ -153,7 +153,7 @@ def test_a_replay_by_another_policy_is_corrected_for(here, original):
     assert "timing_s/old_log_prob" not in replayed[0]
 
 
-def test_sampling_without_training(here):
+def test_sampling_without_training(here, capsys):
     """Stopped after a step, it goes on from its traces; what it leaves can be trained on."""
     sets = [*sampling(here), "train.val_every=1", f"data.val='{here}/val.parquet'"]
     (here / "stop").touch()
@@ -163,6 +163,7 @@ def test_sampling_without_training(here):
     assert list(first) == ["step_000001.parquet"]
     folder, metrics = run(here, "samples", *sets, rollout__only=True)
     assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert "data.val is not used: rollout.only trains nothing" in capsys.readouterr().err
     for step in metrics:
         assert 0.0 <= step["critic/score/mean"] <= 3.0
         assert step["response_length/mean"] <= 8

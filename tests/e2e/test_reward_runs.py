@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from posttrain.cluster.cluster import local_ray
 from posttrain.data.parquet import write_rows
 from posttrain.errors import ConfigError, PosttrainError, RunError
 from posttrain.presets import resolve
+from posttrain.track.warnings import read_warnings
 from tests.unit.test_sandbox import REASON
 
 PLUGIN = """
@@ -76,8 +78,14 @@ def moody(tmp_path_factory):
     return f"plugins=['{path}']"
 
 
-def test_a_grader_that_raises_or_hangs_is_never_a_zero(run, moody):
+def test_a_grader_that_raises_or_hangs_is_never_a_zero(run, moody, tmp_path, capsys):
     metrics = run([row(i) for i in range(4)], moody)
+    # A warning with the count and the first error, on the console and in the file that the report reads.
+    warning, *_ = [w for w in read_warnings(tmp_path / "runs" / "r") if w.name == "graders_fail"]
+    assert f"{warning.message}\n" in capsys.readouterr().err
+    assert re.match(
+        r"\d of 8 episodes could not be graded in steps? .*; the first: the grader of test/moody failed: ", warning.text
+    )
     assert sum(m["rollout/grader_failed"] for m in metrics) > 0
     for step in metrics:
         # Verdicts are 3 and 4. Were a failure a 0, the lowest would be 0 and the mean lower.

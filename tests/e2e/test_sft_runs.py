@@ -10,6 +10,7 @@ from posttrain.cluster.cluster import local_ray
 from posttrain.data.parquet import Conversation, sft_row, write_rows
 from posttrain.errors import ConfigError, RunError
 from posttrain.presets import resolve
+from posttrain.track.warnings import read_warnings
 from posttrain.train import checkpoint
 
 
@@ -67,9 +68,11 @@ def test_early_stop_ends_the_run_as_finished(sft_run, tmp_path, capsys):
         "best_step": 2,
         "without_better": 2,
     }
-    said = capsys.readouterr().err
-    assert "stopped early after step 6 of 20: val/loss has not fallen below" in said
-    assert "warning: data.batch_size = 32, and there are 24 rows: a step has a row up to 2 times" in said
+    err = capsys.readouterr().err
+    assert "stopped early after step 6 of 20: val/loss has not fallen below" in err
+    assert "warning: data.batch_size = 32, and there are 24 rows: a step has a row up to 2 times" in err
+    assert f"validation on 4 conversations of {tmp_path / 'val.parquet'}, every 2 steps and after the last\n" in err
+    assert err.count("validation: 4 conversations\n") == 3  # before it waits for each
 
 
 @pytest.mark.slow
@@ -83,7 +86,10 @@ def test_a_run_that_diverges_ends_with_its_batch_and_names(sft_run, tmp_path, ca
     assert json.loads((folder / "run.json").read_text())["status"] == "failed"
     assert [row["train/skipped_steps"] for row in rows(folder)] == [0.0, 1.0]
     assert checkpoint.find(folder).step == 2
-    assert "warning: step 2: update skipped" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "step 2: update skipped" in err
+    assert "warning: step 2: 1 update skipped so far" in err
+    assert [w.name for w in read_warnings(folder)] == ["skipped_updates"]
 
 
 @pytest.mark.slow

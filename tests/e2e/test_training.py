@@ -307,7 +307,7 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(alone, st
     assert saved.keys() == names
     assert all(torch.equal(saved[name], getattr(broken, name)) for name in names)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("warning: step 1: update skipped, gradient norm nan: not finite in model.")
+    assert lines[0].startswith("step 1: update skipped, gradient norm nan: not finite in model.")
 
 
 # ---------------------------------------------------------------------- checkpoints

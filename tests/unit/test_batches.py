@@ -238,6 +238,15 @@ async def test_filtering_is_bounded():
         await made.next()
 
 
+async def test_groups_without_a_signal_are_explained_by_their_failures():
+    def fails(row, number):
+        raise RunError("engine fell over")
+
+    made, _ = batches(Paced(fails), size=2, filter_groups=True, filter_max_batches=1)
+    with pytest.raises(RunError, match=r"the same; 4 of 4 episodes failed, the first with: RunError: engine fell over"):
+        await made.next()
+
+
 async def test_a_restored_order_starts_with_what_was_left():
     made, _ = batches(Paced(one_slow(1, 60.0)), over_sample_rate=0.25)
     await made.next()

@@ -148,7 +148,10 @@ def test_eval_takes_the_newest_responses(tmp_path: Path) -> None:
         os.utime(folder / "responses.parquet", (1e9 - age, 1e9 - age))
     done = posttrain("eval", "--pass-at", "1,2", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "evaluating runs/new/responses.parquet\n"
+    assert done.stderr.splitlines() == [
+        "evaluating runs/new/responses.parquet",
+        "grading runs/new/responses.parquet: 2 responses",
+    ]
     result = json.loads(done.stdout)
     assert (result["overall"]["pass@1"], result["overall"]["pass@2"]) == (0.5, 1.0)
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -306,13 +307,16 @@ def test_a_server_that_goes_away_stops_the_run_and_what_was_done_is_kept(data, t
     assert pq.read_table(out).equals(pq.read_table(tmp_path / "calm.parquet"))
 
 
-def test_failures_are_rows(data, tmp_path):
+def test_failures_are_rows_and_one_warning(data, tmp_path, capsys):
     some = lambda nth, body: reply(nth, body) if nth % 2 else (500, {}, "I am ill")  # noqa: E731
     with serve(some) as endpoint:
         rows = pq.read_table(sampled(endpoint.url, data, tmp_path / "out.parquet")).to_pylist()
     errors = [error for row in rows for error in row["errors"]]
     assert sum(error is not None and "I am ill" in error for error in errors) == 6
     assert sum(error is None for error in errors) == 6
+    warnings = re.findall(r"^warning: step \d+: (.*)$", capsys.readouterr().err, flags=re.MULTILINE)
+    assert 1 <= len(warnings) <= 3  # once, and again where it is worse
+    assert all(re.match(r"\d of \d+ episodes failed .*; the first: .*I am ill", text) for text in warnings)
 
 
 async def test_engines_that_are_all_gone_end_the_run():

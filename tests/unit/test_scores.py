@@ -17,13 +17,22 @@ from typer.testing import CliRunner
 
 from posttrain import evaluate as command
 from posttrain.cli import app
-from posttrain.config import Config
+from posttrain.config import Config, RewardConfig
 from posttrain.errors import ConfigError, DataError
 from posttrain.evaluate import PAGER, evaluate, run, run_comparison, run_name, sample
 from posttrain.evaluation.compare import compare, match
 from posttrain.evaluation.grading import Problem
-from posttrain.evaluation.statistics import bootstrap, majority, mcnemar, pass_at_k
+from posttrain.evaluation.statistics import (
+    bootstrap,
+    difference_interval,
+    intervals,
+    majority,
+    mcnemar,
+    pass_at_k,
+    wilson,
+)
 from posttrain.presets import resolve
+from posttrain.rewards.grade import GradeItem, GraderPool
 
 GSM = "openai/gsm8k"
 
@@ -81,6 +90,48 @@ def test_problems_without_a_value_do_not_count() -> None:
     assert (low[0], high[0]) == (0.0, 1.0)
     assert (low[1], high[1]) == (0.5, 0.5)
     assert np.isnan([low[2], high[2]]).all()
+
+
+def test_wilson_by_hand() -> None:
+    """Tables of Newcombe 1998 (two-sided 95 %), and the ends."""
+    for right, n, ends in ((81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (1, 29, (0.0061, 0.1718))):
+        assert wilson(right / n, n) == pytest.approx(ends, abs=5e-5)
+    assert wilson(0.0, 10) == (0.0, pytest.approx(0.2775, abs=5e-5))
+    assert wilson(1.0, 1) == (pytest.approx(0.2065, abs=5e-5), 1.0)
+    with pytest.raises(ValueError, match="n >= 1"):
+        wilson(0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("right", "n"), [(0, 1), (1, 1), (0, 10), (10, 10), (5, 10), (0, 400), (400, 400), (2, 400), (100, 400)]
+)
+def test_an_interval_is_sane_at_every_size_and_end(right: int, n: int) -> None:
+    values = (np.arange(n) < right).astype(float)[:, None]
+    low, high = intervals(values, 500, 0)[:, 0]
+    assert 0.0 <= low <= right / n <= high <= 1.0
+    assert high - low >= 0.008  # 400 of 400 do not prove 100 %
+    assert high - low <= (0.8 if n == 1 else 0.6)
+
+
+def test_intervals_of_many_ordinary_problems_are_those_of_the_bootstrap() -> None:
+    values = np.random.default_rng(0).random((30, 2))
+    values[:20, 1] = np.nan  # ten are left
+    ends = intervals(values, 500, 0)
+    np.testing.assert_array_equal(ends[:, 0], bootstrap(values, 500, 0)[:, 0])
+    assert tuple(ends[:, 1]) == wilson(float(values[20:, 1].mean()), 10)
+    assert np.isnan(intervals(np.full((3, 1), np.nan), 100, 0)).all()
+
+
+def test_the_difference_of_few_problems_is_not_certain() -> None:
+    """Newcombe 1998, table II, method 8: 36 pairs both, 12 only one, 2 only the other, 0 neither."""
+    a = np.array([1.0] * 48 + [0.0] * 2)
+    b = np.array([1.0] * 36 + [0.0] * 12 + [1.0] * 2)
+    low, high = difference_interval(b, a, 500, 0)
+    assert (low, high) == (pytest.approx(0.0569, abs=5e-4), pytest.approx(0.3404, abs=5e-4))
+    assert difference_interval(a, b, 500, 0) == pytest.approx((-high, -low))
+    low, high = difference_interval(np.zeros(5), np.ones(5), 500, 0)
+    assert -1.0 <= low < 0.5 < high == 1.0
+    assert difference_interval(a, a, 500, 0) == pytest.approx((0.0, 0.0), abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +193,21 @@ def test_all_scores_by_hand(tmp_path: Path) -> None:
 
 def test_the_table_names_levels_and_intervals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(table(tmp_path / "r.parquet", PROBLEMS), config("eval.pass_at=[1,2]"), as_json=False)
-    shown = capsys.readouterr().out
+    shown, err = capsys.readouterr()
+    assert err == f"grading {tmp_path / 'r.parquet'}: 15 responses\n"  # announced, since it may take long
     for part in ("pass@2", "best@4", "maj@4", "  Level 2", "  Level 10", "41.7 %", " - ", "their episodes failed"):
         assert part in shown
     assert "mean@4" not in shown  # it is pass@1
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+async def test_grading_tells_how_far_it_is(cheap: bool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 1.0")
+    told: list[int] = []
+    with GraderPool(RewardConfig(function="" if cheap else f"{tmp_path}/mine.py:f")) as pool:
+        scores = await pool.grade([GradeItem(GSM, f"#### {i}", "4") for i in range(40)], graded=told.append)
+    assert (len(scores), sum(told)) == (40, 40)
+    assert cheap or len([count for count in told if count]) > 4
 
 
 def test_a_grader_without_answers_has_no_majority(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +243,7 @@ def test_a_comparison_by_hand() -> None:
     assert numbers["mcnemar_p"] == 1.0
     low, high = numbers["difference_ci"]
     assert -1 <= low <= 0.125 <= high <= 1
-    assert compare(("a", "a"), a, a, 200, 0).overall["difference_ci"] == [0.0, 0.0]
+    assert compare(("a", "a"), a, a, 200, 0).overall["difference_ci"] == pytest.approx([0.0, 0.0], abs=0.1)
 
 
 def test_problems_are_matched_by_what_they_are() -> None:

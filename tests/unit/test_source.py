@@ -239,6 +239,8 @@ async def test_validation_counts_what_was_graded():
         "val-core/openai/gsm8k/acc/mean@2": pytest.approx((1 / 2 + 1) / 2),  # of prompts, not of episodes
         "val-core/openai/gsm8k/acc/best@2": 1.0,
         "val-core/openai/gsm8k/acc/maj@2": pytest.approx((0.5 + 1.0) / 2),  # 8 and 9 once each; 8 alone
+        "rollout/val_episodes": 4.0,
+        "rollout/val_failed": 1.0,
     }
     assert {p.temperature for p in sampler.params} == {0.5}
 

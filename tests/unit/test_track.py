@@ -13,10 +13,11 @@ from rich.console import Console
 
 from posttrain.errors import ConfigError
 from posttrain.track import Tracker
-from posttrain.track.console import Mode, Progress, clock
+from posttrain.track.console import Mode, Progress, Work, clock
 from posttrain.track.gpus import describe
 from posttrain.track.metrics import MetricsFile
 from posttrain.track.panel import LivePanel, sparkline
+from posttrain.track.warnings import RunWarning
 from tests.unit.recorded import trajectory
 
 
@@ -150,6 +151,31 @@ def test_what_a_model_says_cannot_drive_the_terminal() -> None:
     for bad in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\u202e"):
         assert bad not in text
     assert r"\x1b[2J\x1b]0;owned\x07\x9b31m \u202egnissim [bold]x[/bold]" in text
+
+
+@pytest.mark.parametrize("width", [60, 108, 150])
+def test_the_panel_uses_the_width_that_there_is(width: int) -> None:
+    """Labels are whole, a curve ends with its newest value, and of the phases those that fit are shown."""
+    progress = Progress("rl tiny", 1000, warnings=[RunWarning("x", 1, 5, "32 of 64 episodes " * 9, "")])
+    for step in range(1, 141):
+        values = {"critic/score/mean": float(step == 140), "val-core/openai/gsm8k/acc/mean@16": 0.125}
+        progress.update(step, values | {"timing_s/step": 12.0})
+    progress.step_started = time.monotonic() - 100.0
+    progress.open_phases.append(("testing", time.monotonic() - 50.0))
+    for name in ("gen", "update_actor", "old_log_prob"):
+        progress.took(name, 12.0)
+    progress.work = Work("validation", 1319, "prompts", time.monotonic() - 50.0, done=500)
+    progress.samples = {"good": (1.0, "a long answer " * 20)}
+    lines = [line.rstrip() for line in drawn(progress, width=width).splitlines() if line.startswith("│ ")]
+    rows = {line[2:13].rstrip(): line[15:-1].rstrip() for line in lines[1:]}
+    assert {"step", "phase", "progress", "reward", "validation", "good sample", "warning"} <= rows.keys()
+    assert rows["reward"].endswith("▁█")
+    assert len(rows["reward"]) == 9 + min(140, width - 26)
+    assert rows["validation"] == "0.125    openai/gsm8k/acc/mean@16"
+    assert rows["progress"].startswith("validation 500 of 1,319 prompts   eta 1:2")
+    assert rows.get("this step", rows["phase"]).endswith("old_log_prob 12 %" if width > 60 else "update_actor 12 %")
+    assert len(rows["good sample"]) in (width - 17, width - 18)
+    assert all(len(line) == width for line in lines)
 
 
 def test_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from posttrain.data.chat import render_prompt
 from posttrain.data.traces import fingerprint, write_traces
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.presets import resolve
-from posttrain.runs import RunDir
+from posttrain.runs import RunDir, Status
 from posttrain.types import Message, Prompt, Trajectory
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202egnissim\u202c \x1b[31mred\x07 &lt; 'é🙂"
@@ -58,9 +58,14 @@ def episode(number: int, reward: float, answer: str = "", step: int = 1, words: 
 
 
 def write_run(
-    root: Path, name: str, steps: Sequence[Sequence[Sequence[Trajectory]]], sets: Sequence[str] = (), seed: int = 0
+    root: Path,
+    name: str,
+    steps: Sequence[Sequence[Sequence[Trajectory]]],
+    sets: Sequence[str] = (),
+    seed: int = 0,
+    status: Status = "finished",
 ) -> Path:
-    """A finished run whose step k had the groups ``steps[k - 1]``."""
+    """A run that ended so, whose step k had the groups ``steps[k - 1]``."""
     flags = {"run.dir": str(root), "run.name": name, "run.seed": seed, "model.path": "builtin:tiny"}
     folder = RunDir.open(resolve("rl", "tiny-arith", list(sets), flags))
     lines = []
@@ -79,7 +84,7 @@ def write_run(
         }
         lines.append(json.dumps(row | {"rollout_gap/below/0.001": 1.0}))
     (folder.path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 9, "torn']))
-    folder.finish("finished")
+    folder.finish(status)
     return folder.path
 
 

@@ -17,12 +17,17 @@ const HEADLINES = [
   [/^rollout\/groups_without_signal$/, "Groups without signal"],
 ];
 
+/** Why there is nothing to draw. */
+function noStep(runs) {
+  return runs.some((run) => run.status === "running") ? "No step is finished yet." : "No step was finished.";
+}
+
 const plots = new Set();
 let smoothing = 0;
 
 function drawCurves(section, runs) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves.values)))];
-  if (!names.length) return section.append(el("p", { class: "empty" }, "No step is finished yet."));
+  if (!names.length) return section.append(el("p", { class: "empty" }, noStep(runs)));
   const steps = Math.max(...runs.map((run) => run.curves.steps.length));
   smoothing = steps > 120 ? 0.8 : 0;
   const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: smoothing });
@@ -155,7 +160,7 @@ function options(width, series, more = {}) {
       : low === high ? [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2] : uPlot.rangeNum(low, high, 0.1, true) } },
     axes: [{ ...axis, size: 26, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000] },
       { ...axis, size: (u, values) => 14 + 6.5 * Math.max(3, ...(values || []).map((v) => v.length)), space: 34,
-        values: (u, ticks) => ticks.map(show) }],
+        values: (u, ticks) => showAll(ticks) }],
     ...more,
   };
 }
@@ -166,7 +171,7 @@ function drawTime(section, run) {
   const values = run.curves.values;
   const phases = Object.keys(values).filter((name) => name.startsWith("timing_s/") && name !== "timing_s/step");
   const total = sum(values["timing_s/step"] || []);
-  if (!total) return section.append(el("p", { class: "empty" }, "No step is finished yet."));
+  if (!total) return section.append(el("p", { class: "empty" }, noStep([run])));
   const parts = phases.map((name) => [name.slice(9), values[name]]).sort((a, b) => sum(b[1]) - sum(a[1]));
   const shown = parts.slice(0, 7);
   const rest = run.curves.steps.map((_, i) => Math.max(0,
@@ -184,6 +189,22 @@ function drawTime(section, run) {
   whenSeen(place, () => draw(place, (width) => stack(run.curves.steps, shown, width, readout)));
 }
 
+/** A slanted gap through each bar that is taller than the scale. */
+function markCut(plot, cut) {
+  const { ctx, bbox } = plot;
+  const [unit, y] = [devicePixelRatio, bbox.top + 14 * devicePixelRatio];
+  const half = Math.max(4 * unit, Math.min(20 * unit, Math.abs(plot.valToPos(1, "x", true) - plot.valToPos(0, "x", true)) / 2)) + unit;
+  ctx.save();
+  ctx.fillStyle = css("--surface");
+  for (const [step] of cut) {
+    const x = plot.valToPos(step, "x", true);
+    ctx.beginPath();
+    for (const [dx, dy] of [[-half, 3], [half, -3], [half, 1], [-half, 7]]) ctx.lineTo(x + dx, y + dy * unit);
+    ctx.fill();
+  }
+  ctx.restore();
+}
+
 /** Bars of the phases on top of each other: drawn from the highest sum to the lowest. */
 function stack(steps, parts, width, readout) {
   let below = steps.map(() => 0);
@@ -192,15 +213,20 @@ function stack(steps, parts, width, readout) {
     return { values: below, series: { label: name, fill: color(i), stroke: color(i), width: 0, points: { show: false },
       paths: uPlot.paths.bars({ size: [0.92, 40], gap: 0 }) } };
   }).reverse();
-  const tell = (plot) => {
-    const at = plot.cursor.idx;
-    readout.textContent = at === null || at === undefined ? "Seconds of each step. Point at one to read it."
-      : `step ${steps[at]}: ` + parts.map(([name, seconds]) => `${name} ${duration(seconds[at] || 0)}`).join(", ");
-  };
   const totals = sums[0].values.toSorted((a, b) => a - b);
   const usual = totals[Math.floor(0.95 * (totals.length - 1))] || 1;
   const top = Math.min(totals[totals.length - 1] * 1.05, usual * 2.5); // the first step starts everything
-  const more = { height: 230, hooks: { setCursor: [tell], ready: [tell] }, scales: { x: { time: false,
+  const cut = steps.flatMap((step, at) => (sums[0].values[at] > top ? [[step, sums[0].values[at]]] : []));
+  const longer = cut.slice(0, 3).map(([step, seconds]) => `step ${step} took ${duration(seconds)}`).join(", ")
+    + (cut.length > 3 ? ` and ${cut.length - 3} more` : "");
+  const tell = (plot) => {
+    const at = plot.cursor.idx;
+    readout.textContent = at === null || at === undefined
+      ? `Seconds of each step. Point at one to read it.${cut.length ? ` Bars with a gap are cut: ${longer}.` : ""}`
+      : `step ${steps[at]}: ` + parts.map(([name, seconds]) => `${name} ${duration(seconds[at] || 0)}`).join(", ");
+  };
+  const more = { height: 230, hooks: { setCursor: [tell], ready: [tell], draw: [(plot) => markCut(plot, cut)] },
+    scales: { x: { time: false,
     range: (u, low, high) => [low - 0.6, high + 0.6] }, y: { range: () => [0, top] } } };
   return { options: options(width, sums.map((s) => s.series), more), data: [steps, ...sums.map((s) => s.values)] };
 }

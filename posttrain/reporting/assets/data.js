@@ -51,14 +51,28 @@ function putMarked(into, text, needle) {
   if (at < text.length) into.append(text.slice(at));
 }
 
-/** A number for people: about four digits. */
-function show(value) {
+/** A number for people: about four digits, or so many. */
+function show(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (!Number.isFinite(value)) return String(value);
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return String(+value.toPrecision(4));
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(digits - 2);
+  if (size >= 1000) {
+    const before = Math.floor(Math.log10(size)) + 1;
+    return value.toLocaleString("en", { maximumFractionDigits: Math.max(0, digits - before) });
+  }
+  return String(+value.toPrecision(digits));
+}
+
+/** Numbers that stand side by side: each with as many digits as it takes to tell all of them apart. */
+function showAll(values) {
+  const different = new Set(values).size;
+  let texts = [];
+  for (let digits = 4; digits <= 14; digits++) {
+    texts = values.map((value) => show(value, digits));
+    if (new Set(texts).size === different) break;
+  }
+  return texts;
 }
 
 function duration(seconds) {

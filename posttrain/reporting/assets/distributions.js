@@ -47,19 +47,19 @@ function histogram(name, { edges, single, unit, counts, shares }, first, last) {
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", `Histogram: ${title}, ${about}`);
   const slot = width / bins.length;
-  const label = (edge) => (typeof edge === "number" ? show(edge) : edge);
+  const labels = edges.every((edge) => typeof edge === "number") ? showAll(edges) : edges;
   bins.forEach((count, bin) => {
     const tall = count ? Math.max(1, (count / most) * (base - 8)) : 0;
     const gap = Math.min(2, slot * 0.15);
     const bar = shape("rect", { x: bin * slot + gap / 2, y: base - tall, width: Math.max(0.5, slot - gap), height: tall, rx: 1 });
-    const where = single ? label(edges[bin]) : `${label(edges[bin])} to ${label(edges[bin + 1])}`;
+    const where = single ? labels[bin] : `${labels[bin]} to ${labels[bin + 1]}`;
     bar.addEventListener("pointermove", (event) => tip.show(
       `${where} ${unit}\n${shares ? "" : `${count.toLocaleString("en")}: `}${(100 * count / total).toFixed(2)} %`, event.clientX, event.clientY));
     bar.addEventListener("pointerleave", tip.hide);
   });
-  const marks = single && bins.length <= 9 ? edges.map((edge, i) => [(i + 0.5) * slot, edge, "middle"])
-    : [[0, edges[0], "start"], [width, edges[edges.length - 1], "end"]];
-  for (const [x, edge, anchor] of marks) shape("text", { x, y: height - 6, "text-anchor": anchor }, label(edge));
+  const marks = single && bins.length <= 9 ? labels.map((text, i) => [(i + 0.5) * slot, text, "middle"])
+    : [[0, labels[0], "start"], [width, labels[labels.length - 1], "end"]];
+  for (const [x, text, anchor] of marks) shape("text", { x, y: height - 6, "text-anchor": anchor }, text);
   return el("div", { class: "card", "data-histogram": name },
     el("div", { class: "top" }, el("h3", {}, title), el("span", { class: "readout muted" }, shares ? "" : `${sum(bins).toLocaleString("en")} counted`)),
     el("div", { class: "about" }, about), svg);

@@ -34,20 +34,30 @@ function drawHead(head, runs) {
     head.append(el("h1", {}, el("span", { text: run.name }), el("span", { class: `chip ${run.status}` }, run.status ?? "")),
       el("p", { class: "facts", text: [`posttrain ${run.command}`, run.preset && `preset ${run.preset}`, run.model, `seed ${run.seed}`,
         run.started && `started ${run.started.replace("T", " ").slice(0, 16)} UTC`].filter(Boolean).join("  ·  ") }),
-      el("div", { class: "tiles" }, ...tiles(run)));
+      ...warnings(runs), ...[tiles(run)].filter((made) => made.length).map((made) => el("div", { class: "tiles" }, ...made)));
   } else {
     const rows = runs.map((run) => el("tr", {},
       el("td", { class: "swatch" }, el("i", { style: { background: color(run.group) } }), el("b", { text: run.name })),
-      el("td", {}, run.status ?? ""), el("td", { class: "n" }, String(run.seed)), el("td", { class: "n" }, show(lastOf(run.curves.steps))),
+      el("td", {}, el("span", { class: `state ${run.status}` }, run.status ?? "")), el("td", { class: "n" }, String(run.seed)), el("td", { class: "n" }, show(lastOf(run.curves.steps))),
       el("td", { class: "n" }, show(lastOf(run.curves.values["critic/score/mean"]))),
       el("td", { class: "n" }, show(lastOf(run.curves.values[Object.keys(run.curves.values).find((n) => ACCURACY.test(n))]))),
       el("td", { class: "n" }, show(lastOf(run.curves.values["train/loss"] ?? run.curves.values["actor/pg_loss"])))));
     head.append(el("h1", {}, `${runs.length} runs`),
       el("p", { class: "facts" }, "Runs that differ in nothing but the seed have one colour; the thick line is their mean."),
-      el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "run"), el("th", {}, "status"),
-        ...["seed", "steps", "reward", "validation", "loss"].map((name) => el("th", { class: "n" }, name)))), el("tbody", {}, ...rows))));
+      el("div", { class: "scroll" }, el("table", { class: "runs" }, el("thead", {}, el("tr", {}, el("th", {}, "run"), el("th", {}, "status"),
+        ...["seed", "steps", "reward", "validation", "loss"].map((name) => el("th", { class: "n" }, name)))), el("tbody", {}, ...rows))),
+      ...warnings(runs));
   }
   for (const run of runs) for (const problem of run.problems) head.append(el("p", { class: "problem", text: problem }));
+}
+
+/** What the runs warned of, in one box if there is anything: the newest warning of each kind, and what to do. */
+function warnings(runs) {
+  const rows = runs.flatMap((run) => run.warnings.map((warning) => el("li", {},
+    el("b", { text: runs.length > 1 ? `${run.name}, step ${warning.step}` : `step ${warning.step}` }),
+    el("span", { text: warning.text }), el("div", { class: "muted", text: `hint: ${warning.hint}` }))));
+  return rows.length ? [el("div", { class: "warnings", role: "region", "aria-label": "Warnings" },
+    el("h2", {}, rows.length > 1 ? `${rows.length} warnings` : "1 warning"), el("ul", {}, ...rows))] : [];
 }
 
 /** Sections about one run, drawn anew when another one is chosen. */
