@@ -7,7 +7,6 @@ answers at once.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
@@ -24,6 +23,8 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from posttrain.config import Command, Config, algo_bundle
+from posttrain.config.aliases import NO_KEY, keys_by_alias
+from posttrain.config.reading import read_toml
 from posttrain.errors import ConfigError
 from posttrain.registry import nearest
 
@@ -131,7 +132,7 @@ def load_preset(name_or_path: str) -> Preset:
             chain = " -> ".join(p.stem for p in [*seen, current])
             raise ConfigError(f"presets extend each other in a circle: {chain}", hint="remove one `extends`")
         seen.append(current)
-        raw = _read_toml(current)
+        raw = read_toml(current, "preset")
         parent = _text(raw, "extends", current)
         command = command or _text(raw, "command", current)
         description = description or _text(raw, "description", current)
@@ -154,7 +155,7 @@ def find_preset(name_or_path: str, beside: Path | None = None) -> Path:
         return path.resolve()
     path = presets_dir() / f"{name_or_path}.toml"
     if not path.is_file():
-        close = nearest(name_or_path, [p.stem for p in presets_dir().glob("*.toml")])
+        close = nearest(name_or_path, sorted(p.stem for p in presets_dir().glob("*.toml")))
         hint = f"did you mean {close!r}?" if close else "`posttrain presets` lists them; a path must end with .toml"
         raise ConfigError(f"unknown preset {name_or_path!r}", hint=hint)
     return path.resolve()
@@ -247,15 +248,6 @@ def _table_of(key: str) -> str | None:
     return next((table for table in _tables() if key.startswith(f"{table}.") and all(key.split("."))), None)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"preset {path} is not valid TOML: {error}", hint="strings need quotes in a file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"preset {path} cannot be read: {error}") from error
-
-
 def _text(raw: Mapping[str, Any], key: str, path: Path) -> str:
     value = raw.get(key, "")
     if not isinstance(value, str):
@@ -283,7 +275,7 @@ def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> V
             hints.append(f"give one of its keys, such as `{first}`")
         else:
             problems.append(f"unknown key `{key}` in {source}")
-            hints.append(_nearest_key(key, leaves))
+            hints.append(_key_hint(key, leaves))
 
     for name, value in tree.items():
         if not dotted and "." in name:
@@ -296,12 +288,24 @@ def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> V
     return flat
 
 
-def _nearest_key(key: str, leaves: Sequence[str]) -> str:
-    """A key whose last part is the same lies nearest (`train.lr` -> `train.optim.lr`), then one spelled alike."""
-    last = key.rsplit(".", 1)[-1]
-    same_name = [leaf for leaf in leaves if leaf.rsplit(".", 1)[-1] == last]
-    close = difflib.get_close_matches(key, same_name or leaves, n=1, cutoff=0.0 if same_name else 0.6)
-    return f"did you mean `{close[0]}`?" if close else "`posttrain presets show NAME` prints every key"
+def _key_hint(key: str, leaves: Sequence[str]) -> str:
+    """What an unknown key may have meant: a name of another trainer's, the same last part in another section
+    (`train.lr` -> `train.optim.lr`), or one that is spelled alike."""
+    from posttrain.verl.names import ours_of  # on demand: hundreds of rules
+
+    prefix, _, last = key.rpartition(".")
+    if last in NO_KEY:
+        return f"`{last}` has no key here: {NO_KEY[last]}"
+    if same_name := [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]:
+        return f"did you mean `{nearest(key, same_name) or same_name[0]}`?"
+    elsewhere = keys_by_alias()
+    if known := ours_of(key) or elsewhere.get(last):
+        return f"`{key}` is called `{known}` here"
+    names = dict.fromkeys(leaves, "") | {f"{prefix}.{name}".lstrip("."): ours for name, ours in elsewhere.items()}
+    close = nearest(key, names)
+    if close is None:
+        return "`posttrain presets show NAME` prints every key"
+    return f"did you mean `{names[close] or close}`?"
 
 
 def _parse_sets(sets: Sequence[str]) -> Values:
@@ -390,6 +394,9 @@ def _config_error(error: ValidationError, provenance: Mapping[str, str]) -> Conf
         parts = [str(part) for part in item["loc"]]
         key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in provenance), ".".join(parts))
         lines.append(f"{key} = {item['input']!r} ({provenance.get(key, 'unknown')}): {item['msg']}")
+        if item["type"] == "literal_error":
+            close = nearest(str(item["input"]), re.findall(r"'([^']*)'", item["ctx"]["expected"]))
+            hints += [f"did you mean {close!r}?"] if close else []
     return ConfigError("\n".join(lines), hint="; ".join(hints) or None)
 
 

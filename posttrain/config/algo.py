@@ -182,12 +182,10 @@ def algo_bundle(name: str) -> dict[str, Any]:
         ConfigError: unknown name.
     """
     from posttrain.errors import ConfigError
-    from posttrain.registry import nearest
+    from posttrain.registry import unknown
 
     if name not in ALGO_BUNDLES:
-        close = nearest(name, ALGO_BUNDLES)
-        known = ", ".join(ALGO_BUNDLES)
-        raise ConfigError(f"unknown algo {name!r}", hint=f"did you mean {close!r}?" if close else f"known: {known}")
+        raise ConfigError(f"unknown algo {name!r}", hint=unknown(name, ALGO_BUNDLES))
     kept = {"name", "kl_coef", "kl_in", "kl_estimator", "kl_target", "kl_horizon", "entropy_coef", "updates_per_step"}
     kept |= {"teacher", "correction"}
     defaults = {f"algo.{key}": f.default for key, f in AlgoConfig.model_fields.items() if key not in kept}
