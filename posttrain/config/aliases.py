@@ -22,7 +22,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "per_device_train_batch_size", "micro_train_batch_size", "micro_batch_size_per_gpu", "micro_batch_size",
     ),
     "train.sequence_parallel": (
-        "ulysses_sequence_parallel_size", "sequence_parallel_size", "context_parallel_size", "ring_attn_size", "sp_size",
+        "ulysses_sequence_parallel_size", "sequence_parallel_size", "context_parallel_size", "ring_attn_size",
+        "sp_size",
     ),
     "train.dtype": ("bf16", "fp16", "torch_dtype", "mixed_precision", "precision"),
     "train.attention": ("attn_implementation", "flash_attn"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data import wanted
 from posttrain.data.parquet import open_parquet
 from posttrain.errors import DataError
 
@@ -39,7 +40,8 @@ def shard_files(paths: str | Sequence[str], *, made_by: str = "posttrain prep") 
         if Path(path).is_dir():
             found = sorted(str(f) for f in Path(path).rglob("*.parquet") if not f.name.startswith("."))
             if not found:
-                raise DataError(f"{path}: no .parquet file in this folder", hint=f"`{made_by}` writes some")
+                hint = wanted.of_folder(path) or f"`{made_by}` writes some"
+                raise DataError(f"{path}: no .parquet file in this folder", hint=hint)
             files += found
         elif Path(path).exists() or not glob.has_magic(path):
             files.append(path)
