@@ -13,19 +13,19 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import tomli
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from posttrain.config import Command, Config, algo_bundle
-from posttrain.config.aliases import NO_KEY, keys_by_alias
 from posttrain.config.reading import read_toml
 from posttrain.errors import ConfigError
+from posttrain.keys import key_hint, leaf_keys, leaves_of, table_of
 from posttrain.registry import nearest
 
 Values = dict[str, Any]
@@ -222,32 +222,6 @@ def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> Values:
     return flat
 
 
-def leaf_keys() -> list[str]:
-    """Every dotted key that a config knows."""
-    return [key for key, _ in _leaves(Config)]
-
-
-def _leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, type) of each value in the tree."""
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _leaves(kind, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", kind
-
-
-@functools.cache
-def _tables() -> frozenset[str]:
-    """The keys whose value is a table of free names, such as `tools`."""
-    return frozenset(key for key, kind in _leaves(Config) if get_origin(kind) is dict)
-
-
-def _table_of(key: str) -> str | None:
-    """The table that ``key`` lies in, if it does (`tools` of `tools.search.url`)."""
-    return next((table for table in _tables() if key.startswith(f"{table}.") and all(key.split("."))), None)
-
-
 def _text(raw: Mapping[str, Any], key: str, path: Path) -> str:
     value = raw.get(key, "")
     if not isinstance(value, str):
@@ -264,7 +238,7 @@ def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> V
     hints: list[str] = []
 
     def walk(value: Any, key: str) -> None:
-        if key in leaves or (dotted and _table_of(key)):
+        if key in leaves or (dotted and table_of(key)):
             flat[key] = value
         elif key in sections and isinstance(value, Mapping):
             for name, inner in value.items():
@@ -275,7 +249,7 @@ def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> V
             hints.append(f"give one of its keys, such as `{first}`")
         else:
             problems.append(f"unknown key `{key}` in {source}")
-            hints.append(_key_hint(key, leaves))
+            hints.append(key_hint(key, leaves))
 
     for name, value in tree.items():
         if not dotted and "." in name:
@@ -286,26 +260,6 @@ def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> V
     if problems:
         raise ConfigError("\n".join(problems), hint="; ".join(dict.fromkeys(hints)))
     return flat
-
-
-def _key_hint(key: str, leaves: Sequence[str]) -> str:
-    """What an unknown key may have meant: a name of another trainer's, the same last part in another section
-    (`train.lr` -> `train.optim.lr`), or one that is spelled alike."""
-    from posttrain.verl.names import ours_of  # on demand: hundreds of rules
-
-    prefix, _, last = key.rpartition(".")
-    if last in NO_KEY:
-        return f"`{last}` has no key here: {NO_KEY[last]}"
-    if same_name := [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]:
-        return f"did you mean `{nearest(key, same_name) or same_name[0]}`?"
-    elsewhere = keys_by_alias()
-    if known := ours_of(key) or elsewhere.get(last):
-        return f"`{key}` is called `{known}` here"
-    names = dict.fromkeys(leaves, "") | {f"{prefix}.{name}".lstrip("."): ours for name, ours in elsewhere.items()}
-    close = nearest(key, names)
-    if close is None:
-        return "`posttrain presets show NAME` prints every key"
-    return f"did you mean `{names[close] or close}`?"
 
 
 def _parse_sets(sets: Sequence[str]) -> Values:
@@ -344,12 +298,12 @@ def _last(layers: Sequence[tuple[str, Values]], key: str, default: Any) -> Any:
 
 def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) -> Resolved:
     """Fold the layers and validate the tree."""
-    optional = {key for key, kind in _leaves(Config) if type(None) in get_args(kind)}
+    optional = {key for key, kind in leaves_of(Config) if type(None) in get_args(kind)}
     values: Values = {}
     provenance = dict.fromkeys(leaf_keys(), "default")
     for source, layer in layers:
         for key, value in layer.items():
-            if table := _table_of(key):
+            if table := table_of(key):
                 before = values.get(table, functools.reduce(getattr, table.split("."), Config(command=command)))
                 values[table] = _with_entry(before, key.removeprefix(f"{table}.").split("."), value)
             else:
@@ -421,11 +375,11 @@ def _annotate(text: str, provenance: Mapping[str, str]) -> str:
         elif match := re.match(r'([A-Za-z0-9_-]+|"[^"]*") = ', line):
             key = section + match[1]
         ends_value = line and not line.startswith("[") and not line.endswith("[") and not line.startswith(" ")
-        lines.append(f"{line}  # {_origin(key, provenance)}" if ends_value else line)
+        lines.append(f"{line}  # {origin(key, provenance)}" if ends_value else line)
     return "\n".join(lines) + "\n"
 
 
-def _origin(key: str, provenance: Mapping[str, str]) -> str:
+def origin(key: str, provenance: Mapping[str, str]) -> str:
     """Where a value came from. A table that is one value (`reward.weights`, `tools`) has one origin."""
     while "." in key and key not in provenance:
         key = key.rpartition(".")[0]

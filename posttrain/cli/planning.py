@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from posttrain.cli.options import (
+    AlgoOption,
     PresetOption,
     SetOption,
     StepsOption,
@@ -25,7 +26,7 @@ def plan(
         str | None,
         typer.Option("--model", help="Folder, hub id in the local cache, builtin:tiny, run:NAME or a config.json."),
     ] = None,
-    algo: Annotated[str | None, typer.Option(help="RL algorithm: a bundle of algo.* values.")] = None,
+    algo: AlgoOption = None,
     workers: WorkersOption = None,
     steps: StepsOption = None,
     gpu: Annotated[

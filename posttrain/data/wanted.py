@@ -1,4 +1,4 @@
-"""What to do with a file that is not what a command wants: the command that converts it, or the one that trains on it."""
+"""What to do with a file that a command does not want: the command that converts it, or the one that trains on it."""
 
 from __future__ import annotations
 
