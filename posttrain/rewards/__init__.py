@@ -116,8 +116,8 @@ def grader_name(data_source: str) -> str:
         guess = f"did you mean {close!r}? Else " if close else ""
         raise ConfigError(
             f"no grader for data source {data_source!r}",
-            hint=f"{guess}bring one in a file of yours, --plugin my_task.py: DATA_SOURCES[{data_source!r}] = the name of a "
-            "grader (docs/your-own-task.md); or grade every row with --set reward.function=my_task.py:grade",
+            hint=f"{guess}bring one in a file of yours, --plugin my_task.py: DATA_SOURCES[{data_source!r}] = the "
+            "name of a grader (docs/your-own-task.md); or grade every row with --set reward.function=my_task.py:grade",
         )
     return name
 
