@@ -127,7 +127,7 @@ def commands(group: Any, path: str = "posttrain") -> Iterator[tuple[str, Any]]:
 
 
 def _command(path: str, command: Any) -> str:
-    hints = typing.get_type_hints(command.callback)
+    hints = typing.get_type_hints(command.callback) if command.callback else {}  # a group that only has commands
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     words = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments]
     rows = [(_usage(p, hints[p.name]), _help(p)) for p in command.params]

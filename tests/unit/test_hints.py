@@ -103,7 +103,7 @@ def test_every_alias_is_of_a_key_and_of_one_only() -> None:
         ("[train]\nsteps = 1\nepochs = 2\nsteps = 3\n", "line 5: the key `steps` is given twice, first on", "keep"),
         ("train.steps = 1\ntrain.steps = 2\n", "line 3: the key `train.steps` is given twice, first on", "keep"),
         ("[data]\ntrain = [\n'a',\n]\ntrain = [\n'b',\n]\n", "line 6: the key `train` is given twice", "keep one"),
-        ("[train]\nsteps = 1\n[data]\n[train]\nepochs = 1\n", "line 5: [train] is given twice, first on line 2", "keep"),
+        ("[train]\nsteps = 1\n[data]\n[train]\nepochs = 1\n", "line 5: [train] is given twice, first on", "keep"),
         ("train = {steps = 1, steps = 2}\n", "line 2: the key 'steps' is given twice", "keep one"),
         ("[train]\nsteps =\n", "is not valid TOML", "strings need quotes"),
     ],
