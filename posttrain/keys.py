@@ -50,34 +50,38 @@ def known_key(name: str) -> str:
     leaves = leaf_keys()
     if name in leaves or any(leaf.startswith(f"{name}.") for leaf in leaves):
         return name
-    known = table_of(name) or _of_verl(name) or keys_by_alias().get(name.rpartition(".")[2])
+    known = table_of(name) or _called_elsewhere(name)
     if known is None:
         raise ConfigError(f"unknown key `{name}`", hint=key_hint(name, leaves))
     return known
 
 
-def _of_verl(name: str) -> str | None:
-    """Our key that verl calls so."""
-    from posttrain.verl.names import ours_of  # on demand: hundreds of rules
-
-    return ours_of(name)
-
-
 def key_hint(key: str, leaves: Sequence[str]) -> str:
-    """What an unknown key may have meant: a name of another trainer's, the same last part in another section
-    (`train.lr` -> `train.optim.lr`), or one that is spelled alike."""
-    prefix, _, last = key.rpartition(".")
+    """What an unknown key may have meant (``nearest_key``), or why there is none."""
+    last = key.rpartition(".")[2]
     if last in NO_KEY:
         return f"`{last}` has no key here: {NO_KEY[last]}"
-    if known := _of_verl(key):
-        return f"`{key}` is called `{known}` here"
-    if same_name := [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]:
-        return f"did you mean `{nearest(key, same_name) or same_name[0]}`?"
-    if known := keys_by_alias().get(last):
-        return f"`{key}` is called `{known}` here"
-    others = {f"{prefix}.{name}".lstrip("."): ours for name, ours in keys_by_alias().items()}
-    names = dict.fromkeys(leaves, "") | others
-    close = nearest(key, names)
-    if close is None:
+    if (close := nearest_key(key, leaves)) is None:
         return "`posttrain presets show NAME` prints every key"
-    return f"did you mean `{names[close] or close}`?"
+    return f"`{key}` is called `{close}` here" if close == _called_elsewhere(key) else f"did you mean `{close}`?"
+
+
+def nearest_key(key: str, leaves: Sequence[str]) -> str | None:
+    """The key that an unknown one may have meant: the same last part in another section (`train.lr` ->
+    `train.optim.lr`), what another trainer calls so, or one that is spelled alike. None: there is none."""
+    prefix, _, last = key.rpartition(".")
+    if known := _called_elsewhere(key):
+        return known
+    if same_name := [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]:
+        return nearest(key, same_name) or same_name[0]
+    others = {f"{prefix}.{name}".lstrip("."): ours for name, ours in keys_by_alias().items()}
+    names = {leaf: leaf for leaf in leaves} | others
+    close = nearest(key, names)
+    return None if close is None else names[close]
+
+
+def _called_elsewhere(name: str) -> str | None:
+    """Our key that another trainer calls so."""
+    from posttrain.verl.names import ours_of  # on demand: hundreds of rules
+
+    return ours_of(name) or keys_by_alias().get(name.rpartition(".")[2])

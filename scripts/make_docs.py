@@ -132,7 +132,7 @@ def _command(path: str, command: Any) -> str:
     words = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments]
     rows = [(_usage(p, hints[p.name]), _help(p)) for p in command.params]
     usage = " ".join([path, *words, *(["[OPTIONS]"] if len(rows) > len(words) else [])])
-    example = f"\n{command.epilog}\n" if command.epilog else ""
+    example = f"\n{command.epilog.replace(': ', ': `')}`\n" if command.epilog else ""
     text = f"## {path}\n\n{command.help}\n\n    {usage}\n{example}"
     return f"{text}\n{_table(('option', 'what it does'), rows)}" if rows else text
 

@@ -16,7 +16,7 @@ import typer
 
 from posttrain.cli import data, explaining, importing, looking, merging, planning, scoring, training
 from posttrain.cli.guard import guarded, show_tracebacks
-from posttrain.cli.naming import Commands
+from posttrain.cli.naming import Commands, OneCommand
 
 app = typer.Typer(
     name="posttrain",
@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 
 
 def _add(group: typer.Typer, name: str, command: Callable[..., None], example: str) -> None:
-    group.command(name, epilog=f"Example: {example}")(guarded(command))
+    group.command(name, cls=OneCommand, epilog=f"Example: {example}")(guarded(command))
 
 
 for name, (command, example) in COMMANDS.items():

@@ -24,7 +24,7 @@ def plan(
     set_: SetOption = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Folder, hub id in the local cache, builtin:tiny, run:NAME or a config.json."),
+        typer.Option("--model", help="Folder, hub id, builtin:tiny, run:NAME or a config.json."),
     ] = None,
     algo: AlgoOption = None,
     workers: WorkersOption = None,

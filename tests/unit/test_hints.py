@@ -85,6 +85,23 @@ def test_an_unknown_command_gets_the_nearest(args: str, meant: str) -> None:
     assert f"did you mean '{meant}'?" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        ("rl --stpes 3", "did you mean --steps?"),
+        ("sft --lr 1e-5", "did you mean --set train.optim.lr=VALUE?"),
+        ("sft --learning-rate=1e-5", "did you mean --set train.optim.lr=VALUE?"),
+        ("rl --num-generations 8", "did you mean --set rollout.n=VALUE?"),
+        ("doctor --qiuck", "did you mean --quick?"),
+    ],
+)
+def test_an_unknown_option_gets_the_nearest_or_a_key(args: str, hint: str) -> None:
+    done = posttrain(*args.split())
+    assert done.exit_code == 2
+    assert "No such option" in done.stderr
+    assert hint in " ".join(done.stderr.replace("│", " ").split())
+
+
 def test_every_alias_is_of_a_key_and_of_one_only() -> None:
     leaves = set(leaf_keys())
     names = [alias for aliases in ALIASES.values() for alias in aliases]
