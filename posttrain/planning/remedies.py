@@ -151,7 +151,8 @@ def cache(plan: Plan, tokens: int) -> Iterator[Settings]:
     """Settings that leave an engine a KV cache of so many tokens."""
     engine, cfg = plan.layout.engine, plan.question.cfg
     assert engine is not None
-    fraction = math.ceil(100 * (engine.weights + tokens * engine.of_token) / engine.gpu_bytes + 1) / 100
+    wanted = engine.weights + tokens * engine.of_token
+    fraction = math.ceil(100 * wanted / max(1.0, engine.gpu_bytes) + 1) / 100
     if fraction * plan.layout.engines_per_gpu < 1.0:
         yield {"rollout.memory_fraction": fraction}
         if plan.layout.colocated and not cfg.train.cpu_offload:

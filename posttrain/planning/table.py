@@ -186,7 +186,12 @@ def as_data(plan: Plan, found: Sequence[Problem]) -> dict[str, Any]:
         "step_seconds": plan.step_seconds,
         "fits": plan.fits if q.machine.memory else None,
         "problems": [
-            {"level": p.level, "message": p.message, "set": [assignments(settings) for settings in p.settings]}
+            {
+                "level": p.level,
+                "message": p.message,
+                "set": [assignments(settings) for settings in p.settings],
+                "otherwise": "" if p.settings else p.otherwise,
+            }
             for p in found
         ],
     }
