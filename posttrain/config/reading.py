@@ -12,7 +12,7 @@ import tomli
 from posttrain.errors import ConfigError
 
 _KEY = re.compile(r"\s*([\w.\"'-]+(?:\s*\.\s*[\w\"'-]+)*)\s*=")
-_HEADER = re.compile(r"\s*\[{1,2}\s*([^\]]+?)\s*\]{1,2}")
+_HEADER = re.compile(r"\s*\[{1,2}\s*([\w.\"'\s-]+?)\s*\]{1,2}\s*(?:#.*)?$")  # and no row of an array of arrays
 _TWICE = ("Cannot overwrite a value", "Cannot declare", "Duplicate inline table key")
 """How tomli begins to say that something is there already."""
 

@@ -122,6 +122,7 @@ def test_every_alias_is_of_a_key_and_of_one_only() -> None:
         ("[data]\ntrain = [\n'a',\n]\ntrain = [\n'b',\n]\n", "line 6: the key `train` is given twice", "keep one"),
         ("[train]\nsteps = 1\n[data]\n[train]\nepochs = 1\n", "line 5: [train] is given twice, first on", "keep"),
         ("train = {steps = 1, steps = 2}\n", "line 2: the key 'steps' is given twice", "keep one"),
+        ("[tools]\na = [\n[1, 2],\n]\na = 1\n", "line 6: the key `a` is given twice, first on line 3", "keep"),
         ("[train]\nsteps =\n", "is not valid TOML", "strings need quotes"),
     ],
 )  # fmt: skip
