@@ -330,7 +330,7 @@ def planned(folder, *arguments):
     return done
 
 
-MACHINES = [("4090", 1), ("4090", 3), ("h200", 3), ("a10", None), ("h200", 8)]
+MACHINES = [("4090", 1), ("4090", 3), ("h200", 8), ("a10", None)]
 
 
 @pytest.mark.parametrize("preset", [p.name for p in list_presets() if p.command in ("sft", "prefer", "rl")])
