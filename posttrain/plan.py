@@ -7,7 +7,8 @@ what can be told of the data. Imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,15 +21,19 @@ from posttrain.config import Config
 from posttrain.data.loader import total_steps
 from posttrain.errors import ConfigError, DataError, ModelError, UserError
 from posttrain.models.load import locate, read_config, read_config_file
-from posttrain.planning.batch import Lengths, assumed_lengths, longest_of
+from posttrain.planning.advice import Replan, Settings, assignments, changed
+from posttrain.planning.batch import Lengths, assumed_lengths, longest_of, sequences_of_step
 from posttrain.planning.compare import Pair, compare, lengths_of
 from posttrain.planning.estimate import Plan, Question
+from posttrain.planning.known import known_models
 from posttrain.planning.layout import Kernels, Shapes, sync_budget
-from posttrain.planning.machines import Machine, gpu_named, this_machine
+from posttrain.planning.machines import Machine, gpu_named, machine_stored, this_machine
 from posttrain.planning.problems import impossible, problems
 from posttrain.planning.shape import ModelShape, shape_of
 from posttrain.planning.sizes import GIB
 from posttrain.planning.table import as_data, render
+from posttrain.presets import load_preset, presets_dir, resolve
+from posttrain.registry import nearest
 from posttrain.runs import find_run, weights_of
 from posttrain.track.metrics import FILE_NAME
 
@@ -65,41 +70,68 @@ def show(cfg: Config, asked: Asked | None = None, as_json: bool = False, *, know
     Raises:
         UserError: the model cannot be found here, or a GPU of this name.
     """
-    question = question_of(cfg, asked or Asked(), known)
+    asked = asked or Asked()
+    question = question_of(cfg, asked, known)
     plan = Plan(question)
-    found = problems(plan)
+    found = problems(plan, replans(question, asked, known))
     return json.dumps(as_data(plan, found)) if as_json else render(plan, found)
 
 
 def show_run(folder: Path, asked: Asked, as_json: bool) -> str:
-    """A run's figures beside those that a plan predicts with the lengths that it had.
+    """A run's figures beside those that a plan predicts with the lengths that it had, for the machine that it ran on or
+    the one that was described.
 
     Raises:
         UserError: there is no run, it has no metrics, or its model cannot be found.
     """
     cfg = stored_config(folder)
-    pairs = compared(cfg, folder, asked)
+    question, notes = _question_of_run(cfg, folder, asked)
+    pairs = compared(question, folder)
     if as_json:
         rows = [{"metric": p.name, "predicted": p.predicted, "measured": p.measured, "off": p.off} for p in pairs]
-        return json.dumps({"run": cfg.run.name, "command": cfg.command, "compared": rows})
+        told = {"machine": question.machine.describe(), "notes": notes, "compared": rows}
+        return json.dumps({"run": cfg.run.name, "command": cfg.command, **told})
     width = max(len(pair.name) for pair in pairs)
-    lines = [f"posttrain {cfg.command} {cfg.run.name}", f"  {'':<{width}}  predicted   measured    off"]
+    lines = [f"posttrain {cfg.command} {cfg.run.name}", f"predicted for: {question.machine.describe()}"]
+    lines += [f"note: {note}" for note in notes]
+    lines += [f"  {'':<{width}}  predicted   measured    off"]
     lines += [f"  {p.name:<{width}}  {p.predicted:>9.4g}  {p.measured:>9.4g}  {p.off:>+4.0%}" for p in pairs]
     return "\n".join(lines)
 
 
-def compared(cfg: Config, folder: Path, asked: Asked) -> list[Pair]:
+def _question_of_run(cfg: Config, folder: Path, asked: Asked) -> tuple[Question, list[str]]:
+    """What a run was, and what to know of the comparison: it may have been made on another machine."""
+    try:
+        state = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / 'run.json'} cannot be read: {error}", hint="is it the folder of a run?"
+        ) from error
+    host, here, kept = str(state.get("host", "")), socket.gethostname(), "machine" in state
+    theirs = machine_stored(None if cfg.cluster.device == "cpu" else state["machine"]) if kept else None
+    question = question_of(cfg, asked, machine=theirs if asked == Asked(length=asked.length) else None)
+    notes: list[str] = []
+    if theirs is not None and theirs.gpu != question.machine.gpu:
+        notes.append(f"the run was made on another machine: {theirs.describe()}; its times and memory are of that one")
+    elif theirs is None and asked.gpu is None and host != here:
+        notes.append(
+            f"the run was made on another machine, {host or 'of unknown name'}, and this is {here}: times and memory "
+            "are predicted for this one; --gpu names the run's"
+        )
+    return question, [*notes, *question.notes]
+
+
+def compared(question: Question, folder: Path) -> list[Pair]:
     """What is both predicted and measured of a run. Raises ``DataError`` where it has no metrics yet."""
     file = folder / FILE_NAME
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}", hint="run.logger must have had jsonl in it") from error
-    lengths = lengths_of(cfg, rows)
+    lengths = lengths_of(question.cfg, rows)
     if lengths is None:
         raise DataError(f"{file} has no steps yet", hint="wait for the first step")
-    question = replace(question_of(cfg, asked), lengths=lengths, typical=True)
-    return compare(Plan(question), rows)
+    return compare(Plan(replace(question, lengths=lengths, typical=True)), rows)
 
 
 def closing_line(cfg: Config, folder: Path) -> str | None:
@@ -107,7 +139,7 @@ def closing_line(cfg: Config, folder: Path) -> str | None:
     if cfg.cluster.device == "cpu":
         return None
     try:
-        pairs = compared(cfg, folder, Asked())
+        pairs = compared(question_of(cfg, Asked()), folder)
     except UserError:
         return None  # without metrics, or of a model that plan does not know
     except Exception as error:  # whatever it is: a run that has been trained does not fail for it
@@ -134,11 +166,18 @@ def run_folder(cfg_dir: str, name: str) -> Path:
 # ---------------------------------------------------------------------- what a plan is given
 
 
-def question_of(cfg: Config, asked: Asked, known: Known | None = None) -> Question:
-    """What is known of a run before it starts. Raises ``UserError``."""
-    shapes, machine = shapes_of(cfg), machine_of(cfg, asked)
+def question_of(cfg: Config, asked: Asked, known: Known | None = None, *, machine: Machine | None = None) -> Question:
+    """What is known of a run before it starts. ``machine``: where it is; None: what was asked for. Raises
+    ``UserError``."""
+    shapes, notes = shapes_of(cfg)
+    return _question(cfg, shapes, machine or machine_of(cfg, asked), asked, known or Known(), notes)
+
+
+def _question(
+    cfg: Config, shapes: Shapes, machine: Machine, asked: Asked, known: Known, of_models: Sequence[str]
+) -> Question:
     kernels, notes = kernels_of(cfg, machine)
-    lengths, known = _lengths(cfg, asked.length), known or Known()
+    lengths = _lengths(cfg, asked.length)
     if known.of_step:
         mean = sum(known.of_step) / len(known.of_step)
         lengths = replace(lengths, mean=mean, prompt=known.prompt, source="the first batch")
@@ -153,26 +192,76 @@ def question_of(cfg: Config, asked: Asked, known: Known | None = None) -> Questi
         lengths,
         steps=_steps(cfg) if known.steps is None else known.steps,
         of_step=known.of_step or None,
-        notes=tuple(notes),
+        notes=(*of_models, *notes),
     )
 
 
-def shapes_of(cfg: Config) -> Shapes:
-    """The models that a run loads. Raises ``UserError``."""
+def replans(question: Question, asked: Asked, known: Known | None = None) -> Replan:
+    """What plans the run of ``question`` again, with other settings."""
+
+    def replan(settings: Settings) -> Plan | None:
+        cfg = changed(question.cfg, settings)
+        if cfg is None:
+            return None
+        machine = question.machine if asked.gpu is None else machine_of(cfg, asked)
+        again = _question(cfg, question.shapes, machine, asked, known or Known(), ())
+        if again.of_step is not None and sequences_of_step(cfg) != sequences_of_step(question.cfg):
+            again = replace(again, of_step=None)  # of a batch of another size only the mean is known
+        return Plan(again)
+
+    return replan
+
+
+def shapes_of(cfg: Config) -> tuple[Shapes, list[str]]:
+    """The models that a run loads, and what had to be assumed of them. Raises ``UserError``."""
+    notes: list[str] = []
 
     def shape(path: str, key: str = "model.path") -> ModelShape:
         if path.endswith(".json"):
             return shape_of(read_config_file(Path(path)), path)
-        return shape_of(read_config(locate(weights_of(cfg.run.dir, path, key))), path)
+        start = _start_of(cfg, path, key)
+        if start != path:
+            notes.append(f"{key} = {path!r} is not here yet: it is taken to be like {start!r}, which its preset trains")
+        found, note = _sizes(weights_of(cfg.run.dir, start, key))
+        notes.extend(note)
+        return shape_of(found, path)
 
     facts = ADVANTAGES[cfg.algo.advantage]
     rl = cfg.command == "rl"
-    return Shapes(
+    shapes = Shapes(
         shape(cfg.model.path),
         critic=shape(cfg.critic.path, "critic.path") if rl and facts.critic and cfg.critic.path else None,
         teacher=shape(cfg.algo.teacher, "algo.teacher") if rl and facts.teacher else None,
         reward=shape(cfg.reward.model.path, "reward.model.path") if rl and cfg.reward.model.path else None,
     )
+    return shapes, list(dict.fromkeys(notes))
+
+
+def _start_of(cfg: Config, path: str, key: str) -> str:
+    """The model path, or of a run of a shipped preset that was not made yet the one that this preset starts from."""
+    try:
+        weights_of(cfg.run.dir, path, key)
+    except UserError:
+        name = path.removeprefix("run:").removesuffix("/best")
+        if not path.startswith("run:") or not (presets_dir() / f"{name}.toml").is_file():
+            raise
+        command: Any = load_preset(name).command
+        return _start_of(cfg, resolve(command, name).config.model.path, key)
+    return path
+
+
+def _sizes(path: str) -> tuple[dict[str, Any], list[str]]:
+    """The config of a model, and what had to be assumed of it: a hub's model that is not in the local cache is looked
+    up in the table of public models. Raises ``ModelError``."""
+    try:
+        return read_config(locate(path)), []
+    except ModelError as error:
+        models = known_models()
+        if path in models:
+            return models[path], [f"{path} is not in the local cache: its sizes are those that posttrain ships"]
+        if close := nearest(path, models):
+            raise ModelError(error.message, hint=f"did you mean {close!r}? Else {error.hint}") from error
+        raise
 
 
 def machine_of(cfg: Config, asked: Asked) -> Machine:
@@ -290,12 +379,13 @@ def check_budget(cfg: Config) -> float | None:
     if not machine.memory:
         return None
     try:
-        question = replace(question_of(cfg, Asked()), machine=machine)
+        plan = Plan(question_of(cfg, Asked(), machine=machine))
     except ModelError:
         return None  # a kind of model that no plan can be made of
-    problem = impossible(question)
+    problem = impossible(plan, replans(plan.question, Asked()))
     if problem is not None:
-        fix = f"--set {problem.fix}" if problem.fix else "use more GPUs or a smaller model"
-        raise ConfigError(problem.message, hint=f"{fix}; `posttrain plan` shows every moment")
-    budget = sync_budget(Plan(question).layout)
+        fixes = [f"--set {' --set '.join(assignments(settings))}" for settings in problem.settings]
+        advice = " or ".join(fixes) or problem.otherwise
+        raise ConfigError(problem.message, hint=f"{advice}; `posttrain plan` shows every moment")
+    budget = sync_budget(plan.layout)
     return None if budget is None else budget / GIB

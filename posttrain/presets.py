@@ -7,24 +7,25 @@ answers at once.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import tomli
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from posttrain.config import Command, Config, algo_bundle
+from posttrain.config.reading import read_toml
 from posttrain.errors import ConfigError
+from posttrain.keys import key_hint, leaf_keys, leaves_of, table_of
 from posttrain.registry import nearest
 
 Values = dict[str, Any]
@@ -131,7 +132,7 @@ def load_preset(name_or_path: str) -> Preset:
             chain = " -> ".join(p.stem for p in [*seen, current])
             raise ConfigError(f"presets extend each other in a circle: {chain}", hint="remove one `extends`")
         seen.append(current)
-        raw = _read_toml(current)
+        raw = read_toml(current, "preset")
         parent = _text(raw, "extends", current)
         command = command or _text(raw, "command", current)
         description = description or _text(raw, "description", current)
@@ -154,7 +155,7 @@ def find_preset(name_or_path: str, beside: Path | None = None) -> Path:
         return path.resolve()
     path = presets_dir() / f"{name_or_path}.toml"
     if not path.is_file():
-        close = nearest(name_or_path, [p.stem for p in presets_dir().glob("*.toml")])
+        close = nearest(name_or_path, sorted(p.stem for p in presets_dir().glob("*.toml")))
         hint = f"did you mean {close!r}?" if close else "`posttrain presets` lists them; a path must end with .toml"
         raise ConfigError(f"unknown preset {name_or_path!r}", hint=hint)
     return path.resolve()
@@ -221,41 +222,6 @@ def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> Values:
     return flat
 
 
-def leaf_keys() -> list[str]:
-    """Every dotted key that a config knows."""
-    return [key for key, _ in _leaves(Config)]
-
-
-def _leaves(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, type) of each value in the tree."""
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _leaves(kind, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", kind
-
-
-@functools.cache
-def _tables() -> frozenset[str]:
-    """The keys whose value is a table of free names, such as `tools`."""
-    return frozenset(key for key, kind in _leaves(Config) if get_origin(kind) is dict)
-
-
-def _table_of(key: str) -> str | None:
-    """The table that ``key`` lies in, if it does (`tools` of `tools.search.url`)."""
-    return next((table for table in _tables() if key.startswith(f"{table}.") and all(key.split("."))), None)
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"preset {path} is not valid TOML: {error}", hint="strings need quotes in a file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"preset {path} cannot be read: {error}") from error
-
-
 def _text(raw: Mapping[str, Any], key: str, path: Path) -> str:
     value = raw.get(key, "")
     if not isinstance(value, str):
@@ -272,7 +238,7 @@ def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> V
     hints: list[str] = []
 
     def walk(value: Any, key: str) -> None:
-        if key in leaves or (dotted and _table_of(key)):
+        if key in leaves or (dotted and table_of(key)):
             flat[key] = value
         elif key in sections and isinstance(value, Mapping):
             for name, inner in value.items():
@@ -283,7 +249,7 @@ def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> V
             hints.append(f"give one of its keys, such as `{first}`")
         else:
             problems.append(f"unknown key `{key}` in {source}")
-            hints.append(_nearest_key(key, leaves))
+            hints.append(key_hint(key, leaves))
 
     for name, value in tree.items():
         if not dotted and "." in name:
@@ -294,14 +260,6 @@ def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> V
     if problems:
         raise ConfigError("\n".join(problems), hint="; ".join(dict.fromkeys(hints)))
     return flat
-
-
-def _nearest_key(key: str, leaves: Sequence[str]) -> str:
-    """A key whose last part is the same lies nearest (`train.lr` -> `train.optim.lr`), then one spelled alike."""
-    last = key.rsplit(".", 1)[-1]
-    same_name = [leaf for leaf in leaves if leaf.rsplit(".", 1)[-1] == last]
-    close = difflib.get_close_matches(key, same_name or leaves, n=1, cutoff=0.0 if same_name else 0.6)
-    return f"did you mean `{close[0]}`?" if close else "`posttrain presets show NAME` prints every key"
 
 
 def _parse_sets(sets: Sequence[str]) -> Values:
@@ -340,12 +298,12 @@ def _last(layers: Sequence[tuple[str, Values]], key: str, default: Any) -> Any:
 
 def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) -> Resolved:
     """Fold the layers and validate the tree."""
-    optional = {key for key, kind in _leaves(Config) if type(None) in get_args(kind)}
+    optional = {key for key, kind in leaves_of(Config) if type(None) in get_args(kind)}
     values: Values = {}
     provenance = dict.fromkeys(leaf_keys(), "default")
     for source, layer in layers:
         for key, value in layer.items():
-            if table := _table_of(key):
+            if table := table_of(key):
                 before = values.get(table, functools.reduce(getattr, table.split("."), Config(command=command)))
                 values[table] = _with_entry(before, key.removeprefix(f"{table}.").split("."), value)
             else:
@@ -395,6 +353,9 @@ def _config_error(error: ValidationError, provenance: Mapping[str, str]) -> Conf
         parts = [str(part) for part in item["loc"]]
         key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in provenance), ".".join(parts))
         lines.append(f"{key} = {item['input']!r} ({provenance.get(key, 'unknown')}): {item['msg']}")
+        if item["type"] == "literal_error":
+            close = nearest(str(item["input"]), re.findall(r"'([^']*)'", item["ctx"]["expected"]))
+            hints += [f"did you mean {close!r}?"] if close else []
     return ConfigError("\n".join(lines), hint="; ".join(hints) or None)
 
 
@@ -419,11 +380,11 @@ def _annotate(text: str, provenance: Mapping[str, str]) -> str:
         elif match := re.match(r'([A-Za-z0-9_-]+|"[^"]*") = ', line):
             key = section + match[1]
         ends_value = line and not line.startswith("[") and not line.endswith("[") and not line.startswith(" ")
-        lines.append(f"{line}  # {_origin(key, provenance)}" if ends_value else line)
+        lines.append(f"{line}  # {origin(key, provenance)}" if ends_value else line)
     return "\n".join(lines) + "\n"
 
 
-def _origin(key: str, provenance: Mapping[str, str]) -> str:
+def origin(key: str, provenance: Mapping[str, str]) -> str:
     """Where a value came from. A table that is one value (`reward.weights`, `tools`) has one origin."""
     while "." in key and key not in provenance:
         key = key.rpartition(".")[0]

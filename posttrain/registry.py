@@ -11,6 +11,7 @@ import difflib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable
@@ -24,9 +25,50 @@ T = TypeVar("T")
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The known name closest to ``name``, or None when nothing is close."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """The known name closest to ``name``, or None when nothing is close.
+
+    Letters left out, doubled, mistyped or swapped with their neighbour count, as do parts that the two share; capitals
+    and the signs between words do not.
+    """
+    best, known = (0.0, 0.0), None
+    for candidate in names:
+        one, other = _plain(name), _plain(candidate)
+        edits = 1.0 - _edits(one, other) / max(1, len(one), len(other))
+        shared = difflib.SequenceMatcher(None, one, other).ratio()
+        score = (edits + shared, max(edits, shared))
+        if score[1] >= _CLOSE and score > best:
+            best, known = score, candidate
+    return known
+
+
+_CLOSE = 0.6
+"""Two names that are this alike, of 1, may have been meant for each other."""
+
+
+def unknown(name: str, names: Iterable[str]) -> str:
+    """A hint for a name that is not among ``names``: the nearest of them, else all."""
+    known = sorted(names)
+    close = nearest(name, known)
+    return f"did you mean {close!r}?" if close else f"known: {', '.join(known) or 'none'}"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ .]+", "-", name.lower())
+
+
+def _edits(one: str, other: str) -> int:
+    """Letters to insert, delete, replace or swap with their neighbour to come from one text to the other (optimal
+    string alignment, a restricted Damerau-Levenshtein distance)."""
+    before, last = list[int](), list(range(len(other) + 1))
+    for i, a in enumerate(one, start=1):
+        row = [i]
+        for j, b in enumerate(other, start=1):
+            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and b == one[i - 2]:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, last = last, row
+    return last[-1]
 
 
 class Registry(Generic[T]):
@@ -58,9 +100,7 @@ class Registry(Generic[T]):
         """The thing called ``name``. Raises ``ConfigError`` with the nearest name when there is none."""
         entry = self._entries.get(name)
         if entry is None:
-            close = nearest(name, self._entries)
-            hint = f"did you mean {close!r}?" if close else f"known: {', '.join(self.names())}"
-            raise ConfigError(f"unknown {self.kind} {name!r}", hint=hint)
+            raise ConfigError(f"unknown {self.kind} {name!r}", hint=unknown(name, self._entries))
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
             entry = getattr(importlib.import_module(module), attribute)

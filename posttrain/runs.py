@@ -34,8 +34,9 @@ from posttrain import __version__
 from posttrain.errors import ConfigError
 from posttrain.files import write_text
 from posttrain.lock import RunLock
+from posttrain.planning.machines import this_machine
 from posttrain.presets import Resolved, dump_toml
-from posttrain.registry import nearest
+from posttrain.registry import unknown
 from posttrain.resume import branch, check_resumable, find_start, go_back
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
@@ -135,10 +136,8 @@ def find_run(root: str | Path, name: str) -> Path:
     path = Path(root) / name
     if (path / "run.json").is_file():
         return path
-    known = sorted(file.parent.name for file in Path(root).glob("*/run.json"))
-    close = nearest(name, known)
-    hint = f"did you mean {close!r}?" if close else f"runs there: {', '.join(known) or 'none'}"
-    raise ConfigError(f"no run {name!r} in {root}", hint=hint)
+    known = [file.parent.name for file in Path(root).glob("*/run.json")]
+    raise ConfigError(f"no run {name!r} in {root}", hint=unknown(name, known))
 
 
 def weights_of(root: str | Path, path: str, key: str = "model.path") -> str:
@@ -293,7 +292,8 @@ def _new_state(resolved: Resolved, versions: Mapping[str, str]) -> dict[str, Any
 
 def _process() -> dict[str, Any]:
     pid = os.getpid()
-    return {"pid": pid, "pid_started": _started(pid), "host": socket.gethostname()}
+    machine = this_machine().stored()
+    return {"pid": pid, "pid_started": _started(pid), "host": socket.gethostname(), "machine": machine}
 
 
 def _started(pid: int) -> str | None:

@@ -11,9 +11,7 @@ python scripts/make_docs.py --check    # exit code 1 if one is out of date
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
-import itertools
 import json
 import re
 import sys
@@ -32,6 +30,7 @@ from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
 from posttrain.algos.losses import POLICY_LOSSES as LOSS_FUNCTIONS
 from posttrain.cli import app
 from posttrain.config import ALGO_BUNDLES, Config
+from posttrain.config.describe import default_text, docstrings, own_keys, plural, sections, type_words
 from posttrain.data.card import Card
 from posttrain.data.preferences import PreferenceRow
 from posttrain.data.schema import ImageField, MessageField, RlhfRow, SftRow, ToolField
@@ -73,7 +72,7 @@ on the line shows the traceback of an error. `--help` works everywhere.
 
 def config_page() -> str:
     parts = [CONFIG_HEAD, _section("Top level", "", Config)]
-    parts += [_section(f"`[{name}]`", f"{name}.", section) for name, section in _sections(Config)]
+    parts += [_section(f"`[{name}]`", f"{name}.", section) for name, section in sections(Config)]
     return "\n".join(parts) + "\n"
 
 
@@ -106,54 +105,9 @@ def _code(function: Callable[..., Any]) -> str:
     return f"`{function.__name__}` in `{module}.py`"
 
 
-def _sections(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """(dotted name, class) of each section below ``section``."""
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield f"{prefix}{name}", field.annotation
-            yield from _sections(field.annotation, f"{prefix}{name}.")
-
-
 def _section(title: str, prefix: str, section: type[BaseModel]) -> str:
-    schema = section.model_json_schema()
-    about = _docstrings(section)
-    rows = [
-        (f"`{prefix}{name}`", _type(value), _default(value), " ".join(about.get(name, "").split()))
-        for name, value in schema["properties"].items()
-        if "$ref" not in value
-    ]
+    rows = [(f"`{key.key}`", key.type, key.default, key.about) for key in own_keys(section, prefix)]
     return f"## {title}\n\n{section.__doc__}\n\n" + _table(("key", "type", "default", "what it does"), rows)
-
-
-def _type(schema: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
-    if "anyOf" in schema:
-        return " or ".join(_type(option) for option in schema["anyOf"])
-    if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
-    if "const" in schema:
-        return f"`{schema['const']}`"
-    kind = schema["type"]
-    if kind == "array":
-        items = schema.get("prefixItems") or [schema["items"]]
-        return ("two " if len(items) == 2 else "list of ") + _plural(_type(items[0]))
-    if kind not in ("integer", "number"):
-        return {"string": "text", "boolean": "true or false", "null": "none", "object": "table"}[kind]
-    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
-    return " ".join([kind, ", ".join(bounds)]).strip()
-
-
-def _plural(text: str) -> str:
-    first, _, rest = text.partition(" ")
-    return text if first.startswith("`") or first == "text" else f"{first}s {rest}".strip()
-
-
-def _default(schema: dict[str, Any]) -> str:
-    if "default" not in schema:
-        return "(required)"
-    value = schema["default"]
-    return "none" if value is None else f"`{json.dumps(value)}`"
 
 
 # ---------------------------------------------------------------------- docs/cli.md
@@ -173,12 +127,13 @@ def commands(group: Any, path: str = "posttrain") -> Iterator[tuple[str, Any]]:
 
 
 def _command(path: str, command: Any) -> str:
-    hints = typing.get_type_hints(command.callback)
+    hints = typing.get_type_hints(command.callback) if command.callback else {}  # a group that only has commands
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     words = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments]
     rows = [(_usage(p, hints[p.name]), _help(p)) for p in command.params]
     usage = " ".join([path, *words, *(["[OPTIONS]"] if len(rows) > len(words) else [])])
-    text = f"## {path}\n\n{command.help}\n\n    {usage}\n"
+    example = f"\n{command.epilog.replace(': ', ': `')}`\n" if command.epilog else ""
+    text = f"## {path}\n\n{command.help}\n\n    {usage}\n{example}"
     return f"{text}\n{_table(('option', 'what it does'), rows)}" if rows else text
 
 
@@ -220,7 +175,7 @@ def data_page() -> str:
 
 
 def traces_page() -> str:
-    about = _docstrings(TraceRow)
+    about = docstrings(TraceRow)
     rows = [
         (f"`{column.name}`", f"`{column.type}`".replace("item: ", ""), " ".join(about[column.name].split()))
         for column in trace_schema()
@@ -250,7 +205,7 @@ def fields_table(model: type, elsewhere: Iterable[str] = ()) -> str:
 def _fields(model: type, prefix: str, elsewhere: frozenset[str]) -> Iterator[tuple[str, str, str]]:
     own = model.__annotations__
     parts = [part for part in reversed(model.__mro__) if part.__module__.startswith("posttrain.")]
-    described = {name: text for part in parts for name, text in _docstrings(part).items()}
+    described = {name: text for part in parts for name, text in docstrings(part).items()}
     hints = typing.get_type_hints(model)
     optional = _optional(model)
     for name in sorted(described, key=lambda name: name not in own):  # what all rows share comes last
@@ -267,17 +222,6 @@ def _optional(model: type) -> set[str]:
         return {name for name, field in model.model_fields.items() if not field.is_required()}
     hints = typing.get_type_hints(model, include_extras=True)
     return {name for name, hint in hints.items() if get_origin(hint) is typing.NotRequired}
-
-
-def _docstrings(model: type) -> dict[str, str]:
-    """The texts below the fields of a class. Pydantic can read them too, but does so at each start of the program."""
-    (definition,) = ast.parse(inspect.getsource(model)).body
-    assert isinstance(definition, ast.ClassDef)
-    texts = {}
-    for field, text in itertools.pairwise(definition.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            texts[ast.unparse(field.target)] = str(text.value.value)
-    return texts
 
 
 def _struct(hint: Any) -> type | None:
@@ -301,7 +245,7 @@ def _words(hint: Any) -> str:
         return " or ".join(_words(arg) for arg in args if arg is not type(None))
     if origin is list:
         named = {MessageField: "messages", ImageField: "images"}.get(args[0])
-        return f"list of {named or _plural(_words(args[0]))}"
+        return f"list of {named or plural(_words(args[0]))}"
     if origin is tuple:
         return "pair of integers"
     return "struct"
@@ -322,8 +266,8 @@ def _tool(name: str) -> str:
     rows = [
         (
             f"`{option.name}`",
-            _type(TypeAdapter(option.hint).json_schema()),
-            "(required)" if option.default is REQUIRED else _default({"default": option.default}),
+            type_words(TypeAdapter(option.hint).json_schema()),
+            "(required)" if option.default is REQUIRED else default_text({"default": option.default}),
             option.description[:1].upper() + option.description[1:],
         )
         for option in options_of(factory).values()

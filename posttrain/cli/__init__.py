@@ -14,41 +14,54 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli import data, importing, looking, merging, planning, scoring, training
+from posttrain.cli import data, explaining, importing, looking, merging, planning, scoring, training
 from posttrain.cli.guard import guarded, show_tracebacks
+from posttrain.cli.naming import Commands, OneCommand
 
 app = typer.Typer(
     name="posttrain",
+    cls=Commands,
     help="From raw data to a better language model: prep, sft, prefer, rl, generate, eval, merge-ckpt.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-presets_app = typer.Typer(help="List the shipped presets, or show one.", invoke_without_command=True)
+presets_app = typer.Typer(help="List the shipped presets, or show one.", invoke_without_command=True, cls=Commands)
+config_app = typer.Typer(help="Explain a key of the config.", no_args_is_help=True, cls=Commands)
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "prep": data.prep,
-    "plan": planning.plan,
-    "sft": training.sft,
-    "prefer": training.prefer,
-    "rl": training.rl,
-    "generate": scoring.generate,
-    "eval": scoring.evaluate,
-    "merge-ckpt": merging.merge_ckpt,
-    "import-verl": importing.import_verl,
-    "quickstart": training.quickstart,
-    "doctor": looking.doctor,
-    "report": looking.report,
-    "version": looking.version,
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "prep": (data.prep, "posttrain prep gsm8k --out data/gsm8k"),
+    "plan": (planning.plan, "posttrain plan --preset qwen2.5-0.5b-gsm8k --gpu h200"),
+    "sft": (training.sft, "posttrain sft --preset tiny-arith-sft --steps 100 --name first"),
+    "prefer": (
+        training.prefer,
+        "posttrain prefer --preset tiny-prefer --data data/arith-preferences/prefer_train.parquet",
+    ),
+    "rl": (training.rl, "posttrain rl --preset tiny-arith --algo dapo --set train.optim.lr=1e-4"),
+    "generate": (scoring.generate, "posttrain generate --model run:latest --data data/gsm8k/test.parquet -n 4"),
+    "eval": (scoring.evaluate, "posttrain eval runs/tiny-generate/responses.parquet --pass-at 1,5"),
+    "merge-ckpt": (merging.merge_ckpt, "posttrain merge-ckpt tiny-arith --out merged --check"),
+    "import-verl": (importing.import_verl, "posttrain import-verl run_grpo.sh --out mine.toml"),
+    "quickstart": (training.quickstart, "posttrain quickstart --out runs/quickstart"),
+    "doctor": (looking.doctor, "posttrain doctor --quick"),
+    "report": (looking.report, "posttrain report tiny-arith tiny-code --out compared.html"),
+    "version": (looking.version, "posttrain version --json"),
 }
-"""In the order of ``--help``."""
+"""Each with an example, in the order of ``--help``."""
 
-for name, command in COMMANDS.items():
-    app.command(name)(guarded(command))
-app.add_typer(presets_app, name="presets")
+
+def _add(group: typer.Typer, name: str, command: Callable[..., None], example: str) -> None:
+    group.command(name, cls=OneCommand, epilog=f"Example: {example}")(guarded(command))
+
+
+for name, (command, example) in COMMANDS.items():
+    _add(app, name, command, example)
+app.add_typer(presets_app, name="presets", epilog="Example: posttrain presets")
 presets_app.callback()(guarded(looking.presets_list))
-presets_app.command("show")(guarded(looking.presets_show))
+_add(presets_app, "show", looking.presets_show, "posttrain presets show tiny-gsm8k --provenance")
+app.add_typer(config_app, name="config", epilog="Example: posttrain config explain train.optim.lr")
+_add(config_app, "explain", explaining.explain, "posttrain config explain train.optim.lr --preset tiny-gsm8k")
 
 
 @app.callback()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from posttrain.algos.bundles import ALGO_BUNDLES
 from posttrain.cli.console import echo
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ StepsOption = Annotated[int | None, typer.Option("--steps", help="train.steps")]
 WorkersOption = Annotated[int | None, typer.Option("--workers", help="Training workers (cluster.workers).")]
 PluginOption = Annotated[
     list[str] | None,
-    typer.Option("--plugin", metavar="FILE", help="Import your own data sets and graders; repeatable."),
+    typer.Option(
+        "--plugin", metavar="FILE", help="Import your own data sets, tools and graders; repeatable (plugins)."
+    ),
 ]
 ExamineOption = Annotated[
     int | None, typer.Option("--examine", min=0, help="Print so many graded conversations (reward.examine).")
@@ -50,7 +53,13 @@ LimitOption = Annotated[int | None, typer.Option("--limit", help="Only the first
 EndpointOption = Annotated[
     str | None, typer.Option("--endpoint", help="An OpenAI-compatible server that samples (generate.endpoint.url).")
 ]
-ToolsOption = Annotated[str | None, typer.Option("--tools", help="Tools, separated by commas (rollout.tools).")]
+ToolsOption = Annotated[
+    str | None, typer.Option("--tools", help="Tools, separated by commas; none: no tools (rollout.tools).")
+]
+AlgoOption = Annotated[
+    str | None,
+    typer.Option("--algo", help=f"RL algorithm, a bundle of algo.* values: {', '.join(ALGO_BUNDLES)}."),
+]
 
 
 def resolve_for(
@@ -69,10 +78,16 @@ def resolve_for(
 
 
 def run_flags(
-    name: str | None, model: str | None, seed: int | None, overwrite: bool, console: str | None = None
+    name: str | None,
+    model: str | None,
+    seed: int | None,
+    overwrite: bool,
+    console: str | None = None,
+    plugin: list[str] | None = None,
 ) -> dict[str, Any]:
     """Flags that sft, prefer, rl, generate and eval share, by config key; None where one was not given."""
     return {
+        "plugins": plugin,
         "run.name": name,
         "run.seed": seed,
         "run.overwrite": overwrite or None,
@@ -114,5 +129,7 @@ def sampling_flags(
 
 
 def tools_of(text: str | None) -> list[str] | None:
-    """The names in a list separated by commas."""
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    """The names in a list separated by commas; `none` has none."""
+    if text is None:
+        return None
+    return [name.strip() for name in text.split(",") if name.strip()] if text.strip() != "none" else []

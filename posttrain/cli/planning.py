@@ -8,6 +8,7 @@ import typer
 
 from posttrain.cli.console import echo
 from posttrain.cli.options import (
+    AlgoOption,
     PresetOption,
     SetOption,
     StepsOption,
@@ -24,9 +25,9 @@ def plan(
     set_: SetOption = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Folder, hub id in the local cache, builtin:tiny, run:NAME or a config.json."),
+        typer.Option("--model", help="Folder, hub id, builtin:tiny, run:NAME or a config.json."),
     ] = None,
-    algo: Annotated[str | None, typer.Option(help="RL algorithm: a bundle of algo.* values.")] = None,
+    algo: AlgoOption = None,
     workers: WorkersOption = None,
     steps: StepsOption = None,
     gpu: Annotated[

@@ -44,10 +44,11 @@ def generate(
     tools: ToolsOption = None,
     seed: SeedOption = None,
     overwrite: OverwriteOption = False,
+    plugin: PluginOption = None,
     console: ConsoleOption = None,
 ) -> None:
     """Sample responses to a parquet of prompts."""
-    flags = run_flags(name, model, seed, overwrite, console) | {"generate.out": out}
+    flags = run_flags(name, model, seed, overwrite, console, plugin) | {"generate.out": out}
     flags |= sampling_flags(data, limit, endpoint, n, temperature, tools)
     resolved = resolve_for("generate", preset, set_, flags)
     from posttrain import generate

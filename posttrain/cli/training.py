@@ -9,12 +9,14 @@ import typer
 
 from posttrain.cli.console import echo
 from posttrain.cli.options import (
+    AlgoOption,
     ConsoleOption,
     DryRunOption,
     ExamineOption,
     ModelOption,
     NameOption,
     OverwriteOption,
+    PluginOption,
     PresetOption,
     ProfileOption,
     ResumeOption,
@@ -42,11 +44,12 @@ def sft(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
     profile: ProfileOption = None,
+    plugin: PluginOption = None,
     console: ConsoleOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
     """Fine-tune on conversations."""
-    flags = run_flags(name, model, seed, overwrite, console)
+    flags = run_flags(name, model, seed, overwrite, console, plugin)
     flags |= training_flags(data, steps, workers, resume, profile)
     resolved = resolve_for("sft", preset, set_, flags)
     from posttrain import sft
@@ -69,11 +72,12 @@ def prefer(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
     profile: ProfileOption = None,
+    plugin: PluginOption = None,
     console: ConsoleOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
     """Train on pairs of answers, of which one is preferred: DPO, or a reward model."""
-    flags = run_flags(name, model, seed, overwrite, console) | {"prefer.method": method}
+    flags = run_flags(name, model, seed, overwrite, console, plugin) | {"prefer.method": method}
     flags |= training_flags(data, steps, workers, resume, profile)
     resolved = resolve_for("prefer", preset, set_, flags)
     from posttrain import prefer
@@ -84,7 +88,7 @@ def prefer(
 def rl(
     preset: PresetOption = None,
     set_: SetOption = None,
-    algo: Annotated[str | None, typer.Option(help="RL algorithm: a bundle of algo.* values.")] = None,
+    algo: AlgoOption = None,
     tools: ToolsOption = None,
     name: NameOption = None,
     model: ModelOption = None,
@@ -103,11 +107,12 @@ def rl(
     overwrite: OverwriteOption = False,
     resume: ResumeOption = None,
     profile: ProfileOption = None,
+    plugin: PluginOption = None,
     console: ConsoleOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
     """Train with reinforcement learning on multi-turn episodes."""
-    flags = run_flags(name, model, seed, overwrite, console)
+    flags = run_flags(name, model, seed, overwrite, console, plugin)
     flags |= {"algo.name": algo, "rollout.tools": tools_of(tools), "reward.examine": examine}
     flags |= training_flags(data, steps, workers, resume, profile)
     flags |= {"rollout.replay": replay, "rollout.only": rollout_only or None}

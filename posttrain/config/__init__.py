@@ -4,7 +4,8 @@ The tree is frozen, and a key it does not know is an error. ``posttrain.presets`
 each value came from. Imports pydantic only, so that ``posttrain --help`` stays fast.
 """
 
-from posttrain.config.algo import ALGO_BUNDLES, AlgoConfig, CorrectionConfig, CriticConfig, algo_bundle
+from posttrain.algos.bundles import ALGO_BUNDLES
+from posttrain.config.algo import AlgoConfig, CorrectionConfig, CriticConfig, algo_bundle
 from posttrain.config.base import Fraction, PositiveInt, Section
 from posttrain.config.cluster import (
     CheckpointConfig,

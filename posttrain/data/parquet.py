@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from posttrain.data import wanted
 from posttrain.data.preferences import Preference, PreferenceRow
 from posttrain.data.schema import BaseRow, Conversation, RlhfRow, RowError, SftRow, parse_row
 from posttrain.errors import DataError
@@ -57,9 +58,9 @@ _MOST_TOOLS = 256
 _TOOLS_TEXTS: dict[tuple[int, ...], tuple[Sequence[ToolSchema], str]] = {}
 
 R = TypeVar("R", RlhfRow, SftRow, PreferenceRow)
-_RLHF = (("data_source", "prompt", "reward_model"), ("ability", "extra_info", "tools", "tools_kwargs", "images"))
-_SFT = (("messages",), ("tools", "images"))
-_PREFERENCE = (("chosen", "rejected"), ("prompt", "tools", "images"))
+_RLHF = (wanted.RLHF, ("ability", "extra_info", "tools", "tools_kwargs", "images"))
+_SFT = (wanted.SFT, ("tools", "images"))
+_PREFERENCE = (wanted.PREFERENCE, ("prompt", "tools", "images"))
 """Columns that a row must have, and that it may have."""
 _NEEDED: dict[type[BaseRow], tuple[str, ...]] = {
     RlhfRow: _RLHF[0], SftRow: _SFT[0], PreferenceRow: _PREFERENCE[0],
@@ -366,9 +367,8 @@ def open_parquet(
     try:
         file = pq.ParquetFile(path, **options)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{path}: not a readable parquet file: {error}", hint="it may be truncated, or of another format"
-        ) from error
+        hint = wanted.of_other_format(path, needed) or "it may be truncated, or of another format"
+        raise DataError(f"{path}: not a readable parquet file: {error}", hint=hint) from error
     names: list[str] = file.schema_arrow.names
     missing = next((column for column in needed if column not in names), None)
     if missing is None and file.metadata.num_rows:
@@ -376,15 +376,12 @@ def open_parquet(
     file.close()
     if missing is None:
         raise DataError(f"{path}: the file has no rows", hint=f"write it again with `{made_by}`")
-    raise DataError(f"{path}: column {missing!r} is missing", hint=_column_hint(missing, needed, names, made_by))
+    raise DataError(f"{path}: column {missing!r} is missing", hint=_column_hint(path, missing, needed, names, made_by))
 
 
-def _column_hint(column: str, needed: Sequence[str], names: Sequence[str], made_by: str) -> str:
-    kinds = {"an RLHF file": _RLHF[0], "an SFT file": _SFT[0], "a preference file": _PREFERENCE[0]}
-    wanted = next((kind for kind, columns in kinds.items() if columns == tuple(needed)), None)
-    found = next((kind for kind, columns in kinds.items() if set(columns) <= set(names)), None)
-    if wanted and found:
-        return f"this looks like {found}; here {wanted} is needed ({', '.join(needed)})"
+def _column_hint(path: str | Path, column: str, needed: Sequence[str], names: Sequence[str], made_by: str) -> str:
+    if hint := wanted.of_columns(path, needed, names):
+        return hint
     close = nearest(column, names)
     guess = f"did you mean to name {close!r} so?" if close else f"the file has {', '.join(names)}"
     return f"{guess}; `{made_by}` writes what is needed"

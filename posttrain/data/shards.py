@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.data import wanted
 from posttrain.data.parquet import open_parquet
 from posttrain.errors import DataError
 
@@ -40,7 +41,8 @@ def shard_files(paths: str | Sequence[str], *, made_by: str = "posttrain prep") 
         if os.path.isdir(path):
             found = sorted(str(f) for f in Path(path).rglob("*.parquet") if not f.name.startswith("."))
             if not found:
-                raise DataError(f"{path}: no .parquet file in this folder", hint=f"`{made_by}` writes some")
+                hint = wanted.of_folder(path) or f"`{made_by}` writes some"
+                raise DataError(f"{path}: no .parquet file in this folder", hint=hint)
             files += found
         elif os.path.exists(path) or not glob.has_magic(path):
             files.append(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from posttrain.errors import ModelError
-from posttrain.registry import nearest
+from posttrain.registry import unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -101,12 +101,15 @@ def create_builtin(name: str, seed: int) -> Qwen2ForCausalLM:
         return cast("Qwen2ForCausalLM", model.float())
 
 
+def check_builtin(name: str) -> None:
+    """Raise ``ModelError`` where there is no such model. ``name`` with or without ``builtin:``."""
+    _model(name)
+
+
 def _model(name: str) -> BuiltinModel:
     short = name.removeprefix(PREFIX)
     if short not in BUILTIN:
-        close = nearest(short, BUILTIN)
-        known = ", ".join(PREFIX + known for known in BUILTIN)
         raise ModelError(
-            f"unknown built-in model {name!r}", hint=f"did you mean '{PREFIX}{close}'?" if close else f"known: {known}"
+            f"unknown built-in model {name!r}", hint=unknown(PREFIX + short, [PREFIX + known for known in BUILTIN])
         )
     return BUILTIN[short]

@@ -57,12 +57,9 @@ def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
         ModelError: a local folder that is neither a Hugging Face model nor a checkpoint of ours, or no such built-in.
     """
     if path.startswith("builtin:"):
-        from posttrain.models.builtin import BUILTIN
+        from posttrain.models.builtin import check_builtin
 
-        if path.removeprefix("builtin:") not in BUILTIN:
-            raise ModelError(
-                f"unknown built-in model {path!r}", hint=f"known: {', '.join(f'builtin:{n}' for n in BUILTIN)}"
-            )
+        check_builtin(path)
         return ModelSource(path)
     folder = Path(path)
     if folder.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,7 +110,7 @@ def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence
         part = sequences[start : start + size * members]
         start += size * members
         if part:
-            parts.append(_placed(part, cfg, ranks))
+            parts.append(_placed(tuple(part), ranks, train.tokens_per_microbatch, train.sequences_per_microbatch))
     works = [max(ranks_of, key=lambda work: work.tokens) for ranks_of in parts]
     work = max(works, key=lambda work: work.tokens, default=Work(()))
     most = max((len(work.micro_batches) for work in works), default=0)
@@ -136,14 +137,21 @@ def _split(groups: int, updates: int) -> list[int]:
     return [each + (i < more) for i in range(updates)]
 
 
-def _placed(lengths: Sequence[int], cfg: Config, ranks: int) -> list[Work]:
-    placed = assign(
-        lengths,
-        ranks=ranks,
-        token_budget=cfg.train.tokens_per_microbatch,
-        sequence_limit=cfg.train.sequences_per_microbatch,
-    )
+@functools.lru_cache(maxsize=256)
+def _placed(lengths: tuple[int, ...], ranks: int, budget: int, limit: int | None) -> list[Work]:
+    """Of each rank. Kept, because most settings that a plan tries leave it as it is."""
+    if len(set(lengths)) == 1:
+        return _alike(lengths[0], len(lengths), ranks, min(max(1, budget // lengths[0]), limit or len(lengths)))
+    placed = assign(lengths, ranks=ranks, token_budget=budget, sequence_limit=limit)
     return [Work(tuple(tuple(lengths[i] for i in micro) for micro in of_rank)) for of_rank in placed]
+
+
+def _alike(length: int, count: int, ranks: int, most: int) -> list[Work]:
+    """What ``assign`` does with ``count`` sequences of one length, of which ``most`` fit into a micro-batch: all share
+    as evenly as they can. It would take seconds for thousands of them."""
+    shares = _split(count, ranks)
+    bins = max(1, -(-shares[0] // most))
+    return [Work(tuple((length,) * size for size in _split(share, bins))) for share in shares]
 
 
 def _worst(cfg: Config, lengths: Lengths, share: int, ranks: int, sequences: int) -> int:

@@ -33,11 +33,6 @@ class Question:
     notes: tuple[str, ...] = field(default=())
     """What had to be assumed"""
 
-    def with_config(self, sections: dict[str, dict[str, object]]) -> Question:
-        """The same with other values in sections of the config."""
-        changed = {name: getattr(self.cfg, name).model_copy(update=values) for name, values in sections.items()}
-        return replace(self, cfg=self.cfg.model_copy(update=changed))
-
 
 @dataclass(frozen=True)
 class Plan:

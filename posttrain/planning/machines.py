@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from posttrain.errors import ConfigError
 from posttrain.planning.sizes import GIB
+from posttrain.registry import unknown
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,12 @@ class Machine:
         of = f"{self.nodes} x " if self.nodes > 1 else ""
         return f"{of}{self.gpus} x {self.gpu.match} ({self.gpu.memory_gib:g} GiB each)"
 
+    def stored(self) -> dict[str, Any] | None:
+        """What `run.json` keeps of the machine of a run's driver; None: it has no GPU."""
+        if self.gpu is None:
+            return None
+        return {"gpu": self.gpu.match, "memory_gib": self.gpu.memory_gib, "gpus": self.gpus}
+
 
 def gpu_of_name(name: str) -> Gpu | None:
     """The GPU that the driver calls ``name``; None where it is not in the table."""
@@ -98,11 +106,7 @@ def gpu_named(name: str) -> Gpu:
     for gpu in GPUS:
         if key == gpu.name:
             return gpu
-    names = [gpu.name for gpu in GPUS]
-    close = difflib.get_close_matches(key, names, n=1)
-    raise ConfigError(
-        f"unknown GPU {name!r}", hint=f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
-    )
+    raise ConfigError(f"unknown GPU {name!r}", hint=unknown(key, [gpu.name for gpu in GPUS]))
 
 
 def this_machine() -> Machine:
@@ -117,7 +121,16 @@ def this_machine() -> Machine:
     if done.returncode or not rows:
         return Machine(None)
     name, mebibytes = rows[0][0].strip(), rows[0][1].strip()
-    gpu = gpu_of_name(name)
-    if gpu is None:
-        gpu = Gpu(name, name, 0.0, float(mebibytes) / 1024 if mebibytes.isdigit() else 0.0, 0.0, 0.0)
-    return Machine(gpu, len(rows))
+    return Machine(_gpu(name, float(mebibytes) / 1024 if mebibytes.isdigit() else 0.0), len(rows))
+
+
+def machine_stored(stored: Mapping[str, Any] | None) -> Machine:
+    """The machine that ``Machine.stored`` gave."""
+    if stored is None:
+        return Machine(None)
+    return Machine(_gpu(str(stored["gpu"]), float(stored["memory_gib"])), int(stored["gpus"]))
+
+
+def _gpu(name: str, memory_gib: float) -> Gpu:
+    """By the driver's name; of a kind that is not in the table the memory is known only."""
+    return gpu_of_name(name) or Gpu(name, name, 0.0, memory_gib, 0.0, 0.0)

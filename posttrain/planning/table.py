@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from posttrain.planning.advice import Problem, assignments
 from posttrain.planning.estimate import Plan
 from posttrain.planning.layout import Moment
-from posttrain.planning.problems import Problem
 from posttrain.planning.sizes import GIB
 
 _COLUMNS = {
@@ -121,8 +121,10 @@ def _time(plan: Plan) -> list[list[str]]:
 
 
 def _problem(problem: Problem) -> list[str]:
-    lines = [f"{problem.level}: {problem.message}"]
-    return [*lines, f"  set {problem.fix}"] if problem.fix else lines
+    lines = [f"{'  or set' if number else '  set'} {text}" for number, text in enumerate(problem.advice)]
+    if not lines and problem.otherwise:
+        lines = [f"  {problem.otherwise}"]
+    return [f"{problem.level}: {problem.message}", *lines]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -183,5 +185,13 @@ def as_data(plan: Plan, found: Sequence[Problem]) -> dict[str, Any]:
         "seconds": {name: {"total": phase.total, "bound_by": phase.bound} for name, phase in plan.phases.items()},
         "step_seconds": plan.step_seconds,
         "fits": plan.fits if q.machine.memory else None,
-        "problems": [{"level": p.level, "message": p.message, "set": p.fix} for p in found],
+        "problems": [
+            {
+                "level": p.level,
+                "message": p.message,
+                "set": [assignments(settings) for settings in p.settings],
+                "otherwise": "" if p.settings else p.otherwise,
+            }
+            for p in found
+        ],
     }

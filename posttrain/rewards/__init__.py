@@ -114,8 +114,12 @@ def grader_name(data_source: str) -> str:
         name = next((DATA_SOURCES[p] for p in patterns if fnmatch.fnmatchcase(data_source, p)), None)
     if name is None:
         close = nearest(data_source, DATA_SOURCES)
-        hint = f"did you mean {close!r}?" if close else f"known: {', '.join(sorted(DATA_SOURCES))}"
-        raise ConfigError(f"no grader for data source {data_source!r}", hint=hint)
+        guess = f"did you mean {close!r}? Else " if close else ""
+        raise ConfigError(
+            f"no grader for data source {data_source!r}",
+            hint=f"{guess}bring one in a file of yours, --plugin my_task.py: DATA_SOURCES[{data_source!r}] = the "
+            "name of a grader (docs/your-own-task.md); or grade every row with --set reward.function=my_task.py:grade",
+        )
     return name
 
 

@@ -21,7 +21,8 @@ import typer
 from posttrain.cli import app
 from posttrain.data.parquet import read_conversations, read_preferences, read_prompts, write_rows
 from posttrain.errors import ConfigError
-from posttrain.presets import leaf_keys, list_presets, resolve
+from posttrain.keys import leaf_keys
+from posttrain.presets import list_presets, resolve
 from posttrain.startup import check_supported
 
 REPO = Path(__file__).resolve().parents[2]

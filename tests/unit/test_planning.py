@@ -5,21 +5,28 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from posttrain import plan
+from posttrain.cli import app
 from posttrain.config import Config
 from posttrain.data.pack import place
 from posttrain.errors import ConfigError, ModelError
+from posttrain.planning.advice import changed
 from posttrain.planning.batch import Lengths, batch_of
+from posttrain.planning.bins import assign
 from posttrain.planning.compare import Pair, lengths_of
 from posttrain.planning.estimate import Plan, Question
+from posttrain.planning.known import known_models
 from posttrain.planning.layout import Kernels, Shapes
 from posttrain.planning.machines import GPUS, Machine, gpu_named, gpu_of_name
-from posttrain.planning.problems import impossible, problems
+from posttrain.planning.problems import found, impossible, problems
 from posttrain.planning.shape import shape_of
+from posttrain.presets import dump_toml, list_presets
 
 REPO = Path(__file__).parents[2]
 
@@ -94,6 +101,21 @@ def test_updates_of_a_step_get_whole_groups():
     assert short.groups_per_update == (2, 1, 1)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_of_one_length_are_placed_as_a_run_places_them(seed):
+    draw = random.Random(seed)
+    ranks, budget, limit = draw.choice([1, 2, 3, 7]), draw.randint(1, 200), draw.choice([None, 1, 3])
+    lengths = [draw.randint(1, 50)] * draw.randint(ranks, 60)
+    train = {"tokens_per_microbatch": budget, "sequences_per_microbatch": limit}
+    cfg = config("rl", data={"batch_size": ranks}, train=train, cluster={"workers": ranks}, rollout={"n": 1},
+                 algo={"advantage": "reinforce_plus_plus"})  # fmt: skip
+    batch = batch_of(cfg, Lengths(1.0, 50), 10, lengths)
+    placed = assign(lengths, ranks=ranks, token_budget=budget, sequence_limit=limit)
+    tokens = [[sum(lengths[i] for i in micro) for micro in of_rank] for of_rank in placed]
+    assert (batch.micro_batches, batch.largest) == (len(placed[0]), max(map(max, tokens)))
+    assert sorted(map(sum, batch.work.micro_batches)) == sorted(max(tokens, key=sum))
+
+
 # ---------------------------------------------------------------------- problems
 
 
@@ -103,22 +125,26 @@ def question(cfg, model="7b", gpu="h200", gpus=1, mean=None):
     return Question(cfg, Shapes(shape), Machine(gpu_named(gpu), gpus), Kernels(True, 2, True), lengths, steps=10)
 
 
+def told(asked):
+    """The problems of a question, with settings that were tried."""
+    return problems(Plan(asked), plan.replans(asked, plan.Asked(), plan.Known(steps=asked.steps)))
+
+
 def test_what_does_not_fit_is_told_with_settings_that_do():
-    cfg = config(train={"tokens_per_microbatch": 32768}, data={"max_length": 4096})
-    [found] = [p for p in problems(Plan(question(cfg, gpus=1))) if p.level == "error"]
-    assert "does not fit by" in found.message
-    assert "update" in found.message
-    # One setting is not enough here: one GPU holds 114 GiB of weights, gradients and moments in float32.
-    eight = config(train={"tokens_per_microbatch": 32768}, data={"max_length": 4096}, cluster={"workers": 2})
-    asked = question(eight, gpus=2)
-    [found] = [p for p in problems(Plan(asked)) if p.level == "error"]
-    settings = found.fix.split(" or ")
-    assert settings
-    for setting in settings:
-        key, value = setting.split("=")
-        section, name = key.split(".", 1)
-        assert section == "train"
-        assert Plan(asked.with_config({section: {name: int(value) if value.isdigit() else value}})).fits
+    cfg = config(train={"tokens_per_microbatch": 32768}, data={"max_length": 4096}, cluster={"workers": 2})
+    asked = question(cfg, gpus=2)
+    [problem] = [p for p in told(asked) if p.level == "error"]
+    assert "does not fit by" in problem.message
+    assert "update" in problem.message
+    assert problem.settings
+    for settings in problem.settings:
+        assert Plan(replace(asked, cfg=changed(cfg, settings))).fits
+    # One setting is not enough on one GPU: 114 GiB are weights, gradients and moments in float32.
+    one = config(train={"tokens_per_microbatch": 32768}, data={"max_length": 4096})
+    [problem] = [p for p in told(question(one, gpus=1)) if p.level == "error"]
+    assert problem.settings
+    for settings in problem.settings:
+        assert Plan(replace(question(one, gpus=1), cfg=changed(one, settings))).fits
 
 
 @pytest.mark.parametrize(
@@ -126,9 +152,16 @@ def test_what_does_not_fit_is_told_with_settings_that_do():
     [
         ("sft", {"train": {"sequence_parallel": 3}, "cluster": {"workers": 3}}, "train.sequence_parallel = 3"),
         ("rl", {"rollout": {"tensor_parallel": 8, "engine": "vllm"}, "cluster": {"workers": 8}}, "tensor_parallel = 8"),
-        ("rl", {"rollout": {"memory_fraction": 0.11, "engine": "vllm"}}, "leaves a KV cache of"),
-        ("rl", {"rollout": {"memory_fraction": 0.2, "engine": "vllm", "max_response_tokens": 8192}}, "at once"),
-        ("rl", {"rollout": {"replicas": 2, "memory_fraction": 0.6, "engine": "vllm"}}, "2 engines on a GPU"),
+        ("rl", {"rollout": {"memory_fraction": 0.11, "engine": "vllm"}, "cluster": {"workers": 8}},
+         "leaves a KV cache of"),
+        ("rl", {"rollout": {"memory_fraction": 0.2, "engine": "vllm", "max_response_tokens": 8192},
+                "data": {"batch_size": 8}, "cluster": {"workers": 8}}, "at once"),
+        ("rl", {"rollout": {"replicas": 12, "memory_fraction": 0.5, "engine": "vllm"}, "cluster": {"workers": 8}},
+         "2 engines on a GPU"),
+        ("rl", {"rollout": {"tensor_parallel": 4, "engine": "vllm"}, "cluster": {"workers": 2}},
+         "the run trains on 2 GPUs"),
+        ("rl", {"rollout": {"tensor_parallel": 2}, "cluster": {"workers": 8}}, "an engine hf is of one GPU"),
+        ("sft", {"cluster": {"workers": 64}, "data": {"batch_size": 64}}, "needs 64 GPUs, and there are 8"),
         ("rl", {"cluster": {"placement": "separate", "workers": 8}}, "needs 9 GPUs, and there are 8"),
         ("rl", {"rollout": {"filter_groups": True}, "algo": {"updates_per_step": 4}}, "may have fewer groups than 32"),
         ("sft", {"train": {"optim": {"warmup_steps": 10}}}, "warm-up takes 10 optimizer steps, and the run has 10"),
@@ -137,18 +170,18 @@ def test_what_does_not_fit_is_told_with_settings_that_do():
 )  # fmt: skip
 def test_a_problem_is_found_and_a_setting_named(command, sections, said):
     cfg = config(command, **sections)
-    [found] = [p for p in problems(Plan(question(cfg, gpus=8))) if said in p.message]
-    assert found.fix or found.level == "note"
+    [problem] = [p for p in told(question(cfg, gpus=8)) if said in p.message]
+    assert problem.settings or problem.otherwise.startswith("gone with") or problem.level == "note"
 
 
 def test_a_step_of_a_replay_may_have_fewer_groups_than_updates():
     cfg = config("rl", data={"batch_size": 8}, algo={"updates_per_step": 4}, rollout={"replay": "traces"})
     asked = question(cfg, "0.5b")
     three = Question(**{**asked.__dict__, "of_step": (100,) * 24})
-    [found] = [p for p in problems(Plan(three)) if "3 groups for 4 updates" in p.message]
-    assert found.fix == "algo.updates_per_step=3"
+    [problem] = [p for p in found(Plan(three)) if "3 groups for 4 updates" in p.message]
+    assert problem.advice[0] == "algo.updates_per_step=3"
     five = Question(**{**asked.__dict__, "of_step": (100,) * 40})
-    assert any("the last update has fewer groups: 2, 1, 1, 1" in p.message for p in problems(Plan(five)))
+    assert any("the last update has fewer groups: 2, 1, 1, 1" in p.message for p in found(Plan(five)))
 
 
 # ---------------------------------------------------------------------- the memory of colocated runs
@@ -171,13 +204,19 @@ def test_turns_on_the_gpu_take_less_at_every_moment():
 
 def test_a_budget_that_cannot_be_met_is_refused(monkeypatch):
     cfg = config("rl", rollout={"engine": "vllm", "memory_fraction": 0.9})
-    found = impossible(question(cfg))
-    assert found is not None
-    assert found.message.startswith("no room on a GPU at: start")
-    of_what_is_free = impossible(question(config("rl", rollout={"engine": "sglang", "memory_fraction": 0.9})))
+
+    def refused(cfg, model="7b"):
+        asked = question(cfg, model)
+        return impossible(Plan(asked), plan.replans(asked, plan.Asked(), plan.Known(steps=asked.steps)))
+
+    problem = refused(cfg)
+    assert problem is not None
+    assert problem.message.startswith("no room on a GPU at: start")
+    assert problem.settings
+    of_what_is_free = refused(config("rl", rollout={"engine": "sglang", "memory_fraction": 0.9}))
     assert of_what_is_free is not None
     assert of_what_is_free.message.startswith("no room on a GPU at: first sync")
-    assert impossible(question(cfg, "0.5b")) is None
+    assert refused(cfg, "0.5b") is None
     monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("4090")))
     small = config("rl", rollout={"engine": "sglang", "memory_fraction": 0.8})  # builtin:tiny
     budget = plan.check_budget(small)
@@ -276,3 +315,107 @@ def test_a_run_tells_what_share_of_its_tokens_carries_loss(command, rows, share)
 
 def test_a_figure_says_how_far_it_is_off():
     assert Pair("perf/memory_gib", 22.0, 20.0).describe() == "perf/memory_gib 22 / 20 (+10%)"
+
+
+# ---------------------------------------------------------------------- shipped presets, offline
+
+
+def planned(folder, *arguments):
+    """`posttrain plan` in a folder without models and runs, and without the hub."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HF_HOME", str(folder))
+        done = CliRunner().invoke(app, ["plan", *arguments])
+    assert "Traceback" not in done.output
+    return done
+
+
+MACHINES = [("4090", 1), ("4090", 3), ("h200", 8), ("a10", None)]
+
+
+@pytest.mark.parametrize("preset", [p.name for p in list_presets() if p.command in ("sft", "prefer", "rl")])
+def test_all_advice_for_a_shipped_preset_is_accepted_and_helps(preset, tmp_path):
+    for gpu, gpus in MACHINES:
+        machine = ["--preset", preset, "--gpu", gpu, *(["--gpus", str(gpus)] if gpus else []), "--json"]
+        done = planned(tmp_path, *machine)
+        assert done.exit_code == 0, done.stderr
+        before = {p["message"]: p for p in json.loads(done.stdout)["problems"]}
+        firsts: dict[str, str] = {}
+        for message, problem in before.items():
+            for alternative in problem["set"]:
+                sets = [part for setting in alternative for part in ("--set", setting)]
+                done = planned(tmp_path, *machine, *sets)
+                assert done.exit_code == 0, (machine, sets, done.stderr)
+                after = json.loads(done.stdout)["problems"]
+                assert message not in [p["message"] for p in after], (machine, sets)
+                if problem["level"] == "error" and sum(p["level"] == "error" for p in before.values()) == 1:
+                    assert not [p["message"] for p in after if p["level"] == "error"], (machine, sets)
+            if problem["set"]:
+                pairs = dict(setting.split("=", 1) for setting in problem["set"][0])
+                assert all(firsts.get(key, value) == value for key, value in pairs.items()), (machine, firsts, pairs)
+                firsts |= pairs
+        together = [part for key, value in firsts.items() for part in ("--set", f"{key}={value}")]
+        done = planned(tmp_path, *machine, *together)
+        assert done.exit_code == 0, (machine, together, done.stderr)
+        left = [p for p in json.loads(done.stdout)["problems"] if p["level"] == "error"]
+        assert not left or any(p["level"] == "error" and not p["set"] for p in before.values()), (machine, together)
+
+
+def test_three_gpus_get_a_number_of_workers_that_the_batch_allows(tmp_path):
+    done = planned(tmp_path, "--preset", "qwen2.5-0.5b-dapo", "--gpu", "h200", "--gpus", "3")
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert lines[lines.index("error: the run needs 8 GPUs, and there are 3") + 1] == (
+        "  set cluster.workers=2, rollout.replicas=2"
+    )
+
+
+def test_public_models_have_the_parameters_that_are_published():
+    counts = {name: shape_of(sizes, name).parameters for name, sizes in known_models().items()}
+    assert counts["Qwen/Qwen2.5-0.5B-Instruct"] == 494_032_768
+    assert counts["Qwen/Qwen2.5-1.5B-Instruct"] == 1_543_714_304
+    assert counts["Qwen/Qwen2.5-3B-Instruct"] == 3_085_938_688
+    assert counts["Qwen/Qwen2.5-7B-Instruct"] == counts["Qwen/Qwen2.5-Coder-7B-Instruct"] == 7_615_616_512
+    assert counts["Qwen/Qwen3-4B"] == 4_022_468_096
+    assert counts["Qwen/Qwen3-8B"] == 8_190_735_360
+
+
+def test_a_model_that_is_near_a_known_one_is_named(tmp_path):
+    done = planned(tmp_path, "--preset", "qwen2.5-0.5b-gsm8k", "--model", "Qwen/Qwen2.5-0.5B-Instuct")
+    assert done.exit_code == 2
+    assert "is not in the local cache of the Hugging Face hub" in done.stderr
+    assert "hint: did you mean 'Qwen/Qwen2.5-0.5B-Instruct'?" in done.stderr
+
+
+def a_run(folder, **state):
+    """A finished run of two steps, in `runs/x`."""
+    run = folder / "runs" / "x"
+    run.mkdir(parents=True)
+    cfg = config(cluster={"device": "auto"})
+    (run / "config.toml").write_text(dump_toml(cfg))
+    (run / "run.json").write_text(json.dumps({"status": "finished", **state}))
+    rows = [{"train/tokens": 800.0, "perf/memory_gib": 20.0, "timing_s/update": 1.0}] * 2
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_run_is_compared_with_a_plan_for_its_own_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "this_machine", lambda: Machine(None))
+    a_run(tmp_path, host="elsewhere", machine=Machine(gpu_named("h200"), 2).stored())
+    done = planned(tmp_path, "--run", "x")
+    assert (done.exit_code, done.stdout.splitlines()[1]) == (0, "predicted for: 2 x H200 (139.8 GiB each)")
+    assert "another machine" not in done.stdout
+    assert "perf/memory_gib" in done.stdout
+    done = planned(tmp_path, "--run", "x", "--gpu", "4090")
+    assert "note: the run was made on another machine: 2 x H200" in done.stdout
+    assert (
+        "another machine" in json.loads(planned(tmp_path, "--run", "x", "--gpu", "4090", "--json").stdout)["notes"][0]
+    )
+
+
+def test_a_run_of_another_host_is_told_to_be_of_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "this_machine", lambda: Machine(None))
+    a_run(tmp_path, host="elsewhere")
+    done = planned(tmp_path, "--run", "x")
+    assert done.exit_code == 0
+    assert "note: the run was made on another machine, elsewhere, and this is" in done.stdout
+    assert "--gpu names the run's" in done.stdout

@@ -9,7 +9,8 @@ import tomli
 from posttrain import presets
 from posttrain.config import Config
 from posttrain.errors import ConfigError
-from posttrain.presets import default_preset, dump_toml, find_preset, leaf_keys, list_presets, load_preset, resolve
+from posttrain.keys import leaf_keys
+from posttrain.presets import default_preset, dump_toml, find_preset, list_presets, load_preset, resolve
 
 
 def write(folder: Path, name: str, text: str) -> str:

@@ -1,0 +1,68 @@
+"""What a key of the config is: config explain."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+
+def explain(
+    key: Annotated[
+        str, typer.Argument(help="A key (train.optim.lr), a section (train.optim), or what another trainer calls it.")
+    ],
+    preset: Annotated[
+        str | None, typer.Option("--preset", "-p", help="Also the value in this preset, and where it comes from.")
+    ] = None,
+) -> None:
+    """Say of a config key what it does: type and bounds, default, which commands read it, its names elsewhere."""
+    from posttrain.config.describe import described
+    from posttrain.keys import known_key
+
+    found = known_key(key)
+    if found != key:
+        typer.echo(f"{key} is called {found} here", err=True)
+    values = _values(preset) if preset is not None else {}
+    keys = [one for one in described() if one.key == found or one.key.startswith(f"{found}.")]
+    if keys[0].key != found:
+        width = max(len(one.key) for one in keys)
+        for one in keys:
+            typer.echo(f"{one.key:<{width}}  {values.get(one.key, one.default.strip('`'))}")
+        return
+    _explain(keys[0], values.get(found))
+
+
+def _explain(one: Any, value: str | None) -> None:
+    """Print all that is known of a key; ``value``: in the preset, with its origin."""
+    from posttrain.config.aliases import ALIASES
+    from posttrain.verl.names import theirs_of
+
+    lines = {
+        "type": one.type.replace("`", ""),
+        "default": one.default.strip("`"),
+        "read by": ", ".join(one.read_by),
+        "elsewhere": ", ".join(ALIASES.get(one.key, ())),
+        "in verl": ", ".join(theirs_of(one.key)),
+        "value": value,
+    }
+    typer.echo(one.key)
+    typer.echo(f"  {one.about.replace('`', '')}")
+    for name, text in lines.items():
+        if text:
+            typer.echo(f"  {name + ':':<11}{text}")
+
+
+def _values(preset: str) -> dict[str, str]:
+    """Each key's value in a preset with its origin, as text."""
+    import json
+
+    from posttrain.presets import flatten_config, load_preset, origin, resolve
+
+    command: Any = load_preset(preset).command
+    resolved = resolve(command, preset)
+    # None has no place in TOML.
+    values = dict.fromkeys(resolved.provenance, None) | flatten_config(resolved.config)
+    return {
+        key: f"{'none' if value is None else json.dumps(value)}  ({origin(key, resolved.provenance)})"
+        for key, value in values.items()
+    }
