@@ -21,13 +21,13 @@ def explain(
 
     found = known_key(key)
     if found != key:
-        typer.echo(f"{key} is called {found} here", err=True)
+        echo(f"{key} is called {found} here", err=True)
     values = _values(preset) if preset is not None else {}
     keys = [one for one in described() if one.key == found or one.key.startswith(f"{found}.")]
     if keys[0].key != found:
         width = max(len(one.key) for one in keys)
         for one in keys:
-            typer.echo(f"{one.key:<{width}}  {values.get(one.key, one.default.strip('`'))}")
+            echo(f"{one.key:<{width}}  {values.get(one.key, one.default.strip('`'))}")
         return
     _explain(keys[0], values.get(found))
 
@@ -45,11 +45,11 @@ def _explain(one: Any, value: str | None) -> None:
         "in verl": ", ".join(theirs_of(one.key)),
         "value": value,
     }
-    typer.echo(one.key)
-    typer.echo(f"  {one.about.replace('`', '')}")
+    echo(one.key)
+    echo(f"  {one.about.replace('`', '')}")
     for name, text in lines.items():
         if text:
-            typer.echo(f"  {name + ':':<11}{text}")
+            echo(f"  {name + ':':<11}{text}")
 
 
 def _values(preset: str) -> dict[str, str]:
