@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from posttrain.cli.console import echo
+
 
 def explain(
     key: Annotated[
