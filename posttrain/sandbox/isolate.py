@@ -39,8 +39,10 @@ _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine)
 _SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}.get(os.uname().machine)
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 36, 47, 2
 _CAPABILITY_VERSION_3 = 0x20080522
+_CAPABILITIES = range(64)
+"""More than any kernel has."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "full", "random", "urandom")  # a shared mapping of zero is memory that nobody is charged for
 
@@ -73,6 +75,17 @@ def leave_keyrings() -> None:
         number = ctypes.get_errno()
         if number not in (errno.ENOSYS, errno.EPERM):  # whoever may not ask here may not ask inside either
             raise IsolationError(number, f"a new session keyring: {os.strerror(number)}")
+
+
+def keep_capabilities() -> None:
+    """Keep the capabilities in this namespace when another program is executed, although its user is not root."""
+    header, sets = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    _call("capget", _libc.capget(header, sets))
+    sets[2], sets[5] = sets[1], sets[4]  # inheritable: what is permitted, in two halves
+    _call("capset", _libc.capset(header, sets))
+    for capability in _CAPABILITIES:
+        if _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, capability, 0, 0) != 0:
+            break
 
 
 def map_ids(pid: int) -> None:
@@ -186,7 +199,7 @@ def drop_privileges(*, isolated: bool) -> None:
     if isolated:
         with contextlib.suppress(PermissionError):  # an ordinary user may not change its groups in a namespace
             os.setgroups([])
-        for capability in range(64):
+        for capability in _CAPABILITIES:
             if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
                 break
         os.setresgid(JOB_ID, JOB_ID, JOB_ID)

@@ -173,6 +173,7 @@ def _enter(control: socket.socket, spec: str) -> NoReturn:
             _, status = os.waitpid(child, 0)
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
         isolate.die_with_parent()
+        isolate.keep_capabilities()
         os.execv(sys.executable, [sys.executable, "-I", __file__, spec, _INSIDE])
 
 
