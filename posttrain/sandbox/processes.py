@@ -79,8 +79,8 @@ class Processes:
 
 
 def _may_wake(stat: str) -> bool:
-    """Whether a thread that was sent SIGSTOP still runs, or is ending. One that waits in the kernel stops when it leaves
-    it."""
+    """Whether a thread that was sent SIGSTOP still runs, or is ending. One that waits in the kernel stops on its way
+    out."""
     words = stat.rpartition(")")[2].split()
     state, exiting = words[0], int(words[6]) & _EXITING
     return state not in "TtZX" and (state != "D" or bool(exiting))

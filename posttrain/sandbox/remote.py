@@ -25,6 +25,10 @@ class RemoteSandbox:
         self.cfg = cfg
         self._client = httpx.Client(base_url=cfg.url.rstrip("/"))
 
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        return ()
+
     def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None, echo: bool = False) -> RunResult:
         seconds = deadline_s or self.cfg.deadline_s
         if echo:

@@ -92,7 +92,7 @@ _RULES = (
     # same as requests of ioctl); larger pipes; seals on our own files.
     _Rule((72, 25), errno.EPERM, ((1, _ANY, _FCNTL_ALLOWED, True),)),  # fcntl
     _Rule((16, 29), errno.ENOTTY, ((1, _ANY, _IOCTL_ALLOWED, True),)),  # ioctl
-    # MAP_HUGETLB takes pages that no limit counts, and anonymous memory that is shared stays when all unmap it but a page.
+    # MAP_HUGETLB takes pages that no limit counts, and shared anonymous memory stays when all unmap it but for a page.
     _Rule((9, 222), errno.EPERM, ((3, 0x40000, (0,), True), (3, 0x21, (0x21,), False))),  # mmap
     # No namespaces, no process whose parent is ours, and no other signal than SIGCHLD to the parent.
     _Rule((56, 220), errno.EPERM, ((0, _ANY & ~_CLONE_ALLOWED, (0,), True),)),  # clone

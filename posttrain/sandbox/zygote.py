@@ -45,7 +45,7 @@ sys.path.pop(0)
 _LOOK_S = 0.05
 """Between two looks at the memory of all processes."""
 _REST_LOOK_S = 1.0
-"""The same while a session waits for its next cell, and all its processes are stopped."""
+"""Between two looks at a session that waits for its next cell, whether all its processes are stopped still."""
 _STOP_LOOK_S = 0.005
 """Between two looks at processes that are about to stop."""
 _STOP_S = 10.0
@@ -131,15 +131,20 @@ class _Slot:
                 return
 
     def stop_all(self) -> bool:
-        """Stop every process that the program started; whether all have stopped, and nothing can wake them."""
+        """Stop every process that the program started; whether that is done (``stopped``)."""
         self.signal_all(signal.SIGSTOP)
-        return self.processes is None or self.processes.stopped()
+        return self.stopped()
+
+    def stopped(self) -> bool:
+        """Whether all have stopped and none of them can wake another; where that cannot be read, yes."""
+        return self.processes is None or bool(self.processes.stopped())
 
     def over_memory(self) -> bool:
         """Whether the programs, with their files, hold more memory than they may."""
         if self.processes is None or self.folders is None:
             return False
-        return self.processes.hold_more_than(self.limits["memory"] - self.folders.used())
+        over: bool = self.processes.hold_more_than(self.limits["memory"] - self.folders.used())
+        return over
 
 
 def main() -> None:
@@ -160,7 +165,7 @@ def main() -> None:
 
 
 def _enter(control: socket.socket, spec: str) -> NoReturn:
-    """Start the zygote as process 1 of new namespaces. The launcher stays outside of the process namespace and waits."""
+    """Start the zygote as process 1 of new namespaces. The launcher stays outside of the last of them and waits."""
     with _refusal_told(control):
         isolate.leave_keyrings()
         isolate.unshare()
@@ -258,15 +263,17 @@ def _serve_session(slot: _Slot, control: socket.socket, pid: int, cell: socket.s
 
 
 def _rest(slot: _Slot, control: socket.socket) -> None:
-    """Wait for the driver, with everything stopped. Ends a session that does not stop, or takes more memory than it
-    may."""
+    """Wait for the driver, with everything stopped. Ends a session that does not stop, or that wakes."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     end = time.monotonic() + _STOP_S
-    stopped = slot.stop_all()
-    while not poll.poll(1000 * (_REST_LOOK_S if stopped else _STOP_LOOK_S)):
-        stopped = slot.stop_all()
-        if slot.over_memory() or (not stopped and time.monotonic() > end):
+    while not slot.stop_all():
+        if poll.poll(1000 * _STOP_LOOK_S):
+            return
+        if time.monotonic() > end:
+            slot.kill_all()
+    while not poll.poll(1000 * _REST_LOOK_S):
+        if not slot.stopped():
             slot.kill_all()
 
 
