@@ -85,6 +85,8 @@ class RewardConfig(Section):
     """What an episode whose grader failed counts as: it is left out, it earns 0, or the run ends."""
     deadline_s: Annotated[float, Field(gt=0.0)] = 30.0
     """Longest wait for the verdict on one response; then its grader process is replaced."""
+    memory_mb: PositiveInt = 2048
+    """Memory of a grader process. A response whose grading takes more is a failure of its grader."""
     workers: PositiveInt = 2
     """Grader processes."""
     examine: Annotated[int, Field(ge=0)] = 0

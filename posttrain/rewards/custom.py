@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.errors import ConfigError
 from posttrain.registry import load_object
-from posttrain.rewards import checked, failed
+from posttrain.rewards import checked, raised
 from posttrain.types import Score
 
 RewardFunction = Callable[..., Any]
@@ -50,7 +50,7 @@ def call_function(
             result = asyncio.run(_wait(result))
         return checked(to_score(result), name)
     except Exception as error:
-        return failed(f"{name} raised {type(error).__name__}: {error}")
+        return raised(name, error)
 
 
 async def _wait(result: Any) -> Any:
