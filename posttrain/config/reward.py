@@ -123,7 +123,7 @@ class SandboxConfig(Section):
     deadline_s: Annotated[float, Field(gt=0.0)] = 10.0
     """Longest wall time, and CPU time of each process."""
     memory_mb: PositiveInt = 1024
-    """Address space of each process, and resident memory of all together."""
+    """Address space of each process, and memory of all together with their files."""
     processes: PositiveInt = 32
     """Processes and threads."""
     file_mb: PositiveInt = 16
