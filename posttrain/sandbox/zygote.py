@@ -253,7 +253,7 @@ def _serve_session(slot: _Slot, control: socket.socket, pid: int, cell: socket.s
             event = _watch(slot, control, pid, time.monotonic() + _INTERRUPT_S, cell)
         if event != "answered":
             return _verdict(pid, "timeout" if interrupted else event, started) | {"session_ended": True}
-        slot.stop_all()
+        slot.signal_all(signal.SIGSTOP)
         code = cell.recv(1)[0]
         status = "timeout" if interrupted else "error" if code else "ok"
         seconds = time.monotonic() - started

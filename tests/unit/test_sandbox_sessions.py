@@ -345,6 +345,30 @@ def test_a_session_that_wakes_between_cells_ends():
     assert done.stdout.splitlines() == [f"{gaps} ok", "True"], done
 
 
+@pytest.mark.skipif(SyscallFilter.find() is None, reason="this kernel has none, which other tests then show")
+def test_the_session_keyring_is_not_ours():
+    """Where no filter closes the calls: a key of the driver's session keyring is not in the program's."""
+    search = "libc.syscall({call}, 10, -3, b'user', b'posttrain-test', 0)"
+    search = search.format(call="{'x86_64': 250, 'aarch64': 219}[os.uname().machine]")
+    driver = (
+        f"{WITHOUT_SECCOMP}\n"
+        "from posttrain.config import SandboxConfig\n"
+        "from posttrain.sandbox.local import LocalSandbox\n"
+        "keyctl, add = {'x86_64': (250, 248), 'aarch64': (219, 217)}[os.uname().machine]\n"
+        "libc.syscall(keyctl, 1, None)\n"  # one of this test's own
+        "libc.syscall(add, b'user', b'posttrain-test', b'secret', 6, -3)\n"
+        "sandbox = LocalSandbox(SandboxConfig())\n"
+        f"found = sandbox.run({f'import ctypes, os; libc = ctypes.CDLL(None); print({search})'!r})\n"
+        f"print({search} > 0, found.stdout)\n"
+        "sandbox.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", driver], capture_output=True, text=True, timeout=60, check=False)
+    seen, _, inside = done.stdout.partition(" ")
+    if seen != "True":
+        pytest.skip(f"no keyrings here: {done.stderr}")
+    assert inside.strip() == "-1", done
+
+
 def test_a_sandbox_that_dies_says_that_the_state_is_lost():
     sandbox = LocalSandbox(SandboxConfig())
     session = sandbox.session()
