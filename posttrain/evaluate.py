@@ -17,7 +17,7 @@ from posttrain.data.parquet import open_parquet
 from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.compare import compare, print_comparison
 from posttrain.evaluation.failures import FailuresFile, examined
-from posttrain.evaluation.grading import Graded, Problem, grade
+from posttrain.evaluation.grading import Failure, Graded, Problem, failure_of, grade
 from posttrain.evaluation.report import Report, make_report, print_report
 from posttrain.evaluation.responses import read_responses
 from posttrain.files import write_text
@@ -149,8 +149,11 @@ def evaluate(
                 hint=f"sample more with `posttrain generate --n {max(pass_at)}`, or give --pass-at "
                 f"{len(row.responses)}",
             )
-    problems, first_error = _grade(file, reward or RewardConfig(), sandbox, plugins, failures, console)
-    return make_report(str(file), problems, pass_at, first_error, resamples, seed)
+    problems, first = _grade(file, reward or RewardConfig(), sandbox, plugins, failures, console)
+    return make_report(
+        str(file), problems, pass_at, resamples, seed,
+        first_error=first.get("grader_failed"), first_unfinished=first.get("unfinished"),
+    )  # fmt: skip
 
 
 def _grade(
@@ -160,28 +163,25 @@ def _grade(
     plugins: Sequence[str],
     failures: Path | None,
     console: Mode,
-) -> tuple[list[Problem], str | None]:
-    """The graded problems of ``file``, and the message of the first grader that failed. Raises ``RunError`` where
-    nothing could be graded."""
+) -> tuple[list[Problem], dict[Failure, str]]:
+    """The graded problems of ``file``, and the first message of each kind of failure. Raises ``RunError`` where nothing
+    could be graded."""
     if reward.function:
         load_function(reward.function, reward.function_kwargs)
     shown = 0
-    first_error: str | None = None
-    first_failure: str | None = None
+    first: dict[Failure, str] = {}
     with ExitStack() as closing:
         sink = None if failures is None else closing.enter_context(FailuresFile(failures))
 
         def seen(graded: Graded) -> None:
-            nonlocal shown, first_error, first_failure
+            nonlocal shown
             for number, score in enumerate(graded.scores):
-                if score is None:
-                    first_failure = first_failure or f"row {graded.row.number}: {graded.row.errors[number]}"
-                    continue
-                if shown < reward.examine:
+                if score is not None and shown < reward.examine:
                     shown += 1
                     typer.echo(printable(examined(graded, number, score)), err=True)
-                if score.error is not None:
-                    first_error = first_error or f"row {graded.row.number}: {score.error}"
+                if (failure := failure_of(score)) is not None:
+                    message = graded.row.errors[number] if score is None else score.error
+                    first.setdefault(failure, f"row {graded.row.number}: {message}")
             if sink is not None:
                 sink.add(graded)
 
@@ -190,11 +190,10 @@ def _grade(
         tracker = closing.enter_context(Tracker(None, f"eval {file}", None, ["console"], console=console))
         graded = closing.enter_context(tracker.counting(f"grading {file}", count, "responses"))
         problems = grade(read_responses(file), graders, seen, graded)
-        if not any(problem.graded for problem in problems):
-            raise RunError(
-                f"{file}: not one response could be graded", hint=f"the first failure: {first_error or first_failure}"
-            )
-    return problems, first_error
+        if not any(problem.graded > problem.unfinished for problem in problems):
+            message = next(first[kind] for kind in ("grader_failed", "unfinished", "episode_failed") if kind in first)
+            raise RunError(f"{file}: not one response could be graded", hint=f"the first failure: {message}")
+    return problems, first
 
 
 def _progress_of(cfg: Config) -> Mode:

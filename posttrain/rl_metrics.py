@@ -93,7 +93,7 @@ def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int) -> dict[str
     prompts, as in `posttrain eval`."""
     by_source: dict[str, list[list[Trajectory]]] = {}
     for group in groups:
-        played = [t for t in group if t.error is None]
+        played = [t for t in group if t.error is None or t.unfinished]
         if played:
             by_source.setdefault(played[0].prompt.data_source, []).append(played)
     metrics = {}

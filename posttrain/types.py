@@ -132,6 +132,9 @@ class Score:
     extracted: str | None = None
     parts: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    unfinished: bool = False
+    """With ``error``: this response took the grader more time or memory than it may have, or ended it. Evaluations
+    count it as wrong, so that no answer is better off for that."""
 
 
 StopReason = Literal["stop", "length", "max_turns", "max_user_turns", "prompt_too_long", "deadline", "error"]
@@ -174,6 +177,8 @@ class Trajectory:
     correct: bool = False
     extracted: str | None = None
     """The answer that the grader found."""
+    unfinished: bool = False
+    """Its grader did not finish (``Score.unfinished``): validation counts it as wrong, whatever ``error`` says."""
     error: str | None = None
     tool_errors: list[str] = field(default_factory=list)
     """What was answered to each tool call that failed; the messages have it too."""

@@ -108,12 +108,12 @@ def tmp() -> list[Finding]:
 
 
 def shared_memory(place: str = "/dev/shm") -> list[Finding]:
-    """Ray's objects and, on a CPU, buckets of weights."""
+    """Ray's objects, and what NCCL's ranks exchange on one machine."""
     if not Path(place).is_dir():
         return [Finding("shared memory", "fail", f"{place} is missing", "mount a tmpfs there")]
     usage = shutil.disk_usage(place)
     detail = f"{place}: {usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free"
-    hint = "in a container: --shm-size=16g (Docker's default is 64 MB); files of dead runs may be in there"
+    hint = "in a container: --shm-size=16g (Docker's default is 64 MB); files of dead processes may be in there"
     if usage.free < GIB // 4:
         return [Finding("shared memory", "fail", detail, hint)]
     if usage.free < 2 * GIB:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from posttrain.cluster.calls import gather, meet
 from posttrain.cluster.peers import Home, Peer, Process, Supervised
 from posttrain.errors import PosttrainError, RunError
-from posttrain.models.buckets import Bucket
+from posttrain.models.buckets import Bucket, HostFile
 from posttrain.rollout.base import EngineSpec
 from posttrain.rollout.engines import open_engine
 from posttrain.types import Ids, Sample, SamplingParams
@@ -100,10 +99,12 @@ class SamplerActor(Supervised):
         if data is None:
             await self.engine.load_bucket(bucket)
             return
-        with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-            file.write(data.data)
-            file.flush()
-            await self.engine.load_bucket(replace(bucket, path=file.name))
+        file = HostFile()
+        try:
+            file.memory(data.size).numpy()[:] = data
+            await self.engine.load_bucket(replace(bucket, path=file.path))
+        finally:
+            file.close()
 
     async def finish_update(self, version: int, canary: Sequence[Ids]) -> list[list[float]]:
         return await self.engine.finish_update(version, canary)

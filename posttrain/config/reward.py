@@ -85,6 +85,8 @@ class RewardConfig(Section):
     """What an episode whose grader failed counts as: it is left out, it earns 0, or the run ends."""
     deadline_s: Annotated[float, Field(gt=0.0)] = 30.0
     """Longest wait for the verdict on one response; then its grader process is replaced."""
+    memory_mb: PositiveInt = 2048
+    """Memory of a grader process. A response whose grading takes more is a failure of its grader."""
     workers: PositiveInt = 2
     """Grader processes."""
     examine: Annotated[int, Field(ge=0)] = 0
@@ -123,7 +125,7 @@ class SandboxConfig(Section):
     deadline_s: Annotated[float, Field(gt=0.0)] = 10.0
     """Longest wall time, and CPU time of each process."""
     memory_mb: PositiveInt = 1024
-    """Address space of each process, and resident memory of all together."""
+    """Address space of each process, and memory of all together with their files."""
     processes: PositiveInt = 32
     """Processes and threads."""
     file_mb: PositiveInt = 16

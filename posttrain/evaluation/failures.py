@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from posttrain.errors import ConfigError
-from posttrain.evaluation.grading import Graded
+from posttrain.evaluation.grading import Graded, failure_of
 from posttrain.text import markdown, markdown_block
 from posttrain.track.examine import conversation
 from posttrain.types import Message, Score
@@ -22,12 +22,13 @@ _SUFFIXES = (".md", ".jsonl", ".parquet")
 
 
 def failures_of(graded: Graded) -> Iterator[dict[str, Any]]:
-    """One record for each response that is not right: `kind` is ``wrong``, ``grader_failed`` or ``episode_failed``."""
+    """One record for each response that is not right: `kind` is ``wrong``, ``unfinished`` (by its grader, and so
+    wrong), ``grader_failed`` or ``episode_failed``."""
     row = graded.row
     for number, score in enumerate(graded.scores):
         if score is not None and score.error is None and score.correct:
             continue
-        kind = "episode_failed" if score is None else "wrong" if score.error is None else "grader_failed"
+        kind = failure_of(score) or "wrong"
         values = (
             row.number, number, row.data_source, row.level, kind, row.responses[number] or "",
             json.dumps(_messages(graded, number), ensure_ascii=False), str(row.ground_truth),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 from posttrain.evaluation.responses import Row
 from posttrain.rewards.grade import GradeItem, GraderPool
@@ -33,9 +35,12 @@ class Problem:
     level: str | None
     responses: int
     right: tuple[bool, ...]
-    """Of the graded responses: those that failed, or whose grader did, count neither as right nor as wrong."""
+    """Of the graded responses. Those that their grader did not finish are among them, and wrong; those whose episode
+    failed, or whose grader did, count neither as right nor as wrong."""
     answers: tuple[str | None, ...]
     """That the grader found in these."""
+    unfinished: int
+    """Of the graded responses, those that their grader did not finish."""
     grader_errors: int
     generation_errors: int
     by_index: str | None
@@ -52,10 +57,22 @@ class Problem:
         return sum(self.right) / len(self.right)
 
 
+Failure = Literal["episode_failed", "grader_failed", "unfinished"]
+
+
+def failure_of(score: Score | None) -> Failure | None:
+    """Return why a response has no verdict; None: it has one."""
+    if score is None:
+        return "episode_failed"
+    if score.error is None:
+        return None
+    return "unfinished" if score.unfinished else "grader_failed"
+
+
 def problem_of(graded: Graded) -> Problem:
     row = graded.row
-    verdicts = [score for score in graded.scores if score is not None]
-    known = [score for score in verdicts if score.error is None]
+    failures = Counter(map(failure_of, graded.scores))
+    known = [score for score in graded.scores if score is not None and failure_of(score) != "grader_failed"]
     return Problem(
         number=row.number,
         data_source=row.data_source,
@@ -63,8 +80,9 @@ def problem_of(graded: Graded) -> Problem:
         responses=len(row.responses),
         right=tuple(score.correct for score in known),
         answers=tuple(score.extracted for score in known),
-        grader_errors=len(verdicts) - len(known),
-        generation_errors=len(graded.scores) - len(verdicts),
+        unfinished=failures["unfinished"],
+        grader_errors=failures["grader_failed"],
+        generation_errors=failures["episode_failed"],
         by_index=row.by_index,
         by_prompt=row.by_prompt,
         truth=repr(row.ground_truth),

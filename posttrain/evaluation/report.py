@@ -32,6 +32,8 @@ class Report:
     """By data source, then by level; of sources whose problems have levels."""
     first_error: str | None
     """Message of the first grader that failed."""
+    first_unfinished: str | None
+    """Message of the first that did not finish."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -44,7 +46,14 @@ class Report:
 
 
 def make_report(
-    file: str, problems: Sequence[Problem], pass_at: Sequence[int], first_error: str | None, resamples: int, seed: int
+    file: str,
+    problems: Sequence[Problem],
+    pass_at: Sequence[int],
+    resamples: int,
+    seed: int,
+    *,
+    first_error: str | None,
+    first_unfinished: str | None,
 ) -> Report:
     """The numbers of graded problems.
 
@@ -77,6 +86,7 @@ def make_report(
         {source: summary(of_source == source) for source in sources},
         levels,
         first_error,
+        first_unfinished,
     )
 
 
@@ -103,6 +113,7 @@ def _summary(
     out: Summary = {"problems": len(problems), "responses": sum(p.graded for p in problems)}
     out |= {name: mean_of(values[:, i]) for i, name in enumerate(names)}
     out |= {f"problems_below_{k}": sum(p.graded < k for p in problems) for k in pass_at}
+    out["unfinished"] = sum(p.unfinished for p in problems)
     out["grader_errors"] = sum(p.grader_errors for p in problems)
     out["generation_errors"] = sum(p.generation_errors for p in problems)
     if resamples:
@@ -148,8 +159,13 @@ def _cell(numbers: Mapping[str, Any], name: str) -> str:
 
 
 def _left_out(report: Report, pass_at: Sequence[int]) -> Iterator[str]:
-    """One line for each reason why a response or a problem does not count."""
+    """One line for each reason why a response or a problem does not count, or is wrong unseen."""
     numbers = report.overall
+    if numbers["unfinished"]:
+        yield (
+            f"{numbers['unfinished']} responses count as wrong: their grader did not finish, "
+            f"first at {report.first_unfinished}"
+        )
     if numbers["generation_errors"]:
         yield f"{numbers['generation_errors']} responses left out: their episodes failed"
     if numbers["grader_errors"]:

@@ -10,12 +10,10 @@ import contextlib
 import itertools
 import math
 import os
-import tempfile
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -42,7 +40,7 @@ class Bucket:
     number: int = 0
     """In its update."""
     path: str | None = None
-    """A file in memory."""
+    """A file in memory, while the process that fills it keeps it open."""
     handles: tuple[Handle, ...] = ()
     """The same bytes on several GPUs, in the order of an engine's ranks."""
     group: BroadcastGroup | None = None
@@ -137,16 +135,16 @@ class Place(ABC):
 
 
 class HostFile(Place):
-    """A file in memory."""
+    """A file in memory without a name, which other processes of the same user open through this process's descriptor.
+    It ends with the last process that holds it, however that ends."""
 
     def __init__(self) -> None:
         super().__init__()
-        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None  # else a file system on disk, which is slower
-        descriptor, self.path = tempfile.mkstemp(prefix="posttrain-", dir=folder)
-        os.close(descriptor)
+        self._descriptor = os.memfd_create("posttrain-weights")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def memory(self, size: int) -> Tensor:
-        os.truncate(self.path, size)
+        os.ftruncate(self._descriptor, size)
         return torch.from_file(self.path, shared=True, size=size, dtype=torch.uint8)
 
     def bucket(self) -> Bucket:
@@ -154,7 +152,7 @@ class HostFile(Place):
 
     def close(self) -> None:
         super().close()
-        os.unlink(self.path)
+        os.close(self._descriptor)
 
 
 class DeviceBuffer(Place):

@@ -146,7 +146,7 @@ def compute_score(
     try:
         score = grader(response, ground_truth, extra_info or {})
     except (SystemExit, Exception) as error:
-        return failed(f"grader {name!r} raised {described(error, grader)}")
+        return raised(f"grader {name!r}", error, grader)
     return checked(score, f"grader {name!r}")
 
 
@@ -183,6 +183,17 @@ def item_deadline_s() -> float:
     return RewardConfig().deadline_s
 
 
-def failed(message: str) -> Score:
-    """The verdict of a grader that could not give one."""
-    return Score(score=0.0, correct=False, error=message)
+def failed(message: str, *, unfinished: bool = False) -> Score:
+    """The verdict of a grader that could not give one.
+
+    Args:
+        unfinished: the response is the reason (``Score.unfinished``).
+    """
+    return Score(score=0.0, correct=False, error=message, unfinished=unfinished)
+
+
+def raised(who: str, error: BaseException, function: Any = None) -> Score:
+    """Return the verdict of a grader that raised; ``function`` is what was called (``usercode.described``)."""
+    if isinstance(error, MemoryError):
+        return failed(f"{who} needs more memory for this response than reward.memory_mb", unfinished=True)
+    return failed(f"{who} raised {described(error, function)}")

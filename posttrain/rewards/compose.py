@@ -46,6 +46,7 @@ class Rewarder:
         for index, episode in enumerate(episodes):
             opinion = {s.name: scores[index] for s, scores in zip(self.scorers, opinions, strict=True)}
             error = self._settle(episode, graded[index], opinion)
+            episode.unfinished = graded[index].unfinished
             if error is not None:
                 errors.append(error)
                 self._on_error(episode, error)

@@ -10,9 +10,9 @@ from typing import Any
 
 from posttrain.errors import CodeError, ConfigError
 from posttrain.registry import load_object
-from posttrain.rewards import checked, failed
+from posttrain.rewards import checked, raised
 from posttrain.types import Score
-from posttrain.usercode import definition_of, described, innermost_is_in_a_file, with_place
+from posttrain.usercode import definition_of, innermost_is_in_a_file, with_place
 
 RewardFunction = Callable[..., Any]
 """``(data_source, solution_str, ground_truth, extra_info, **kwargs)``, the signature verl uses; plain or ``async``."""
@@ -82,10 +82,10 @@ def call_function(
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
     except (SystemExit, Exception) as error:
-        message = f"{name} raised {described(error, function)}"
         # An answer that is evaluated may raise a NameError too.
         bug = isinstance(error, SystemExit) or (isinstance(error, _BUGS) and innermost_is_in_a_file(error))
-        return BrokenFunction(0.0, correct=False, error=message) if bug else failed(message)
+        verdict = raised(name, error, function)
+        return BrokenFunction(0.0, correct=False, error=verdict.error) if bug else verdict
     try:
         score = to_score(result)
     except (TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Grading a batch in worker processes, with a deadline for each item.
 
 Cheap graders run in process. The others, and a user's ``reward.function``, run in spawned processes, one item after
-the other in each, so that a grader that hangs or dies costs its own item only: its process is killed, and another is
-started when the next item needs it.
+the other in each, so that a grader that hangs, dies or takes too much memory costs its own item only: its process is
+killed, and another is started when the next item needs it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,22 @@ import asyncio
 import multiprocessing
 import os
 import queue
+import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 from posttrain.config import RewardConfig, SandboxConfig
 from posttrain.registry import load_plugins
-from posttrain.rewards import compute_score, failed, is_cheap, set_item_deadline
+from posttrain.rewards import compute_score, failed, is_cheap, raised, set_item_deadline
 from posttrain.rewards.custom import RewardFunction, call_function, load_function
 from posttrain.sandbox import configure
 from posttrain.types import Score
@@ -33,6 +37,11 @@ START_DEADLINE_S = 60.0
 
 _CHUNK = 32
 """Most items that are sent to a grader process at once."""
+_LOOK_S = 0.1
+"""Between two looks at the memory of a grader process."""
+_BEYOND = 1.5
+"""Where the kernel refuses allocations, as a multiple of `reward.memory_mb`: libraries take a ``MemoryError`` for an
+answer that they cannot read, so the process should be found, and its item named, before it meets one."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class GraderSpec:
     """What a grader process needs to know."""
 
     deadline_s: float
+    memory_mb: int
     plugins: tuple[str, ...] = ()
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     function: str = ""
@@ -64,7 +74,12 @@ class GraderPool:
     ) -> None:
         reward = reward or RewardConfig()
         spec = GraderSpec(
-            reward.deadline_s, tuple(plugins), sandbox or SandboxConfig(), reward.function, reward.function_kwargs
+            reward.deadline_s,
+            reward.memory_mb,
+            tuple(plugins),
+            sandbox or SandboxConfig(),
+            reward.function,
+            reward.function_kwargs,
         )
         self.deadline_s = reward.deadline_s
         self._by_table = not reward.function
@@ -164,9 +179,10 @@ class _Grader:
             pipe = self._pipe or self._start()
             pipe.send(list(items))
             for _ in items:
-                if not pipe.poll(deadline_s):
+                problem = self._wait_verdict(pipe, deadline_s)
+                if problem is not None:
                     self.kill()
-                    return [*verdicts, failed(f"timed out after {deadline_s:g} s")]
+                    return [*verdicts, failed(problem, unfinished=True)]
                 verdict = pipe.recv()
                 verdicts.append(
                     verdict if isinstance(verdict, Score) else failed(f"the grader sent {type(verdict).__name__}")
@@ -174,13 +190,33 @@ class _Grader:
         except (EOFError, OSError):
             code = self._wait_code()
             self.kill()
-            return [*verdicts, failed(f"the grader process died (exit code {code})")]
+            return [*verdicts, failed(f"the grader process died (exit code {code})", unfinished=True)]
         except Exception as error:  # an item that cannot be pickled, a process that does not come up
             self.kill()
             if len(items) > 1 and not verdicts:
                 return self.ask(items[:1], deadline_s)  # so that it is said of that item only
             return [*verdicts, failed(f"the grader could not be asked: {type(error).__name__}: {error}")]
         return verdicts
+
+    def _wait_verdict(self, pipe: Connection, deadline_s: float) -> str | None:
+        """Wait until there is a verdict, or the process has died. Returns why no longer is waited for it, or None."""
+        end = time.monotonic() + deadline_s
+        while not pipe.poll(max(0.0, min(_LOOK_S, end - time.monotonic()))):
+            if self._resident() > self._spec.memory_mb << 20:
+                return f"took more memory than reward.memory_mb = {self._spec.memory_mb}"
+            if time.monotonic() >= end:
+                return f"timed out after {deadline_s:g} s"
+        return None
+
+    def _resident(self) -> int:
+        """Bytes of the process's resident set; 0 where it has ended."""
+        process = self._process
+        if process is None:
+            return 0
+        try:
+            return int(psutil.Process(process.pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
 
     def kill(self) -> None:
         process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
@@ -199,7 +235,10 @@ class _Grader:
         theirs.close()
         if not pipe.poll(START_DEADLINE_S):
             raise TimeoutError(f"the grader process did not start within {START_DEADLINE_S:g} s")
-        ready = pipe.recv()
+        try:
+            ready = pipe.recv()
+        except EOFError:  # which is not the doing of the first item
+            raise RuntimeError(f"the grader process died as it started (exit code {self._wait_code()})") from None
         if isinstance(ready, str):
             raise RuntimeError(ready)
         return pipe
@@ -217,6 +256,7 @@ def _serve(pipe: Connection, spec: GraderSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
     sys.stdout = sys.stderr  # stdout is for the command's data
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    _limit_data(int(_BEYOND * spec.memory_mb) << 20)
     function: RewardFunction | None = None
     try:
         load_plugins(spec.plugins)
@@ -246,7 +286,19 @@ def _verdict(item: GradeItem, function: RewardFunction | None, spec: GraderSpec)
         row = (item.data_source, item.response, item.ground_truth, item.extra_info)
         return call_function(function, spec.function_kwargs, *row)
     except Exception as error:
-        return failed(f"{type(error).__name__}: {error}")
+        return raised("the grader", error)
+
+
+def _limit_data(most: int) -> None:
+    """Let this process have ``most`` bytes of data, after which allocations raise ``MemoryError`` or end it: for what
+    grows from one look of the driver to the next, and for one allocation that is too large.
+
+    Not the address space, which has the mapped files of every library and what a GPU's driver reserves. The hard limit
+    stays, since programs that are started from here (the sandbox) have limits of their own.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _die_with_parent() -> None:

@@ -47,8 +47,8 @@ def open_sandbox(cfg: SandboxConfig | None = None) -> Sandbox:
     return LocalSandbox(cfg)
 
 
-def check_sandbox(cfg: SandboxConfig) -> None:
-    """Run a first program.
+def check_sandbox(cfg: SandboxConfig) -> tuple[str, ...]:
+    """Run a first program. Returns the parts of the isolation that are missing (``Sandbox.gaps``).
 
     Raises:
         SandboxUnavailable, SandboxError: programs cannot be run.
@@ -56,10 +56,12 @@ def check_sandbox(cfg: SandboxConfig) -> None:
     sandbox = open_sandbox(cfg)
     try:
         result = sandbox.run("print(6 * 7)")
+        gaps = sandbox.gaps
     finally:
         sandbox.close()
     if result.stdout.strip() != "42":
         raise SandboxUnavailable(f"the sandbox does not run programs: {result}", hint="sandbox.mode, sandbox.url")
+    return gaps
 
 
 def configure(cfg: SandboxConfig) -> None:

@@ -53,6 +53,10 @@ class Session(Protocol):
 class Sandbox(Protocol):
     """Runs one Python program, or one session, at a time. Not for several threads at once: give each its own."""
 
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """The parts of the isolation that this machine lacks, in words; as far as it is known here."""
+
     def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None, echo: bool = False) -> RunResult:
         """Run a program to its end or to a limit.
 

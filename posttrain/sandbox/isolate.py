@@ -2,19 +2,25 @@
 
 What a program in the sandbox is given: a root file system of read-only binds (the system's libraries and the Python
 that runs it), a private tmpfs as the only writable folder, a network without interfaces, a process tree of its own, no
-capability, and a user id that owns nothing. ``user_namespaces(7)``, ``pivot_root(2)``, ``capabilities(7)``.
+keyring of anybody, no capability, and a user id that owns nothing. ``user_namespaces(7)``, ``pivot_root(2)``,
+``capabilities(7)``, ``keyrings(7)``. ``syscalls.py`` has the filter of system calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
 
 WORK = "/sandbox"
-"""The private folder, inside; /tmp is a link to it."""
+"""The private folder, inside."""
+_TEMPORARY = ("/tmp", "/dev/shm")
+"""Links to it; where Python itself lies below one, that one is a private folder of its own."""
+_BELOW = "/.below"
+"""Here lies what is shown below a private folder, to be bound there whenever that is replaced."""
 _STAGE = "/tmp"
 """Any folder of the old root: the new one is mounted there before it becomes the root."""
 JOB_ID = 1000
@@ -30,11 +36,15 @@ _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID = 1, 2
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture; Linux 5.12
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine)
+_SYS_KEYCTL = 250 if os.uname().machine == "x86_64" else 219
+_KEYCTL_JOIN_SESSION_KEYRING = 1
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 36, 47, 2
 _CAPABILITY_VERSION_3 = 0x20080522
+_CAPABILITIES = range(64)
+"""More than any kernel has."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")  # a shared mapping of zero is memory that nobody is charged for
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -57,6 +67,25 @@ def unshare() -> None:
     """Enter new user, network, mount, IPC, UTS and (for the next child) process namespaces."""
     flags = _NEWUSER | _NEWNET | _NEWNS | _NEWIPC | _NEWUTS | _NEWPID
     _call("unshare", _libc.unshare(flags))
+
+
+def leave_keyrings() -> None:
+    """Enter an empty session keyring, which links to none of the user's, as the one before may do."""
+    if _libc.syscall(_SYS_KEYCTL, _KEYCTL_JOIN_SESSION_KEYRING, None) < 0:
+        number = ctypes.get_errno()
+        if number not in (errno.ENOSYS, errno.EPERM):  # whoever may not ask here may not ask inside either
+            raise IsolationError(number, f"a new session keyring: {os.strerror(number)}")
+
+
+def keep_capabilities() -> None:
+    """Keep the capabilities in this namespace when another program is executed, although its user is not root."""
+    header, sets = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    _call("capget", _libc.capget(header, sets))
+    sets[2], sets[5] = sets[1], sets[4]  # inheritable: what is permitted, in two halves
+    _call("capset", _libc.capset(header, sets))
+    for capability in _CAPABILITIES:
+        if _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, capability, 0, 0) != 0:
+            break
 
 
 def map_ids(pid: int) -> None:
@@ -83,41 +112,81 @@ def _write(path: str, text: str) -> None:
         os.close(fd)
 
 
-def build_root(disk_bytes: int) -> int | None:
-    """Replace the root file system of this mount namespace. Returns an open /proc of this process namespace, or None
-    where the kernel refuses one (a container that masks its own)."""
+def build_root() -> tuple[list[str], int | None]:
+    """Replace the root file system of this mount namespace.
+
+    Returns the read-only folders that must be shown below private ones (for ``PrivateFolders``), and an open /proc of
+    this process namespace, or None where the kernel refuses one (a container that masks its own).
+    """
     _call("mount private", _libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     _forbid_nested_namespaces()
     _mount_tmpfs(_STAGE, "size=1m,mode=755")
     os.mkdir(f"{_STAGE}/old")
     _call("pivot_root", _libc.syscall(_SYS_PIVOT_ROOT, _STAGE.encode(), f"{_STAGE}/old".encode()))
     os.chdir("/")
-    for path in [*_SYSTEM, *_python_folders()]:
-        _bind(path)
+    python = _python_folders()
+    below = [path for path in python if any(_lies_below(path, folder) for folder in (WORK, *_TEMPORARY))]
+    for path in [*_SYSTEM, *python]:
+        _bind(f"/old{path}", f"{_BELOW}{path}" if path in below else path)
     for name in _DEVICES:
-        _bind(f"/dev/{name}", readonly=False)
+        _bind(f"/old/dev/{name}", f"/dev/{name}", readonly=False)
     with open("/etc/passwd", "w") as file:
         file.write(f"sandbox:x:{JOB_ID}:{JOB_ID}::{WORK}:/bin/sh\n")
     proc = _open_proc()
     _call("umount old root", _libc.umount2(b"/old", _MNT_DETACH))
     os.rmdir("/old")
     os.mkdir(WORK)
-    for link in ("/tmp", "/dev/shm"):
-        if not os.path.lexists(link):
-            os.symlink(WORK, link)
+    for folder in _TEMPORARY:
+        if any(_lies_below(path, folder) for path in below):
+            os.makedirs(folder)
+        else:
+            os.symlink(WORK, folder)
     _set_readonly("/", recursive=False)
-    fresh_work(disk_bytes)
-    return proc
+    return below, proc
 
 
-def fresh_work(disk_bytes: int) -> None:
-    """An empty private folder, on a file system of its own that holds ``disk_bytes``."""
-    _mount_tmpfs(WORK, f"size={disk_bytes},nr_inodes=8192,mode=700,uid={JOB_ID},gid={JOB_ID}")
+class PrivateFolders:
+    """The folders that a program can write to, on file systems of their own.
+
+    Args:
+        disk_bytes: what each file system holds.
+        below: read-only folders to be shown in them, as ``build_root`` returned them.
+    """
+
+    def __init__(self, disk_bytes: int, below: list[str]) -> None:
+        self._options = f"size={disk_bytes},nr_inodes=8192,mode=700,uid={JOB_ID},gid={JOB_ID}"
+        self._below = below
+        self._mounted = [WORK, *(f for f in _TEMPORARY if any(_lies_below(path, f) for path in below))]
+        self._mount()
+
+    def renew(self) -> None:
+        """Throw away what a program left. No process may be left in them."""
+        if self._below or os.listdir(WORK) or self._fresh != _identity(WORK):
+            for folder in self._mounted:
+                _call("umount", _libc.umount2(folder.encode(), _MNT_DETACH))
+            self._mount()
+
+    def used(self) -> int:
+        """Bytes of memory that their files hold."""
+        found = [os.statvfs(folder) for folder in self._mounted]
+        return sum((stat.f_blocks - stat.f_bfree) * stat.f_frsize for stat in found)
+
+    def _mount(self) -> None:
+        for folder in self._mounted:
+            _mount_tmpfs(folder, self._options)
+        for path in self._below:
+            _bind(f"{_BELOW}{path}", path)
+        self._fresh = _identity(WORK)
 
 
-def drop_work() -> None:
-    """Throw the private folder away. No process may be left in it."""
-    _call("umount", _libc.umount2(WORK.encode(), _MNT_DETACH))
+def _identity(folder: str) -> tuple[int, ...]:
+    """What changes with everything that a program does to a folder itself."""
+    stat = os.stat(folder)
+    return stat.st_mode, stat.st_uid, stat.st_gid, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _lies_below(path: str, folder: str) -> bool:
+    return path.startswith(f"{folder}/")
 
 
 def new_ipc() -> None:
@@ -130,7 +199,7 @@ def drop_privileges(*, isolated: bool) -> None:
     if isolated:
         with contextlib.suppress(PermissionError):  # an ordinary user may not change its groups in a namespace
             os.setgroups([])
-        for capability in range(64):
+        for capability in _CAPABILITIES:
             if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
                 break
         os.setresgid(JOB_ID, JOB_ID, JOB_ID)
@@ -162,23 +231,21 @@ def _python_folders() -> list[str]:
     return sorted(p for p in outer if p != "/usr" and not any(p.startswith(f"{other}/") for other in outer))
 
 
-def _bind(path: str, *, readonly: bool = True) -> None:
-    """Show ``path`` of the old root at the same place; a symlink becomes the same symlink."""
-    old = f"/old{path}"
-    if os.path.islink(old):
+def _bind(source: str, path: str, *, readonly: bool = True) -> None:
+    """Show ``source`` at ``path``; a symlink becomes the same symlink, and what is missing stays so."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.islink(source):
         if not os.path.lexists(path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.symlink(os.readlink(old), path)
+            os.symlink(os.readlink(source), path)
         return
-    if not os.path.exists(old):
+    if not os.path.exists(source):
         return
-    if os.path.isdir(old):
+    if os.path.isdir(source):
         os.makedirs(path, exist_ok=True)
     else:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w"):
             pass
-    _call(f"bind {path}", _libc.mount(old.encode(), path.encode(), None, _MS_BIND | _MS_REC, None))
+    _call(f"bind {path}", _libc.mount(source.encode(), path.encode(), None, _MS_BIND | _MS_REC, None))
     if readonly:
         _set_readonly(path, recursive=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -24,6 +25,11 @@ _START_S = 30.0
 _SLACK_S = 10.0
 """How much longer than its deadline a program's verdict may take: killing many processes takes a while."""
 _MB = 1 << 20
+_GAPS = {
+    "filter": "no filter of system calls: the kernel or this architecture has no seccomp",
+    "total_memory": "memory is limited by process and not in sum: /proc is masked",
+}
+"""What the lack of each part means, which a slot says that it has."""
 _HINT = (
     "use a machine with user namespaces (in a container: its seccomp profile decides), a SandboxFusion service (--set "
     "sandbox.mode=remote --set sandbox.url=URL), or, for code that you trust, --set sandbox.allow_unisolated=true"
@@ -40,6 +46,7 @@ class LocalSandbox:
     def __init__(self, cfg: SandboxConfig) -> None:
         self.cfg = cfg
         self.isolated = True
+        self.gaps: tuple[str, ...] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._work: str | None = None
@@ -135,6 +142,7 @@ class LocalSandbox:
             raise SandboxError(late, hint="is the machine overloaded?") from error
         finally:
             for fd in files:
+                _empty_for_good(fd)
                 os.close(fd)
 
     def _result(self, answer: dict[str, Any], outputs: list[int]) -> RunResult:
@@ -192,6 +200,7 @@ class LocalSandbox:
             message = self._receive(deadline)
         if "refused" in message:
             raise SandboxUnavailable(f"no program can be isolated here: {message['refused']}", hint=_HINT)
+        self.gaps = tuple(text for name, text in _GAPS.items() if not message[name])
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         assert self._control is not None
@@ -240,8 +249,15 @@ def _outputs() -> list[int]:
     return [_memory_file("out"), _memory_file("err")]
 
 
+def _empty_for_good(fd: int) -> None:
+    """Give back the memory of a file that a session's process may keep open."""
+    with contextlib.suppress(PermissionError):  # where nothing filters it, a program can seal a file as it is
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+        os.ftruncate(fd, 0)
+
+
 def _memory_file(name: str, data: bytes = b"") -> int:
-    fd = os.memfd_create(name)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]

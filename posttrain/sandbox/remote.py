@@ -32,6 +32,10 @@ class RemoteSandbox:
         key = api_key(cfg.api_key_env, what="sandbox.api_key_env")
         self._client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"} if key else {})
 
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        return ()
+
     def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None, echo: bool = False) -> RunResult:
         seconds = deadline_s or self.cfg.deadline_s
         if echo:

@@ -5,7 +5,10 @@ socket that is its stdin.
 
     launcher      enters the namespaces, and waits
       zygote      process 1 inside: builds the root, imports common modules, forks each program ahead of time
-        program   without privileges, waits for its job
+        program   without privileges, behind the filter of system calls, waits for its job
+
+The zygote is this file once more, executed inside: the kernel ties a process's memory to the user namespace in which it
+was executed, and lets nobody of another read how much of it there is.
 
 A job's source, input and output are files in memory whose descriptors pass through the zygote, which never reads them:
 a program's memory holds nothing of an earlier program, nor of its own input before it reads it.
@@ -26,18 +29,27 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import cells  # type: ignore[import-not-found]  # found by its path
 import harness  # type: ignore[import-not-found]
 import isolate  # type: ignore[import-not-found]
+import processes  # type: ignore[import-not-found]
 import program  # type: ignore[import-not-found]
+import syscalls  # type: ignore[import-not-found]
 
 sys.path.pop(0)
 
 _LOOK_S = 0.05
 """Between two looks at the memory of all processes."""
+_REST_LOOK_S = 1.0
+"""Between two looks at a session that waits for its next cell, whether all its processes are stopped still."""
+_STOP_LOOK_S = 0.005
+"""Between two looks at processes that are about to stop."""
+_STOP_S = 10.0
+"""How long processes may take to stop."""
 _INTERRUPT_S = 1.0
 """How long a session has to end a cell that was interrupted."""
 _PRELOADED = (
@@ -56,6 +68,8 @@ class C:
 out = io.StringIO()
 print(f(3, 1, 2, k=C().x), math.sqrt(2), re.match("a+", "aa"), json.dumps([1]), file=out)
 """
+_INSIDE = "inside"
+"""Second argument of the zygote, which is executed in the namespaces."""
 _ENVIRONMENT = {
     "HOME": isolate.WORK,
     "LANG": "C.UTF-8",
@@ -71,23 +85,34 @@ _Job = tuple[bytes, list[int], dict[str, Any]]
 
 
 class _Slot:
-    """What the zygote knows."""
+    """What the zygote knows.
 
-    def __init__(self, spec: dict[str, Any], proc: int | None) -> None:
-        self.isolated: bool = spec["isolated"]
-        self.work: str = isolate.WORK if self.isolated else spec["work"]
+    Args:
+        folders: that programs write to; None where nothing is isolated.
+        proc: descriptor of the /proc of this process namespace; None where it cannot be read.
+    """
+
+    def __init__(
+        self, spec: dict[str, Any], folders: isolate.PrivateFolders | None = None, proc: int | None = None
+    ) -> None:
+        self.work: str = isolate.WORK if folders is not None else spec["work"]
         self.limits: dict[str, int] = spec["limits"]
-        self.proc = proc
+        self.folders = folders
+        self.processes = None if proc is None else processes.Processes(proc)
+        self.filter = syscalls.SyscallFilter.find() if folders is not None else None
+
+    @property
+    def isolated(self) -> bool:
+        return self.folders is not None
 
     def clean(self) -> None:
         """Remove the state that the next program must not see. No program is alive."""
-        if not self.isolated:
+        if self.folders is None:
             _empty_folder(self.work)
             return
-        if os.listdir(self.work):
-            isolate.drop_work()
-            isolate.fresh_work(self.limits["disk"])
-        isolate.new_ipc()
+        self.folders.renew()
+        if self.filter is None:  # which lets nobody make queues or segments
+            isolate.new_ipc()
 
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every process that the program started; where not isolated, to those that are our own
@@ -105,40 +130,44 @@ class _Slot:
             except ChildProcessError:
                 return
 
-    def memory(self) -> int:
-        """Resident bytes of all programs, 0 where they cannot be read."""
-        if self.proc is None:
-            return 0
-        pages = 0
-        for name in os.listdir(self.proc):
-            if name.isdigit() and name != "1":
-                with contextlib.suppress(OSError):
-                    fd = os.open(f"{name}/statm", os.O_RDONLY, dir_fd=self.proc)
-                    try:
-                        pages += int(os.read(fd, 256).split()[1])
-                    finally:
-                        os.close(fd)
-        return pages * resource.getpagesize()
+    def stop_all(self) -> bool:
+        """Stop every process that the program started; whether that is done (``stopped``)."""
+        self.signal_all(signal.SIGSTOP)
+        return self.stopped()
+
+    def stopped(self) -> bool:
+        """Whether all have stopped and none of them can wake another; where that cannot be read, yes."""
+        return self.processes is None or bool(self.processes.stopped())
+
+    def over_memory(self) -> bool:
+        """Whether the programs, with their files, hold more memory than they may."""
+        if self.processes is None or self.folders is None:
+            return False
+        over: bool = self.processes.hold_more_than(self.limits["memory"] - self.folders.used())
+        return over
 
 
 def main() -> None:
-    spec = json.loads(sys.argv[1])
+    text, *inside = sys.argv[1:]
+    spec = json.loads(text)
     control = socket.socket(fileno=os.dup(0))
-    proc = None
-    if spec["isolated"]:
-        proc = _enter(control, spec["limits"]["disk"])
+    if inside:
+        slot = _Slot(spec, *_build(control, spec["limits"]["disk"]))
+    elif spec["isolated"]:
+        _enter(control, text)
     else:
         isolate.adopt_orphans()
+        slot = _Slot(spec)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 is immune to signals that it does not handle
     _preload()
-    slot = _Slot(spec, proc)
-    _send(control, {"ready": True, "total_memory": proc is not None})
+    _send(control, {"filter": slot.filter is not None, "total_memory": slot.processes is not None})
     _serve(slot, control)
 
 
-def _enter(control: socket.socket, disk_bytes: int) -> int | None:
-    """Become process 1 of new namespaces; the launcher stays outside of the process namespace and waits."""
-    try:
+def _enter(control: socket.socket, spec: str) -> NoReturn:
+    """Start the zygote as process 1 of new namespaces. The launcher stays outside of the last of them and waits."""
+    with _refusal_told(control):
+        isolate.leave_keyrings()
         isolate.unshare()
         _send(control, {"map": os.getpid()})
         control.recv(1)  # the driver wrote the id maps
@@ -149,8 +178,21 @@ def _enter(control: socket.socket, disk_bytes: int) -> int | None:
             _, status = os.waitpid(child, 0)
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
         isolate.die_with_parent()
-        proc: int | None = isolate.build_root(disk_bytes)
-        return proc
+        isolate.keep_capabilities()
+        os.execv(sys.executable, [sys.executable, "-I", __file__, spec, _INSIDE])
+
+
+def _build(control: socket.socket, disk_bytes: int) -> tuple[isolate.PrivateFolders, int | None]:
+    with _refusal_told(control):
+        below, proc = isolate.build_root()
+        return isolate.PrivateFolders(disk_bytes, below), proc
+
+
+@contextlib.contextmanager
+def _refusal_told(control: socket.socket) -> Iterator[None]:
+    """Tell the driver which step of the isolation the kernel refused, and end."""
+    try:
+        yield
     except OSError as error:
         _send(control, {"refused": error.strerror or str(error)})
         os._exit(3)
@@ -216,16 +258,22 @@ def _serve_session(slot: _Slot, control: socket.socket, pid: int, cell: socket.s
         status = "timeout" if interrupted else "error" if code else "ok"
         seconds = time.monotonic() - started
         _send(control, {"status": status, "exit_code": None if interrupted else code, "seconds": seconds})
-        _wait_small(slot, control)
+        _rest(slot, control)
         job = _next_job(slot, control)
 
 
-def _wait_small(slot: _Slot, control: socket.socket) -> None:
-    """Wait for the driver. A stopped process can have itself woken by a timer, so its memory is still limited."""
+def _rest(slot: _Slot, control: socket.socket) -> None:
+    """Wait for the driver, with everything stopped. Ends a session that does not stop, or that wakes."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
-    while not poll.poll(1000):
-        if slot.memory() > slot.limits["memory"]:
+    end = time.monotonic() + _STOP_S
+    while not slot.stop_all():
+        if poll.poll(1000 * _STOP_LOOK_S):
+            return
+        if time.monotonic() > end:
+            slot.kill_all()
+    while not poll.poll(1000 * _REST_LOOK_S):
+        if not slot.stopped():
             slot.kill_all()
 
 
@@ -272,7 +320,7 @@ def _watch(slot: _Slot, control: socket.socket, pid: int, deadline: float, cell:
                 if _says_something(cell):
                     return "answered"
                 poll.unregister(cell)  # it closed its end, and is about to end itself
-            if slot.memory() > slot.limits["memory"]:
+            if slot.over_memory():
                 return "memory"
         return "timeout"
     finally:
@@ -338,6 +386,7 @@ def _give_up_everything(slot: _Slot, jobs: socket.socket) -> None:
     limits = slot.limits
     for kind, value in (
         (resource.RLIMIT_AS, limits["memory"]),
+        (resource.RLIMIT_DATA, limits["memory"]),  # whoever opened the sandbox may have one of its own
         (resource.RLIMIT_FSIZE, limits["file"]),
         (resource.RLIMIT_NPROC, limits["processes"]),
         (resource.RLIMIT_NOFILE, 256),
@@ -345,6 +394,8 @@ def _give_up_everything(slot: _Slot, jobs: socket.socket) -> None:
     ):
         _limit(kind, value)
     isolate.drop_privileges(isolated=slot.isolated)
+    if slot.filter is not None:
+        slot.filter.install()
     if not slot.isolated:
         os.environ.update(HOME=slot.work, TMPDIR=slot.work)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that is too large is an OSError that a program can read

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from posttrain.models.buckets import Outlet
+from posttrain.models.buckets import Outlet, mapped
 
 
 def weights(*sizes, dtype=torch.float32):
@@ -68,6 +68,25 @@ def test_a_bucket_stays_while_the_next_one_is_filled():
     outlet.close()
     assert not os.path.exists(first.path)
     assert not os.path.exists(second.path)
+
+
+def test_a_bucket_ends_with_a_process_that_is_killed():
+    """Nobody else removes what the sender of weights held."""
+    holder = (
+        "import torch, time\n"
+        "from posttrain.models.buckets import Outlet\n"
+        "outlet = Outlet([('w', torch.ones(4))], torch.float32, 'host', bucket_bytes=1 << 20)\n"
+        "print(outlet.next(0).path, flush=True)\n"
+        "time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True) as process:
+        path = process.stdout.readline().strip()
+        read = mapped(path)  # as an engine, which goes on reading
+        process.kill()
+        process.wait()
+    assert not os.path.exists(path)
+    assert read[:16].view(torch.float32).tolist() == [1.0] * 4
+    assert read.numel() == 1 << 20
 
 
 def test_where_nobody_reads_all_are_drawn_and_none_is_kept():

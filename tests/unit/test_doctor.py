@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from posttrain.checks import machine, services, software
 from posttrain.checks.base import Check, Finding, run_checks, worst
 from posttrain.rollout.engines import ENGINES
+from posttrain.sandbox.syscalls import SyscallFilter
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -40,6 +41,8 @@ def test_this_machine(tmp_path: Path) -> None:
     assert all(f["hint"] for f in found.values() if f["status"] != "ok")
     assert found["python"]["detail"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
     assert "ray" not in found
+    if "programs run in namespaces" in found["sandbox"]["detail"]:
+        assert ("behind a filter" in found["sandbox"]["detail"]) == (SyscallFilter.find() is not None)
 
 
 def test_ray_starts_here() -> None:
@@ -74,6 +77,7 @@ def test_a_run_folder_that_cannot_be(tmp_path: Path) -> None:
 _IN_A_SMALL_DISK = """
 import sys
 from posttrain.checks import machine
+from posttrain.sandbox.syscalls import SyscallFilter
 full = machine.run_folder(sys.argv[1])[0]
 print(full.status, full.detail)
 small = machine.shared_memory(sys.argv[1])[0]

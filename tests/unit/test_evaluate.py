@@ -10,10 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from posttrain.config import Config
 from posttrain.errors import ConfigError, DataError, RunError
 from posttrain.evaluate import evaluate, run
+from posttrain.evaluation.report import print_report
 from posttrain.evaluation.statistics import pass_at_k
 from posttrain.presets import resolve
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
@@ -91,6 +93,41 @@ def moody(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(GRADERS._entries, "moody", grade)
     monkeypatch.setitem(DATA_SOURCES, "test/moody", "moody")
     return "test/moody"
+
+
+def test_answers_that_a_grader_cannot_finish_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Were they left out, an answer that hangs its grader would raise pass@1."""
+    grader = (
+        "import os, time\n"
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if solution_str == 'hang': time.sleep(60)\n"
+        "    if solution_str == 'end': os._exit(3)\n"
+        "    if solution_str == 'eat': bytearray(10 ** 13)\n"
+        "    if solution_str == 'raise': raise ValueError('no')\n"
+        "    return {'score': float(solution_str == ground_truth), 'pred': solution_str}\n"
+    )
+    (tmp_path / "grader.py").write_text(grader)
+    file = table(tmp_path, [(GSM, ["4", "hang", "end", "4"]), (GSM, ["eat", "5", "4", "raise"])])
+    records = tmp_path / "failures.jsonl"
+    run(file, config(f"reward.function={tmp_path}/grader.py:f", "reward.deadline_s=1"), as_json=True, failures=records)
+    shown = capsys.readouterr()
+    overall = json.loads(shown.out)["overall"]
+    assert (overall["responses"], overall["unfinished"], overall["grader_errors"]) == (7, 3, 1)
+    assert overall["pass@1"] == pytest.approx((2 / 4 + 1 / 3) / 2)
+    kinds = [json.loads(line)["kind"] for line in records.read_text().splitlines()]
+    assert kinds == ["unfinished", "unfinished", "unfinished", "wrong", "grader_failed"]
+    report = evaluate(file, [1], config(f"reward.function={tmp_path}/grader.py:f", "reward.deadline_s=1").reward)
+    print_report(report, [1], Console(width=240))
+    shown_text = " ".join(capsys.readouterr().out.split())
+    assert "3 responses count as wrong: their grader did not finish, first at row 0: timed out after 1 s" in shown_text
+    assert "1 responses left out: their grader failed, first at row 1: " in shown_text
+
+
+def test_no_score_where_no_grader_finishes(tmp_path: Path) -> None:
+    (tmp_path / "grader.py").write_text("import os\ndef f(data_source, solution_str, ground_truth, **_): os._exit(3)")
+    with pytest.raises(RunError, match="not one response could be graded") as error:
+        evaluate(table(tmp_path, [(GSM, ["4"])]), [1], config(f"reward.function={tmp_path}/grader.py:f").reward)
+    assert "died (exit code 3)" in (error.value.hint or "")
 
 
 def test_failures_of_graders_are_counted_and_never_zero(

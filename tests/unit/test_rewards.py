@@ -27,6 +27,15 @@ def moody(response, ground_truth, extra_info):
         time.sleep(60)
     if response == "die":
         os._exit(3)
+    if response == "eat":
+        held = []
+        while True:
+            try:
+                held.append(bytearray(b"x") * 10_000_000)
+            except Exception:  # as libraries do
+                return Score(0.0, False)
+    if response == "eat at once":
+        bytearray(10 ** 12)
     if response == "raise":
         raise ValueError("bad mood")
     if response == "float":
@@ -183,11 +192,24 @@ def test_stuck_and_dying_graders_cost_their_own_item_only(plugin, capfd):
     assert scores["die"].error == "the grader process died (exit code 3)"
     assert "bad mood" in (scores["raise"].error or "")
     assert "cannot be sent" in (scores["lambda"].error or "")
+    assert {r for r, score in scores.items() if score.unfinished} == {"hang", "die"}
     assert int(scores["a"].extracted) != os.getpid()
     assert capfd.readouterr().out == ""  # stdout belongs to the command's data
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_grader_that_takes_too_much_memory_costs_its_own_item_only(plugin):
+    """Also where a library takes the end of memory for an answer, and where one allocation is too large."""
+    responses = ["a", "eat", "bb", "eat at once", "ccc"]
+    items = [GradeItem("test/moody", response, None) for response in responses]
+    with GraderPool(RewardConfig(memory_mb=300, workers=1), plugins=[plugin]) as pool:
+        scores = dict(zip(responses, asyncio.run(pool.grade(items)), strict=True))
+    assert [scores[r].score for r in ("a", "bb", "ccc")] == [1.0, 2.0, 3.0]
+    assert scores["eat"].error == "took more memory than reward.memory_mb = 300"
+    assert scores["eat at once"].error == "grader 'moody' needs more memory for this response than reward.memory_mb"
+    assert [scores[r].unfinished for r in responses] == [False, True, False, True, False]
 
 
 def test_items_that_are_sent_together_fail_alone(plugin):

@@ -2,16 +2,18 @@
 # ruff: noqa: E501  (a hostile cell stays on one line)
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from posttrain.config import SandboxConfig
 from posttrain.sandbox import SandboxError, open_sandbox
 from posttrain.sandbox.local import LocalSandbox
+from posttrain.sandbox.syscalls import SyscallFilter
 from tests.unit.test_sandbox import REASON, without_namespaces
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -294,33 +296,77 @@ def test_abort_ends_what_runs_and_nothing_else():
         sandbox.close()
 
 
-def running(text):
-    """The processes of this machine with this in their command line."""
-    return [p for p in psutil.process_iter(["cmdline"]) if text in " ".join(p.info["cmdline"] or ())]
+def test_a_cell_keeps_no_memory_in_the_files_of_its_output(session):
+    """Each cell has files of its own, and none may be a place for memory that outlives the cell uncounted."""
+    for _ in range(2):
+        shown = session.run("import os\nkept = [os.dup(fd) for fd in (1, 2)]\nprint('x' * 100_000)")
+        assert (shown.status, shown.stdout) == ("ok", "x" * 100_000 + "\n")
+        session.run("sizes = [os.fstat(fd).st_size for fd in kept]")
+        assert session.run("sizes").stdout == "[0, 0]\n"
+        assert "Operation not permitted" in session.run("os.pwrite(kept[0], b'x', 0)").stderr
 
 
-def test_memory_is_limited_between_cells_too():
-    """A timer that sends SIGCONT wakes a stopped process, which then takes memory while no cell runs."""
-    sandbox = LocalSandbox(SandboxConfig(memory_mb=200))
-    session = sandbox.session()
+WITHOUT_SECCOMP = """
+import ctypes, errno, os, struct
+from posttrain.sandbox import syscalls
+seccomp = syscalls._SYS_SECCOMP[syscalls._MACHINES[os.uname().machine][0]]
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, seccomp), (0x06, 0, 0, 0x50000 | errno.ENOSYS), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *step) for step in steps))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == libc.prctl(22, 2, ctypes.byref(syscalls._Program(4, ctypes.addressof(code))), 0, 0) == 0
+"""
+"""Stands for a kernel that has no seccomp."""
+
+
+@pytest.mark.skipif(SyscallFilter.find() is None, reason="this kernel has none, which other tests then show")
+def test_a_session_that_wakes_between_cells_ends():
+    """Without a filter, a file that others read can send SIGCONT: the stopped process runs, and is found to."""
     cell = (
-        "import os, subprocess, sys, threading, time\n"
-        "child = 'import time\\nheld = []\\nwhile True:\\n  time.sleep(0.1)\\n  try: held.append(bytearray(b\"x\") * 10_000_000)'\n"
-        "child += '\\n  except MemoryError: continue'\n"  # it keeps what it has, and lives
-        "waker = 'import os, signal, ctypes, struct, time\\nlibc = ctypes.CDLL(None)\\n'\n"
-        "waker += 'event = (ctypes.c_int * 16)(0, 0, 18, 0)\\nt = ctypes.c_void_p()\\n'\n"
-        "waker += 'assert libc.timer_create(1, event, ctypes.byref(t)) == 0\\n'\n"
-        "waker += 'assert libc.timer_settime(t, 0, struct.pack(\"4q\", 0, 10**7, 0, 10**7), None) == 0\\n'\n"
-        'waker += \'open("ready", "w")\\nwhile True:\\n  os.kill(-1, signal.SIGCONT); time.sleep(0.01)\'\n'
-        "keep = [subprocess.Popen([sys.executable, '-c', text]) for text in (waker, child, child, child)]\n"
-        "while not os.path.exists('ready'): time.sleep(0.01)"
+        "import fcntl, os, signal, time\n"
+        "folder = os.open(os.path.dirname(os.__file__), 0)\n"
+        "fcntl.fcntl(folder, 10, signal.SIGCONT)\n"  # F_SETSIG
+        "fcntl.fcntl(folder, fcntl.F_NOTIFY, fcntl.DN_ACCESS | fcntl.DN_MULTISHOT) and None"
     )
-    assert not session.run(cell).session_ended
-    [waker] = running("timer_create")
-    waker.wait(60)
-    result = session.run("1")
-    assert (result.status, result.session_ended) == ("error", True)  # "memory" would be of this cell
-    sandbox.close()
+    driver = (
+        f"{WITHOUT_SECCOMP}\n"
+        "import time\n"
+        "from posttrain.config import SandboxConfig\n"
+        "from posttrain.sandbox.local import LocalSandbox\n"
+        "sandbox = LocalSandbox(SandboxConfig())\n"
+        "session = sandbox.session()\n"
+        f"print(sandbox.gaps, session.run({cell!r}).status)\n"
+        "for _ in range(30):\n"  # longer than from one look to the next
+        "    time.sleep(0.1); open(os.__file__).read()\n"
+        "print(session.run('1').session_ended)\n"
+        "sandbox.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", driver], capture_output=True, text=True, timeout=60, check=False)
+    gaps = "('no filter of system calls: the kernel or this architecture has no seccomp',)"
+    assert done.stdout.splitlines() == [f"{gaps} ok", "True"], done
+
+
+@pytest.mark.skipif(SyscallFilter.find() is None, reason="this kernel has none, which other tests then show")
+def test_the_session_keyring_is_not_ours():
+    """Where no filter closes the calls: a key of the driver's session keyring is not in the program's."""
+    search = "libc.syscall({call}, 10, -3, b'user', b'posttrain-test', 0)"
+    search = search.format(call="{'x86_64': 250, 'aarch64': 219}[os.uname().machine]")
+    driver = (
+        f"{WITHOUT_SECCOMP}\n"
+        "from posttrain.config import SandboxConfig\n"
+        "from posttrain.sandbox.local import LocalSandbox\n"
+        "keyctl, add = {'x86_64': (250, 248), 'aarch64': (219, 217)}[os.uname().machine]\n"
+        "libc.syscall(keyctl, 1, None)\n"  # one of this test's own
+        "libc.syscall(add, b'user', b'posttrain-test', b'secret', 6, -3)\n"
+        "sandbox = LocalSandbox(SandboxConfig())\n"
+        f"found = sandbox.run({f'import ctypes, os; libc = ctypes.CDLL(None); print({search})'!r})\n"
+        f"print({search} > 0, found.stdout)\n"
+        "sandbox.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", driver], capture_output=True, text=True, timeout=60, check=False)
+    seen, _, inside = done.stdout.partition(" ")
+    if seen != "True":
+        pytest.skip(f"no keyrings here: {done.stderr}")
+    assert inside.strip() == "-1", done
 
 
 def test_a_sandbox_that_dies_says_that_the_state_is_lost():

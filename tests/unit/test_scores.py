@@ -225,7 +225,7 @@ def test_a_grader_without_answers_has_no_majority(tmp_path: Path, capsys: pytest
 def problem(number: int, right: str, key: str = "", truth: str = "4", index: str | None = None) -> Problem:
     verdicts = tuple(r == "1" for r in right)
     return Problem(
-        number, GSM, None, len(right), verdicts, (None,) * len(right), 0, 0, index, key or f"p{number}", truth
+        number, GSM, None, len(right), verdicts, (None,) * len(right), 0, 0, 0, index, key or f"p{number}", truth
     )
 
 

@@ -27,6 +27,8 @@ from tests.unit.scripted import EOS, Gsm8kTool, ScriptedSampler, call, environme
 @cheap  # so that it runs here, where it is registered
 def moody(response, ground_truth, extra_info):
     """A grader that fails on what it does not like."""
+    if "huge" in response:
+        raise MemoryError
     if "boom" in response:
         raise ValueError("I do not grade that")
     return Score(score=len(response) / 10, correct="8" in response, parts={"letters": float(len(response))})
@@ -100,6 +102,18 @@ async def test_episodes_are_spread_over_the_samplers():
     await pool.sample(prompts(4), 2)
     assert (len(first.prompts), len(second.prompts)) == (4, 4)
     assert pool.pool.loads == [0, 0]
+
+
+@pytest.mark.parametrize("on_error", ["drop", "zero"])
+async def test_validation_counts_answers_that_a_grader_cannot_finish_as_wrong(moody_grader, on_error):
+    """Those of a grader that fails otherwise say nothing about the policy, and are dropped where rewards are."""
+    pool = source(ScriptedSampler("8", "huge", "8", "8"), on_error=on_error)
+    groups, metrics = await validate(pool, prompts(1, "test/moody"), 4, Sampling())
+    assert metrics["val-core/test/moody/acc/mean@4"] == 0.75
+    assert [t.unfinished for t in groups[0]].count(True) == 1
+    failing = source(ScriptedSampler("8", "boom", "8", "9"), on_error="drop")
+    _, metrics = await validate(failing, prompts(1, "test/moody"), 4, Sampling())
+    assert metrics["val-core/test/moody/acc/mean@4"] == pytest.approx(2 / 3)
 
 
 CONFIG = Config(command="rl")
