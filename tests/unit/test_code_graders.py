@@ -116,7 +116,7 @@ def test_functions_called_with_arguments():
     assert grade("def add(a, b): return a", CALLS).score == 0.0
     assert grade("def add(a, b): return True", {**CALLS, "outputs": [1, 1, 1, 1]}).score == 0.0
     lines = {"fn_name": "f", "inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["[6]", "[0]"]}
-    assert grade("def f(xs, n): return sum(xs) + n", lines).score == 1.0
+    assert grade("def f(xs, n): return sum(xs) + n", lines, "apps").score == 1.0
 
 
 def test_assert_lists():
@@ -124,8 +124,9 @@ def test_assert_lists():
     code = "def f(x): return x * x"
     assert grade(code, truth).score == pytest.approx(2 / 3)
     assert grade(code, truth["assert_case"]).score == pytest.approx(2 / 3)
-    # A solution's own function is the solution's, whatever the common imports define.
-    assert grade("def gcd(a, b): return 7\ndef f(x): return x", {"assert_case": ["assert f(gcd(1, 1)) == 7"]}).correct
+    # What is tested is the solution's, whatever the library calls so; what helps to test it is the library's.
+    assert grade("def gcd(a, b): return 7", {"assert_case": ["assert gcd(1, 1) == 7"]}).correct
+    assert grade("def gcd(a, b): return 7\ndef f(x): return x", {"assert_case": ["assert f(gcd(1, 1)) == 1"]}).correct
 
 
 @pytest.mark.parametrize(
