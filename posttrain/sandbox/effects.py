@@ -18,7 +18,8 @@ _Node = TypeVar("_Node", bound=ast.AST)
 
 CALLED = "__called__"
 """The name that picks, in compiled tests, how a function is called: ``__called__(f, (0, "key"))(x, key=y)``."""
-_NEW = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.SetComp, ast.DictComp, ast.Call, ast.BinOp)
+_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.SetComp, ast.DictComp)
+_NEW = (*_DISPLAYS, ast.Call, ast.BinOp)
 """Expressions whose value no other name stands for."""
 _COPIES = {
     "all",
@@ -46,7 +47,9 @@ def compiled(source: str, name: str, of_tests: Callable[[str], bool]) -> Any:
         SyntaxError: it is no Python.
     """
     tree = ast.parse(source, name)
-    calls = [call for call in _nodes(tree, ast.Call) if not of_tests(_root(call.func))]
+    plain = _plain_variables(tree)
+    roots = {call: _root(call.func) for call in _nodes(tree, ast.Call)}
+    calls = [call for call, root in roots.items() if root not in plain and not of_tests(root)]
     passed = {argument.id for call in calls for argument in _arguments(call) if isinstance(argument, ast.Name)}
     if passed:
         reader = _Reader(tree, calls)
@@ -59,6 +62,18 @@ def compiled(source: str, name: str, of_tests: Callable[[str], bool]) -> Any:
                 call.func = ast.Call(ast.Name(CALLED, ast.Load()), [call.func, which], [])
         ast.fix_missing_locations(tree)
     return compile(tree, name, "exec", dont_inherit=True)
+
+
+def _plain_variables(tree: ast.Module) -> set[str]:
+    """Variables that are never anything but a container that the test writes out: their methods are not the solution's."""
+    bound = [node.id for node in _nodes(tree, ast.Name) if not isinstance(node.ctx, ast.Load)]
+    displays = [
+        node.targets[0].id
+        for node in _nodes(tree, ast.Assign)
+        if isinstance(node.value, _DISPLAYS) and isinstance(node.targets[0], ast.Name)
+    ]
+    arguments = {node.arg for node in _nodes(tree, ast.arg)}
+    return {name for name in displays if displays.count(name) == bound.count(name)} - arguments
 
 
 class _Reader:

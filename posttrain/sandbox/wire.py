@@ -65,7 +65,7 @@ def encode(value: Any, special: Callable[[Any], Any], depth: int = 0) -> Any:
         return value if -_SMALL < value < _SMALL else {"i": [hex(value)]}
     if depth >= _MAX_DEPTH:
         raise RecursionError(f"more than {_MAX_DEPTH} containers within each other")
-    if kind is list:
+    if isinstance(value, list):
         return [encode(item, special, depth + 1) for item in value]
     for tag, plain, parts in _PARTS:
         if isinstance(value, plain):
