@@ -65,7 +65,8 @@ def compiled(source: str, name: str, of_tests: Callable[[str], bool]) -> Any:
 
 
 def _plain_variables(tree: ast.Module) -> set[str]:
-    """Variables that are never anything but a container that the test writes out: their methods are not the solution's."""
+    """Variables that are never anything but a container that the test writes out: their methods are not the
+    solution's."""
     bound = [node.id for node in _nodes(tree, ast.Name) if not isinstance(node.ctx, ast.Load)]
     displays = [
         node.targets[0].id

@@ -5,7 +5,10 @@ import json
 
 import pytest
 
+from posttrain.config import SandboxConfig
 from posttrain.rewards import compute_score
+from posttrain.sandbox import RunResult, SandboxError, check_solution, open_sandbox
+from posttrain.sandbox.check import _verdict
 from tests.unit.test_sandbox import REASON
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -262,3 +265,27 @@ def test_no_forgery_against_certain_tests_earns_anything(name):
     code, truth = FORGERIES[name]
     score = grade("it", code, {"it": truth})
     assert (score.score, score.correct, score.error) == (0.0, False, None), score
+
+
+def test_a_verdict_without_the_secret_is_none():
+    forged = json.dumps({"secret": "guessed", "results": [{"status": "passed", "detail": ""}]})
+    (result,) = _verdict(RunResult("ok", 0, forged, "", 0.1), "secret", 1)
+    assert (result.status, "not from the tests" in result.detail) == ("error", True)
+    more = json.dumps({"secret": "secret", "results": [{"status": "passed", "detail": ""}] * 3})
+    assert len(_verdict(RunResult("ok", 0, more, "", 0.1), "secret", 1)) == 1
+
+
+def test_where_nothing_can_be_forked_the_sandbox_has_failed_and_not_the_solution():
+    sandbox = open_sandbox(SandboxConfig(processes=1))
+    try:
+        with pytest.raises(SandboxError, match="no process"):
+            check_solution(sandbox, "def f(x): return x", ["assert f(1) == 1"], deadline_s=2.0)
+    finally:
+        sandbox.close()
+
+
+def test_a_program_that_uses_up_all_processes_fails_and_the_next_one_does_not():
+    code = ATTACKS["no process is left to start it"]
+    with_restart = compute_score("codecontests", f"```python\n{code}\n```", json.dumps(["assert f(1)"] * 3), {})
+    assert (with_restart.score, with_restart.error) == (0.0, None)
+    assert grade("calls", "def f(x): return 2").score == 0.25
