@@ -58,6 +58,8 @@ for _part in ("effects", "proxy", "reading", "same", "serving", "wire"):
     sys.modules.pop(_part, None)  # a program that has a module of such a name must find its own
 
 _PR_SET_DUMPABLE = 4
+_FIRST_START_S = 5.0
+"""How long the first process may take to be forked, where a test's deadline is shorter."""
 _DETAILS = 50
 """Tests whose failure is described: more would not fit into what a program may write."""
 
@@ -241,10 +243,11 @@ class _Tests:
 
     def _start(self, deadline: float) -> proxy.Solution:
         problem = "what starts it is gone"
+        longest = deadline - time.monotonic() if self.started else max(_FIRST_START_S, deadline - time.monotonic())
         try:
             ours, theirs = socket.socketpair()
             with theirs:
-                self.control.settimeout(max(0.001, deadline - time.monotonic()))
+                self.control.settimeout(max(0.001, longest))
                 socket.send_fds(self.control, [b"+"], [theirs.fileno()])
             (pid,) = struct.unpack("<i", self.control.recv(4))
             if pid > 0:

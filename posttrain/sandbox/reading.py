@@ -44,7 +44,8 @@ _LIBRARY: dict[str, Any] = {
     if not name.startswith("_")
 }
 """What tests use of the standard library without importing it, as LeetCode's do."""
-_ALIASES = {"np": "numpy", "pd": "pandas"}
+_PACKAGES = {"np": "numpy", "pd": "pandas", **{name: name for name in ("numpy", "pandas", "pytest", "scipy", "sympy")}}
+"""Packages that tests use under these names, which are never the solution's."""
 
 
 class Names:
@@ -69,7 +70,7 @@ class Names:
             found, value = _of_library(name, attributes, any(name in use.called for use in uses))
             if found:
                 self.of_library[name] = value
-            elif name not in _ALIASES and not hasattr(builtins, name):
+            elif name not in _PACKAGES and not hasattr(builtins, name):
                 unknown.add(name)
         self.of_solution = unknown if tested is None else {tested}
         if tested is None:
@@ -126,12 +127,12 @@ class _Uses:
 
 def _of_library(name: str, attributes: set[str], called: bool) -> tuple[bool, Any]:
     """Whether the standard library (or numpy, under its usual name) has what is used so, and what it is."""
-    if name in _ALIASES or (attributes and not called and name in sys.stdlib_module_names):
+    if name in _PACKAGES or (attributes and not called and name in sys.stdlib_module_names):
         try:
-            module = importlib.import_module(_ALIASES.get(name, name))
+            module = importlib.import_module(_PACKAGES.get(name, name))
         except ImportError:
             return False, None
-        if name in _ALIASES or all(hasattr(module, attribute) for attribute in attributes):
+        if name in _PACKAGES or all(hasattr(module, attribute) for attribute in attributes):
             return True, module
     if hasattr(builtins, name):
         return False, None

@@ -43,7 +43,7 @@ class SolutionTimeout(BaseException):
 class Named(tuple):  # type: ignore[type-arg]  # of anything
     """A named tuple of the other side: a tuple whose items have names."""
 
-    _fields: tuple[str, ...]
+    _fields: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         try:

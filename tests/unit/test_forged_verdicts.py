@@ -242,6 +242,10 @@ FORGERIES = {
     "compared with another of its arguments": ("def f(x, y):\n  x.clear(), y.clear()", asserts("x, y = [3], [4]\nf(x, y)\nassert x == sorted(y + [3])", "x = [1, 2]\ny = [3]\nf(x, y)\nassert x == y")),
     "changed in the round before": ("def f(x):\n  r = sorted(x)\n  x[:] = [0]\n  return r if len(r) > 1 else [1]", asserts("x = [3, 1]\nfor _ in range(2):\n    want = sorted(x)\n    assert f(x) == want\n    assert x == [1, 3]")),
     "a setup's value that it changed": ("def f(x):\n  x.clear()\n  return []", ("google-research-datasets/mbpp", {"test_setup_code": "x = [3, 1]", "test_list": ["f(x)", "assert f(x) == sorted(x)"]})),
+    "packages of its own": (
+        "class np:\n  allclose = staticmethod(lambda *a: True)\nclass pytest:\n  approx = staticmethod(lambda x: f(x))\nclass f:\n  def __init__(s, x): pass\n  def __eq__(s, o): return True",
+        asserts("assert np.allclose(f(1), 2)", "assert f(1) == pytest.approx(2)"),
+    ),
     "stops a map early": ("def f(x): raise StopIteration", asserts("assert all(map(f, [1, 2]))", "assert list(map(f, [1])) == []", "assert not any(f(x) for x in [1])")),
     "an exit that swallows": ("class f:\n  def __enter__(s): return s\n  def __exit__(s, *a): return True", asserts("with f():\n    assert False")),
     "a test that catches everything": ("import os\ndef f(x): os._exit(0)", asserts("try: f(1)\nexcept BaseException: pass", "import contextlib\nwith contextlib.suppress(BaseException): f(1)")),
@@ -286,6 +290,8 @@ def test_where_nothing_can_be_forked_the_sandbox_has_failed_and_not_the_solution
 
 def test_a_program_that_uses_up_all_processes_fails_and_the_next_one_does_not():
     code = ATTACKS["no process is left to start it"]
-    with_restart = compute_score("codecontests", f"```python\n{code}\n```", json.dumps(["assert f(1)"] * 3), {})
+    with_restart = compute_score(
+        "codecontests", f"```python\n{code}\n```", json.dumps(["assert f(1)"] * 3), {"time_limit_s": 0.3}
+    )
     assert (with_restart.score, with_restart.error) == (0.0, None)
     assert grade("calls", "def f(x): return 2").score == 0.25
