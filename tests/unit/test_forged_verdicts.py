@@ -64,6 +64,15 @@ ATTACKS = {
     # names in tests
     "__builtins__ of its own": "__builtins__ = {'len': lambda x: 1, 'abs': lambda x: 0, 'AssertionError': Warning}\ndef f(x): return 0",
     "exec under a name that tests use": "Counter = exec\nisclose = eval\ndef f(x): return 'import os; os._exit(0)'",
+    "hands over a builtin that was not asked for": (
+        "import sys\nMARK = Counter = isclose = object()\nfr = sys._getframe()\nwhile fr:\n  s = fr.f_locals.get('self')\n  for n in ('_encoded', '_encode', '_named'):\n    if hasattr(type(s), n):\n      old = getattr(type(s), n)\n      setattr(type(s), n, lambda s, v, old=old: {'B': 'exec'} if v is MARK else old(s, v))\n  fr = fr.f_back\n"
+        "v = '[' + ', '.join(['{\"status\": \"passed\", \"detail\": \"\"}'] * 6) + ']'\n"
+        "def f(x): return f'import os; os.write(1, {v.encode()!r}); os._exit(0)'"
+    ),
+    "__builtins__ handed over under a name that hides": (
+        "import sys\nclass K(str):\n  def startswith(s, *a): return False\nd = sys.modules['__main__'].__dict__\ndel d['__builtins__']\nd[K('__builtins__')] = {n: (lambda *a: 0) for n in ('abs', 'len', 'map', 'set', 'str')}\n"
+        "def f(x): return 0"
+    ),
     "isclose, Counter, abs, len of its own": "isclose = lambda *a: True\nclass Counter:\n  def __init__(s, x): pass\n  def __eq__(s, o): return True\nabs = lambda x: 0\nlen = lambda x: 1\nset = lambda x: {'4'}\nmap = str = lambda *x: x\ndef f(x): return 0",
     "a class named math": "class math:\n  isclose = staticmethod(lambda *a: True)\n  fabs = staticmethod(lambda x: 0.0)\n  isinf = staticmethod(lambda x: False)\ndef f(x): return 0",
     "a helper of the prompt": "def helper(x): return 0\ndef check(c): pass\ndef f(x): return 0",
