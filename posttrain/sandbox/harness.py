@@ -122,8 +122,10 @@ def _shut_off() -> int:
     name, no interrupt. Returns the descriptor for the verdict: what tests print goes nowhere."""
     verdict = os.dup(1)
     _leave_input_and_output()
-    folders = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
-    sys.path[:] = [path for path in sys.path if any(path.startswith(f"{folder.rstrip('/')}/") for folder in folders)]
+    prefixes = [
+        f"{prefix.rstrip('/')}/" for prefix in (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
+    ]
+    sys.path[:] = [path for path in sys.path if path.startswith(tuple(prefixes)) and path != os.getcwd()]
     sys.path_importer_cache.clear()
     sys.dont_write_bytecode = True
     os.environ["HOME"] = "/"
