@@ -62,6 +62,7 @@ def items(grader: str) -> list[GradeItem]:
         "geo3k": ("5", [r"<think>a</think>\boxed{5}", r"<think>a</think>\boxed{6}"]),
         "choice": ("B", [r"\boxed{B}", "The answer is (C)."]),
         "kk": (KK[0], [KK[1].format(role) for role in KK[2]]),
+        "apps": (PAIRS, [fence.format(program) for program in programs]),
         "prime_code": (PAIRS, [fence.format(program) for program in programs]),
         "humaneval": (task, [fence.format(ADD), fence.format(ADD.replace("+", "-"))]),
         "mbpp": ({"test_list": ["assert add(1, 2) == 3"]}, [fence.format(ADD), fence.format(ADD.replace("+", "-"))]),

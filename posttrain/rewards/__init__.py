@@ -41,6 +41,7 @@ class Grader(Protocol):
 GRADERS: Registry[Grader] = Registry(
     "grader",
     {
+        "apps": "posttrain.rewards.code:grade_apps",
         "choice": "posttrain.rewards.choice:grade",
         "geo3k": "posttrain.rewards.geo3k:grade",
         "gsm8k": "posttrain.rewards.gsm8k:grade",
@@ -77,9 +78,9 @@ DATA_SOURCES: dict[str, str] = {
     "numina_cn_k12": "prime_math",
     "numina_olympiads": "prime_math",
     "codecontests": "prime_code",
-    "apps": "prime_code",
+    "apps": "apps",
     "codeforces": "prime_code",
-    "taco": "prime_code",
+    "taco": "apps",
     "openai/openai_humaneval": "humaneval",
     "google-research-datasets/mbpp": "mbpp",
     "kk": "kk",

@@ -7,14 +7,14 @@ another process than the solution's (``posttrain.sandbox.harness``), which there
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.rewards import item_deadline_s, sandboxed
-from posttrain.sandbox import Sandbox, TestResult, check_solution, shared_sandbox
+from posttrain.sandbox import CallTest, RunResult, Sandbox, TestResult, check_solution, shared_sandbox
+from posttrain.sandbox.same import close
 from posttrain.types import Score
 
 TEST_DEADLINE_S = 10.0
@@ -26,11 +26,9 @@ _FIRST = 10
 """Tests that PRIME's share is of."""
 _FENCE = re.compile(r"^[ \t]*```([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py", "")
-_MODULES = (
-    "import bisect, collections, functools, heapq, itertools, json, math, operator, os, random, re, string, sys\n"
-)
-_COMMON_IMPORTS = f"""\
-{_MODULES}from bisect import *
+_COMMON_IMPORTS = """\
+import bisect, collections, functools, heapq, itertools, json, math, operator, os, random, re, string, sys
+from bisect import *
 from collections import *
 from functools import *
 from heapq import *
@@ -40,20 +38,6 @@ from typing import *
 import math
 """
 """What LeetCode-style solutions take for granted."""
-_SAME = '''
-def _same(result, expected):
-    """Equality of a JSON expectation: a tuple is a list, a number with a point is compared as one."""
-    if isinstance(result, (list, tuple)) and isinstance(expected, (list, tuple)):
-        return len(result) == len(expected) and all(map(_same, result, expected))
-    if isinstance(result, dict) and isinstance(expected, dict):
-        texts = {str(key): value for key, value in result.items()}
-        return texts.keys() == expected.keys() and all(_same(texts[key], expected[key]) for key in expected)
-    if isinstance(expected, bool) or isinstance(result, bool):
-        return result is expected
-    if isinstance(result, float) and isinstance(expected, (int, float)):
-        return abs(result - expected) <= 1e-6 * max(1.0, abs(expected))
-    return type(result) is type(expected) and result == expected
-'''
 
 
 def extract_code(response: str) -> str | None:
@@ -80,14 +64,17 @@ def grade_prime_code(response: str, ground_truth: Any, extra_info: dict[str, Any
     Raises:
         ValueError: the ground truth is none of these.
     """
-    tests = _parse_tests(ground_truth)
-    continuous = bool(extra_info.get("continuous", True))
-    code = extract_code(response)
-    if code is None:
-        return _verdict([], continuous, None)
-    seconds = _seconds(extra_info)
-    results = run_tests(shared_sandbox(), code, tests, deadline_s=seconds, budget_s=_budget_s(), stop=not continuous)
-    return _verdict(results, continuous, code)
+    return _grade_tests(response, ground_truth, extra_info, wrapped=False)
+
+
+@sandboxed
+def grade_apps(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:
+    """``grade_prime_code`` for APPS and TACO, which wrap some expected results of calls in a list of one.
+
+    Raises:
+        ValueError: the ground truth is not as there.
+    """
+    return _grade_tests(response, ground_truth, extra_info, wrapped=True)
 
 
 @sandboxed
@@ -95,19 +82,20 @@ def grade_humaneval(response: str, ground_truth: Any, extra_info: dict[str, Any]
     """HumanEval (Chen et al. 2021, arXiv:2107.03374): 1 if ``check(entry_point)`` passes.
 
     ``ground_truth`` is JSON with ``prompt``, ``test`` and ``entry_point``. The response is a whole program in a fence,
-    or the body that goes on where the prompt ends.
+    or the body that goes on where the prompt ends. What the prompt defines before the function is there for both the
+    program and the test, to each in a version of its own.
     """
     task = _mapping(ground_truth, "prompt", "test", "entry_point")
     code = extract_code(response)
     if code is None:
         return _verdict([], False, None)
     entry, prompt = task["entry_point"], task["prompt"]
-    if re.search(rf"^[ \t]*(async[ \t]+)?def[ \t]+{re.escape(entry)}\b", code, re.MULTILINE):
-        program = f"{prompt[: prompt.find('def ')]}\n{code}" if "def " in prompt else code
-    else:
-        program = prompt + code
+    definition = re.compile(rf"^[ \t]*(async[ \t]+)?def[ \t]+{re.escape(entry)}\b", re.MULTILINE)
+    start = definition.search(prompt)
+    helpers = prompt[: start.start()] if start else ""
+    program = code if definition.search(code) else prompt + code
     test = f"{task['test']}\ncheck({entry})"
-    results = _check(program, [test], "", extra_info)
+    results = _check(program, [test], extra_info, prelude=helpers, setup=helpers, tested=entry)
     return _verdict(results, False, program)
 
 
@@ -123,29 +111,37 @@ def grade_mbpp(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> 
         return _verdict([], False, None)
     tests = [*task["test_list"], *(task.get("challenge_test_list") or [])]
     setup = task.get("test_setup_code") or ""
-    results = _check(code, tests, setup, extra_info)
+    results = _check(code, tests, extra_info, setup=setup)
     return _verdict(results, False, code)
 
 
 def run_tests(
-    sandbox: Sandbox, code: str, tests: Mapping[str, Any], *, deadline_s: float, budget_s: float, stop: bool
+    sandbox: Sandbox,
+    code: str,
+    tests: Mapping[str, Any],
+    *,
+    deadline_s: float,
+    budget_s: float,
+    stop: bool,
+    wrapped: bool = False,
 ) -> list[TestResult]:
-    """Results by test, of tests as ``grade_prime_code`` takes them. ``deadline_s`` is of one test, ``budget_s`` of all;
-    with ``stop``, tests after a failure count as failed.
+    """Return results by test, of tests as ``grade_prime_code`` takes them. ``deadline_s`` is of one test, ``budget_s``
+    of all; with ``stop``, tests after a failure count as failed. ``wrapped``: an expected list of one stands for its
+    item too.
 
     Raises:
         SandboxError: the sandbox failed.
     """
+    pairs = list(zip(tests.get("inputs", ()), tests.get("outputs", ()), strict=True))
+    calls: list[str | CallTest] | None = None
     if "assert_case" in tests:
-        program = _COMMON_IMPORTS + code
+        calls = list(tests["assert_case"])
+    elif tests.get("fn_name"):
+        calls = [_call_test(tests["fn_name"], given, expected, wrapped) for given, expected in pairs]
+    if calls is not None:
         return check_solution(
-            sandbox, program, tests["assert_case"], setup=_MODULES, deadline_s=deadline_s, budget_s=budget_s, stop=stop
+            sandbox, code, calls, prelude=_COMMON_IMPORTS, deadline_s=deadline_s, budget_s=budget_s, stop=stop
         )
-    pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
-    if tests.get("fn_name"):
-        calls = [_call_test(tests["fn_name"], given, expected) for given, expected in pairs]
-        program = _COMMON_IMPORTS + code
-        return check_solution(sandbox, program, calls, setup=_SAME, deadline_s=deadline_s, budget_s=budget_s, stop=stop)
     results: list[TestResult] = []
     end = time.monotonic() + budget_s
     for given, expected in pairs:
@@ -161,7 +157,7 @@ def run_tests(
 
 def same_output(output: str, expected: str) -> bool:
     """Line by line without trailing blanks, then word by word where a number with a decimal point need only be close
-    (relative or absolute 1e-6)."""
+    (``posttrain.sandbox.same.close``)."""
     lines, wanted = (text.rstrip().splitlines() for text in (output, expected))
     if [line.rstrip() for line in lines] == [line.rstrip() for line in wanted]:
         return True
@@ -179,34 +175,39 @@ _NUMBER = re.compile(rf"({_DECIMAL.pattern})|[-+]?\d+")
 
 
 def _close(word: str, wanted: str) -> bool:
-    if len(word) > 400 or not _DECIMAL.fullmatch(wanted) or not _NUMBER.fullmatch(word):
+    if max(len(word), len(wanted)) > 400 or not _DECIMAL.fullmatch(wanted) or not _NUMBER.fullmatch(word):
         return False
-    return math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+    return close(float(word), wanted)
 
 
 def _run_pair(sandbox: Sandbox, code: str, given: str, expected: str, deadline_s: float) -> TestResult:
     result = sandbox.run(code, given, deadline_s=deadline_s)
     if result.status == "timeout":
         return TestResult("timeout", f"no end within {deadline_s:g} s")
-    if result.status != "ok":
+    if not _ended_itself(result):
         return TestResult("error", result.stderr.strip()[-500:] or f"{result.status}, exit code {result.exit_code}")
     if same_output(result.stdout, expected):
         return TestResult("passed")
     return TestResult("failed", f"expected {expected[:200]!r}, got {result.stdout[:200]!r}")
 
 
-def _call_test(name: str, given: Any, expected: Any) -> str:
+_TRACEBACK = re.compile(r'^ +File ".*", line \d+', re.MULTILINE)
+
+
+def _ended_itself(result: RunResult) -> bool:
+    """Whether a program came to its end or called ``sys.exit``, with whatever exit code: to the graders of APPS, PRIME
+    and LiveCodeBench, too, ``sys.exit(1)`` after the right output is right, and an exception or a signal is not."""
+    if result.status == "ok":
+        return True
+    return result.status == "error" and (result.exit_code or 0) > 0 and not _TRACEBACK.search(result.stderr)
+
+
+def _call_test(name: str, given: Any, expected: Any, wrapped: bool) -> CallTest:
     """A test of one call: arguments as a list, or as text with one JSON value a line (APPS)."""
-    args = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
-    wanted = json.loads(expected) if isinstance(expected, str) and isinstance(given, str) else expected
-    call = f"(Solution().{name} if 'Solution' in globals() else {name})"
-    # APPS wraps some results in a list of one.
-    return (
-        f"_result = {call}(*{args!r})\n"
-        f"_wanted = {wanted!r}\n"
-        "assert _same(_result, _wanted) or isinstance(_wanted, list) and len(_wanted) == 1 "
-        "and _same(_result, _wanted[0]), repr(_result)[:300]"
-    )
+    if not isinstance(given, str):
+        return CallTest(name, given, expected, wrapped)
+    args = [json.loads(line) for line in given.splitlines() if line.strip()]
+    return CallTest(name, args, json.loads(expected) if isinstance(expected, str) else expected, wrapped)
 
 
 def _parse_tests(ground_truth: Any) -> Mapping[str, Any]:
@@ -233,10 +234,43 @@ def _mapping(ground_truth: Any, *keys: str) -> Mapping[str, Any]:
     return dict(task)
 
 
-def _check(code: str, tests: Sequence[str], setup: str, extra_info: Mapping[str, Any]) -> list[TestResult]:
-    seconds = _seconds(extra_info)
+def _grade_tests(response: str, ground_truth: Any, extra_info: Mapping[str, Any], *, wrapped: bool) -> Score:
+    tests = _parse_tests(ground_truth)
+    continuous = bool(extra_info.get("continuous", True))
+    code = extract_code(response)
+    if code is None:
+        return _verdict([], continuous, None)
+    results = run_tests(
+        shared_sandbox(),
+        code,
+        tests,
+        deadline_s=_seconds(extra_info),
+        budget_s=_budget_s(),
+        stop=not continuous,
+        wrapped=wrapped,
+    )
+    return _verdict(results, continuous, code)
+
+
+def _check(
+    code: str,
+    tests: Sequence[str],
+    extra_info: Mapping[str, Any],
+    *,
+    setup: str,
+    prelude: str = "",
+    tested: str | None = None,
+) -> list[TestResult]:
     return check_solution(
-        shared_sandbox(), code, tests, setup=setup, deadline_s=seconds, budget_s=_budget_s(), stop=True
+        shared_sandbox(),
+        code,
+        tests,
+        prelude=prelude,
+        setup=setup,
+        tested=tested,
+        deadline_s=_seconds(extra_info),
+        budget_s=_budget_s(),
+        stop=True,
     )
 
 

@@ -10,9 +10,10 @@ import atexit
 
 from posttrain.config import SandboxConfig
 from posttrain.sandbox.base import RunResult, Sandbox, SandboxError, SandboxUnavailable, Session
-from posttrain.sandbox.check import TestResult, check_solution
+from posttrain.sandbox.check import CallTest, TestResult, check_solution
 
 __all__ = [
+    "CallTest",
     "RunResult",
     "Sandbox",
     "SandboxError",

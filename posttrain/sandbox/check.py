@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from posttrain.sandbox.base import Sandbox
+from posttrain.sandbox.base import RunResult, Sandbox, SandboxError
 
 
 @dataclass(frozen=True)
@@ -24,39 +25,73 @@ class TestResult:
         return self.status == "passed"
 
 
+@dataclass(frozen=True)
+class CallTest:
+    """A call and what it must return, as JSON has them (``posttrain.sandbox.same`` compares)."""
+
+    entry: str
+    """A function, or a method of the class ``Solution`` where the solution has one."""
+    args: Sequence[Any]
+    expected: Any
+    wrapped: bool = False
+    """Whether an expected list of one stands for its item too."""
+
+
 def check_solution(
     sandbox: Sandbox,
     solution: str,
-    tests: Sequence[str],
+    tests: Sequence[str | CallTest],
     *,
+    prelude: str = "",
     setup: str = "",
+    tested: str | None = None,
     deadline_s: float,
     budget_s: float | None = None,
     stop: bool = False,
 ) -> list[TestResult]:
-    """Run test sources (``assert f(1) == 2``) against a solution, in another process than the solution's.
+    """Run tests (calls, or sources such as ``assert f(1) == 2``) against a solution, in another process than the
+    solution's.
 
-    ``setup`` runs before the tests and is trusted as they are. ``deadline_s`` is of one test, ``budget_s`` of all
-    together (None: as many times ``deadline_s``); ``stop`` ends at the first that does not pass. Returns a result for
-    every test; those that did not run count as failed.
+    ``prelude`` runs before the solution, in its namespace; ``setup`` before each test, and is trusted as they are.
+    ``tested`` is the one name in the tests that is the solution's (None: every name that neither tests, setup nor the
+    standard library have). ``deadline_s`` is of one test, ``budget_s`` of all together (None: as many times
+    ``deadline_s``); ``stop`` ends at the first that does not pass. Returns a result for every test; those that did not
+    run count as failed.
 
     Raises:
-        SandboxError: the sandbox failed.
+        SandboxError: the sandbox failed, or could start nothing of the solution.
     """
     budget_s = deadline_s * len(tests) if budget_s is None else budget_s
-    job = json.dumps(
-        {"setup": setup, "tests": list(tests), "deadline_s": deadline_s, "budget_s": budget_s, "stop": stop}
-    )
-    frames = b"".join(
-        b"%d\n" % len(data) + data for data in (solution.encode("utf-8", "surrogateescape"), job.encode())
-    )
-    result = sandbox.run_harness(frames, deadline_s=budget_s + 1.0)
+    secret = secrets.token_hex(16)
+    job = {
+        "secret": secret,
+        "setup": setup,
+        "tested": tested,
+        "tests": [asdict(test) if isinstance(test, CallTest) else test for test in tests],
+        "deadline_s": deadline_s,
+        "budget_s": budget_s,
+        "stop": stop,
+    }
+    frames = [json.dumps(frame).encode() for frame in ({"prelude": prelude, "source": solution}, job)]
+    result = sandbox.run_harness(b"".join(b"%d\n" % len(data) + data for data in frames), deadline_s=budget_s + 1.0)
+    found = _verdict(result, secret, len(tests))
+    return found + [TestResult("failed", "not run")] * (len(tests) - len(found))
+
+
+def _verdict(result: RunResult, secret: str, tests: int) -> list[TestResult]:
+    """The results that the tests' process wrote; only it knows the secret. Without a verdict, one result that says why:
+    that process can only be harmed by killing it, which is the solution's doing."""
     try:
         if result.status != "ok":
             raise ValueError(result.status)
-        found = [TestResult(item["status"], item["detail"]) for item in json.loads(result.stdout)]
+        answer = json.loads(result.stdout)
+        if answer["secret"] != secret:
+            raise ValueError("it is not from the tests")
+        if "refused" not in answer:
+            return [TestResult(item["status"], item["detail"]) for item in answer["results"]][:tests]
     except (ValueError, KeyError, TypeError) as error:
-        # The tests' process cannot be harmed from within but by killing it: that is the solution's doing.
         reason = f"no verdict ({error}): {result.stderr.strip()[-300:]}"
-        found = [TestResult("timeout" if result.status == "timeout" else "error", reason)]
-    return found + [TestResult("failed", "not run")] * (len(tests) - len(found))
+        return [TestResult("timeout" if result.status == "timeout" else "error", reason)]
+    raise SandboxError(
+        f"no solution could be tested: {answer['refused']}", hint="is the machine short of processes or memory?"
+    )

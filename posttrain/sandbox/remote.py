@@ -11,8 +11,8 @@ import httpx
 from posttrain.config import SandboxConfig
 from posttrain.endpoint import api_key, http_url
 from posttrain.sandbox.base import RunResult, SandboxError, SandboxUnavailable, Session
+from posttrain.sandbox.bundle import harness_program
 
-_HARNESS = Path(__file__).with_name("harness.py")
 _PROGRAM = Path(__file__).with_name("program.py")
 _SLACK_S = 15.0
 """Longest wait beyond a program's own deadline: the service may queue it."""
@@ -57,9 +57,7 @@ class RemoteSandbox:
         return self._result(result)
 
     def run_harness(self, frames: bytes, *, deadline_s: float) -> RunResult:
-        return self.run(
-            _HARNESS.read_text(encoding="utf-8"), frames.decode("utf-8", "surrogateescape"), deadline_s=deadline_s
-        )
+        return self.run(harness_program(), frames.decode("utf-8", "surrogateescape"), deadline_s=deadline_s)
 
     def session(self) -> Session:
         raise SandboxUnavailable(

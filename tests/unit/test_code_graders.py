@@ -58,6 +58,13 @@ def test_the_last_python_block_is_the_program(response, code):
         ("0.3333333", "0.33333333333", True),
         ("0.3334", "0.3333", False),
         ("1e-9", "0.0", True),
+        ("0", "0.0000005", False),
+        ("0", "5e-7", False),
+        ("4.9999999e-7", "5e-7", True),
+        ("-0.000000", "0.00", True),
+        ("0.001", "0.0", False),
+        ("0", "1e-320", False),
+        ("1e400", "1.5", False),
         ("3", "3.0", True),
         ("3.0", "3", False),
         ("10000001", "10000000", False),
@@ -116,7 +123,7 @@ def test_functions_called_with_arguments():
     assert grade("def add(a, b): return a", CALLS).score == 0.0
     assert grade("def add(a, b): return True", {**CALLS, "outputs": [1, 1, 1, 1]}).score == 0.0
     lines = {"fn_name": "f", "inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["[6]", "[0]"]}
-    assert grade("def f(xs, n): return sum(xs) + n", lines).score == 1.0
+    assert grade("def f(xs, n): return sum(xs) + n", lines, "apps").score == 1.0
 
 
 def test_assert_lists():
@@ -124,8 +131,9 @@ def test_assert_lists():
     code = "def f(x): return x * x"
     assert grade(code, truth).score == pytest.approx(2 / 3)
     assert grade(code, truth["assert_case"]).score == pytest.approx(2 / 3)
-    # A solution's own function is the solution's, whatever the common imports define.
-    assert grade("def gcd(a, b): return 7\ndef f(x): return x", {"assert_case": ["assert f(gcd(1, 1)) == 7"]}).correct
+    # What is tested is the solution's, whatever the library calls so; what helps to test it is the library's.
+    assert grade("def gcd(a, b): return 7", {"assert_case": ["assert gcd(1, 1) == 7"]}).correct
+    assert grade("def gcd(a, b): return 7\ndef f(x): return x", {"assert_case": ["assert f(gcd(1, 1)) == 1"]}).correct
 
 
 @pytest.mark.parametrize(
@@ -177,23 +185,27 @@ def test_humaneval_wrong_answers_fail(test_data):
             assert score.error is None
 
 
-@pytest.mark.slow
+def mbpp(test_data):
+    return [json.loads(line) for line in (test_data / "code" / "mbpp.jsonl").read_text().splitlines()]
+
+
+def grade_mbpp(task, code):
+    truth = {key: task[key] for key in ("test_list", "test_setup_code", "challenge_test_list")}
+    # Task 123 computes for seconds: what is tested is the grader, not how busy the machine is.
+    return compute_score("google-research-datasets/mbpp", fenced(code), json.dumps(truth), {"time_limit_s": 20})
+
+
 def test_mbpp_gold_passes(test_data):
-    wrong, caught = [], []
-    for line in (test_data / "code" / "mbpp.jsonl").read_text().splitlines():
-        task = json.loads(line)
-        truth = {key: task[key] for key in ("test_list", "test_setup_code", "challenge_test_list")}
-        # Task 123 computes for seconds: what is tested is the grader, not how busy the machine is.
-        score = compute_score("google-research-datasets/mbpp", fenced(task["code"]), truth, {"time_limit_s": 20})
-        assert score.error is None
-        if not score.correct:
-            wrong.append(task["task_id"])
-        early = fenced(task["code"] + "\nraise SystemExit(0)")
-        cheat = compute_score("google-research-datasets/mbpp", early, truth, {"time_limit_s": 20})
-        caught.append(cheat.correct is score.correct)  # ending the script early neither helps nor hurts
-    # 126 calls its function `sum`; a solution may not replace a builtin that tests rely on.
-    assert wrong == [126]
-    assert all(caught)
+    tasks = [task for task in mbpp(test_data) if 11 <= task["task_id"] <= 510]  # the test split
+    assert len(tasks) == 500
+    assert [task["task_id"] for task in tasks if not grade_mbpp(task, task["code"]).correct] == []
+
+
+@pytest.mark.slow
+def test_all_of_mbpp_passes_also_if_it_ends_early(test_data):
+    early = "\nraise SystemExit(0)"
+    wrong = [task["task_id"] for task in mbpp(test_data) if not grade_mbpp(task, task["code"] + early).correct]
+    assert wrong == []
 
 
 def test_codecontests_tests_can_be_run(test_data):
