@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.config import tolerance
 from posttrain.errors import ConfigError, ModelError, RunError
 from posttrain.models.load import ModelSource, load_tokenizer
+from posttrain.train.checkpoint import PROBE
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from posttrain.cluster.trainers import TrainerGroup
 
-FILE = "probe.json"
 _TEXTS = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "
     "Natalia sell altogether in April and May? In May she sold 48 / 2 = 24 clips. Altogether she sold 48 + 24 = 72 "
@@ -133,10 +133,10 @@ def read(checkpoint: Path) -> Probe:
         ConfigError: it has none.
         ModelError: it cannot be read.
     """
-    file = checkpoint / FILE
+    file = checkpoint / PROBE
     if not file.is_file():
         raise ConfigError(
-            f"--check: {checkpoint} has no {FILE}, which says what the trainer computed",
+            f"--check: {checkpoint} has no {PROBE}, which says what the trainer computed",
             hint="verl's checkpoints have none: merge without --check",
         )
     try:

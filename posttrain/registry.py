@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +25,12 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """The known name closest to ``name``, or None when nothing is close."""
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def some(names: Sequence[str], shown: int = 3) -> str:
+    """Return the first of several names, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 class Registry(Generic[T]):

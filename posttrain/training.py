@@ -18,6 +18,7 @@ from posttrain import probe
 from posttrain.config import Config
 from posttrain.errors import ConfigError, DeadlineError, Interrupted, RunError, WorkerError
 from posttrain.models.load import ModelSource
+from posttrain.registry import some
 from posttrain.reporting.background import Reporter
 from posttrain.runs import RunDir, Status, StopSignal
 from posttrain.saving import Saves, check_room
@@ -204,7 +205,7 @@ class TrainingRun:
         self.skipped_in_a_row += 1
         step, norm = self.step + 1, result["grad_norm"]
         names = await actor.nonfinite_gradients()
-        where = f"not finite in {_some(names)}" if names else "it overflows, and every part of it is finite"
+        where = f"not finite in {some(names)}" if names else "it overflows, and every part of it is finite"
         self.tracker.note(f"warning: step {step}: update skipped, gradient norm {norm:g}: {where}")
         if self.skipped_in_a_row >= self.cfg.train.max_skipped_steps:
             file = self.folder.path / f"nonfinite_step_{step}.pt"
@@ -257,7 +258,7 @@ class TrainingRun:
             meta |= {"world_size": len(models["actor"].actors)}
             meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
             said = await probe.take(models["actor"], self.source, scores=self.cfg.trains_reward_model)
-            await self.saves.begin(step, models, {"loader.json": loader, "meta.json": meta, probe.FILE: said})
+            await self.saves.begin(step, models, {"loader.json": loader, "meta.json": meta, checkpoint.PROBE: said})
 
     def finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a finished step; they may make its checkpoint the best."""
@@ -317,11 +318,6 @@ def write_batch(file: Path, batch: PackedBatch) -> None:
     temporary = file.with_name(f".{file.name}.tmp")
     torch.save(columns, temporary)
     os.replace(temporary, file)
-
-
-def _some(names: Sequence[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: TrainerGroup) -> dict[str, float]:

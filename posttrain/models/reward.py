@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.models.load import ModelSource, load_config, locate
+from posttrain.models.check import check_vocabulary, check_weights
+from posttrain.models.classifier import build_classifier
+from posttrain.models.load import ModelSource, load_config, loading, locate, read_tokenizer
 from posttrain.types import Message, Score
 
 if TYPE_CHECKING:
@@ -146,10 +148,9 @@ def open_reward_model(path: str, *, trust_remote_code: bool = False) -> tuple[Mo
     """Find a reward model and load its tokenizer, without its weights: all that is known to be wrong before a run.
 
     Raises:
-        ModelError: there is no such model, it has not one label, or its tokenizer has no chat template.
+        ModelError: there is no such model, it is incomplete or damaged, it has not one label, or its tokenizer has no
+            chat template.
     """
-    from transformers import AutoTokenizer
-
     source = locate(path, trust_remote_code=trust_remote_code)
     if source.builtin or source.shards or source.adapters:
         raise ModelError(
@@ -163,18 +164,16 @@ def open_reward_model(path: str, *, trust_remote_code: bool = False) -> tuple[Mo
             f"{path} is no reward model: {kind} with {config.num_labels} labels",
             hint="reward.model.path needs a sequence-classification model with num_labels = 1",
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot load the tokenizer of the reward model {path}: {_first_line(error)}",
-            hint="a reward model needs its own tokenizer beside its config",
-        ) from error
+    tokenizer = read_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ModelError(
             f"the tokenizer of the reward model {path} has no chat template",
             hint="put the template that it was trained with into its folder, as chat_template.jinja",
         )
+    check_vocabulary(source, tokenizer)
+    with loading(source):
+        model = build_classifier(source, dtype=torch.float32)
+    check_weights(source, model)
     return source, tokenizer
 
 

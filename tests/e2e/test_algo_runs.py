@@ -20,7 +20,8 @@ from posttrain.data.parquet import write_rows
 from posttrain.data.traces import Traces, fingerprint
 from posttrain.errors import ConfigError
 from posttrain.models.builtin import builtin_tokenizer
-from posttrain.models.load import ModelSource, load_config, load_model, load_shards, locate
+from posttrain.models.fill import fill
+from posttrain.models.load import ModelSource, load_config, load_model, locate
 from posttrain.presets import resolve
 from posttrain.rl_batch import pack, usable
 from posttrain.rl_learner import Learner, kl_in_reward
@@ -94,7 +95,7 @@ def weights(folder, part="actor"):
     model = load_model(ModelSource("builtin:tiny"), dtype=torch.float32)
     if part == "critic":
         model.set_output_embeddings(nn.Linear(model.config.hidden_size, 1, bias=False))
-    load_shards(model, str(checkpoint.find(folder).path / part / "model"))
+    fill(model, ModelSource("", shards=str(checkpoint.find(folder).path / part / "model")), 0)
     return dict(model.named_parameters())
 
 

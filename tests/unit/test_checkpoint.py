@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from posttrain.errors import ModelError, UserError
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
-from posttrain.models.load import ModelSource, load_model, load_shards, locate
+from posttrain.models.fill import fill
+from posttrain.models.load import ModelSource, load_model, locate
 from posttrain.train import checkpoint, saver
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -257,7 +258,7 @@ def test_shards_hold_the_model(tmp_path):
     saver.save_shards(tmp_path, model, None, 0)
     assert not (tmp_path / "optim").exists()
     other = create_builtin("tiny", 4)
-    load_shards(other, str(tmp_path / "model"))
+    fill(other, ModelSource("", shards=str(tmp_path / "model")), 0)
     expected = dict(model.named_parameters())
     assert all(torch.equal(p, expected[name]) for name, p in other.named_parameters())
 
@@ -266,7 +267,7 @@ def test_shards_that_lack_a_parameter_are_an_error(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     saver.save_shards(tmp_path, model, None, 0)
     with pytest.raises(ModelError, match="cannot read the checkpoint shards"):
-        load_shards(create_builtin("tiny", 0), str(tmp_path / "model"))
+        fill(create_builtin("tiny", 0), ModelSource("", shards=str(tmp_path / "model")), 0)
 
 
 def test_optimizer_state_comes_back(tmp_path):

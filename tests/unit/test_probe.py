@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from posttrain import merge_ckpt, probe
+from posttrain import merge_ckpt
 from posttrain.config import LoraConfig
 from posttrain.errors import ConfigError, ModelError, RunError
 from posttrain.models import lora
@@ -44,7 +44,7 @@ def checkpointed(root, model, said, *, reward_model=False):
     folder = checkpoint.begin(root / "checkpoints", 1)
     saver.save_shards(folder / "actor", model, None, 1)
     save_text_side(TINY, folder / "actor" / "huggingface", reward_model=reward_model)
-    checkpoint.commit(folder, 1, {} if said is None else {probe.FILE: said}, keep=1)
+    checkpoint.commit(folder, 1, {} if said is None else {checkpoint.PROBE: said}, keep=1)
     return str(root)
 
 
@@ -117,7 +117,7 @@ def test_adapters_go_through_peft(tmp_path):
         saver.save_shards(folder / "actor", model, None, 1)
         lora.save(model, folder / "actor" / "adapter", TINY, 3, write=True)
         save_text_side(TINY, folder / "actor" / "huggingface")
-        checkpoint.commit(folder, 1, {probe.FILE: says(said)}, keep=1)
+        checkpoint.commit(folder, 1, {checkpoint.PROBE: says(said)}, keep=1)
     for adapter in (True, False):
         out = str(tmp_path / f"out{adapter}")
         with pytest.raises(RunError, match="not the one that was trained"):
