@@ -160,6 +160,7 @@ class TrainingRun:
                 )
         for name, group in models.items():
             await group.load(str(found.path / name))
+            await group.check_finite(f"the run does not go on from {found.path}: remove that folder")
         meta = found.read("meta.json")
         self.skipped_steps = int(meta["skipped_steps"])
         self.early_stop.restore(meta["early_stop"])
@@ -250,15 +251,30 @@ class TrainingRun:
 
     async def save(self, step: int, models: Mapping[str, TrainerGroup], loader: Mapping[str, Any]) -> None:
         """Begin the checkpoint of a finished step, if there is none: of each of ``models`` a folder, ``actor`` among
-        them. Waits until training may go on; see ``Saves``."""
+        them. Waits until training may go on; see ``Saves``.
+
+        Raises:
+            RunError: weights are not finite, or give no finite numbers. The checkpoints before stay as they are.
+        """
         if step == self.saves.step:
             return
         with self.tracker.phase("save"):
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "versions": self.folder.versions}
             meta |= {"world_size": len(models["actor"].actors)}
             meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
-            said = await probe.take(models["actor"], self.source, scores=self.cfg.trains_reward_model)
+            consequence = f"step {step} is not saved, {self._last_sound()}"
+            for group in models.values():
+                await group.check_finite(consequence)
+            said = await probe.take(
+                models["actor"], self.source, scores=self.cfg.trains_reward_model, consequence=consequence
+            )
             await self.saves.begin(step, models, {"loader.json": loader, "meta.json": meta, checkpoint.PROBE: said})
+
+    def _last_sound(self) -> str:
+        """The checkpoint that the run can go on from, for a message."""
+        if not self.saves.step:
+            return "and there is no checkpoint before it"
+        return f"the checkpoint before it is {self.folder.checkpoints / f'global_step_{self.saves.step}'}"
 
     def finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a finished step; they may make its checkpoint the best."""
