@@ -129,6 +129,11 @@ def _fill(
         except (OSError, ValueError) as error:
             raise not_loadable(source, error) from error
     _merge_adapters(model, parameters, source)
+    check_finite(parameters, source)
+
+
+def check_finite(parameters: Mapping[str, Tensor], source: ModelSource) -> None:
+    """Check that what was read of ``source`` is finite. Raises ``ModelError``."""
     if bad := shards.nonfinite(parameters):
         raise ModelError(
             f"weights of {source.shards or source.path} are not finite: {some(bad)}",
@@ -197,10 +202,10 @@ def _safetensors(source: ModelSource) -> list[Path]:
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(
-            f"no safetensors in {source.path}",
-            hint="save it in that format once: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)",
-        )
+        hint = "is the folder complete? weights are read from *.safetensors"
+        if any(folder.glob("*.bin")):
+            hint = "save it in that format once: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+        raise ModelError(f"no safetensors in {source.path}", hint=hint)
     return files
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import build_classifier
+from posttrain.models.fill import check_finite
 from posttrain.models.load import ModelSource, load_config, loading, locate, read_tokenizer
 from posttrain.types import Message, Score
 
@@ -178,25 +179,14 @@ def open_reward_model(path: str, *, trust_remote_code: bool = False) -> tuple[Mo
 
 
 def _load(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its weights, on the CPU. Raises ``ModelError``, also for weights that the files do not hold."""
+    """The model with its weights, on the CPU. Raises ``ModelError``. That the files hold all of them is known."""
     from transformers import AutoModelForSequenceClassification
 
-    try:
-        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            source.path, dtype=dtype, trust_remote_code=source.trust_remote_code, output_loading_info=True
+    with loading(source):
+        model: Any = AutoModelForSequenceClassification.from_pretrained(
+            source.path, dtype=dtype, trust_remote_code=source.trust_remote_code
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"cannot load the reward model {source.path}: {_first_line(error)}", hint="is the folder complete?"
-        ) from error
-    model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing:  # the library would make them up
-        raise ModelError(
-            f"the reward model {source.path} has no weights for {', '.join(missing[:3])}"
-            + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""),
-            hint="a language model is no reward model before a head has been trained on it",
-        )
+    check_finite(dict(model.named_parameters()), source)
     head = getattr(model, "score", None)
     if isinstance(head, nn.Linear) and dtype != torch.float32:
         # In bfloat16 scores near 10 would come in steps of 0.06, and good answers to one prompt would tie.
@@ -212,7 +202,3 @@ def _declared_pad_id(config: Any) -> int | None:
 
 def _failed(why: str) -> Score:
     return Score(0.0, correct=False, error=why)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
