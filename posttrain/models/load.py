@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+_INCOMPLETE = "is the folder complete?"
+_UNKNOWN = "is its config.json right, and does the installed transformers know such a model?"
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model's parts come from."""
@@ -185,7 +189,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     if Path(source.path).is_dir():
         read_config_file(Path(source.path) / "config.json")
     _check_reachable(source)
-    with loading(source):
+    with loading(source, hint=_UNKNOWN):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
     return config
 
@@ -259,7 +263,7 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
 
     attention.register()
     config = load_config(source)
-    with loading(source), init_empty_weights(include_buffers=False):
+    with loading(source, hint=_UNKNOWN), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,
@@ -318,20 +322,22 @@ def _check_reachable(source: ModelSource) -> None:
 
 
 @contextmanager
-def loading(source: ModelSource, what: str = "the model") -> Iterator[None]:
-    """Turn what a library raises over the files of ``source`` into a ``ModelError`` that says what."""
+def loading(source: ModelSource, what: str = "the model", hint: str = _INCOMPLETE) -> Iterator[None]:
+    """Turn what a library raises over the files of ``source`` into a ``ModelError`` that says what. ``hint`` is about
+    those in a folder."""
     try:
         yield
     except PosttrainError:
         raise
     except Exception as error:  # libraries do not check files of others, and fail over them in any way
-        raise not_loadable(source, error, what) from error
+        raise not_loadable(source, error, what, hint) from error
 
 
-def not_loadable(source: ModelSource, error: Exception, what: str = "the model") -> ModelError:
+def not_loadable(source: ModelSource, error: Exception, what: str = "the model", hint: str = _INCOMPLETE) -> ModelError:
+    """What a person is told of an error of a library; see ``loading``."""
     reason = _reason(error)
     if Path(source.path).is_dir():
-        return ModelError(f"cannot load {what} in {source.path}: {reason}", hint="is the folder complete?")
+        return ModelError(f"cannot load {what} in {source.path}: {reason}", hint=hint)
     return ModelError(
         f"cannot load {source.path!r} from the Hugging Face hub: {reason}",
         hint="check the name and the network, or give a local folder: --model PATH (builtin:tiny needs neither)",
