@@ -190,9 +190,11 @@ async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: Loc
         assert "lower train.optim.lr" in str(error.value.hint)
         assert sorted(path.name for path in checkpoints.iterdir()) == ["global_step_1", "latest"]
 
+    canary = [list(range(5, 69))]
+
     async def sending(message: str) -> None:
         with pytest.raises(RunError, match=message) as error:
-            await publish(group, [], Router(run.cfg.cluster, "cpu"), version=2, canary=[[1, 2, 3]], tolerance=1.0)
+            await publish(group, [], Router(run.cfg.cluster, "cpu"), version=2, canary=canary, tolerance=1.0)
         assert "weight version 2 is" in error.value.message
 
     optimizer = group.worker.optimizer
