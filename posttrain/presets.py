@@ -390,7 +390,7 @@ def _config_error(error: ValidationError, provenance: Mapping[str, str]) -> Conf
         parts = [str(part) for part in item["loc"]]
         key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in provenance), ".".join(parts))
         lines.append(f"{key} = {item['input']!r} ({provenance.get(key, 'unknown')}): {item['msg']}")
-        if key in provenance:
+        if key in leaf_keys():
             default = functools.reduce(getattr, key.split("."), Config(command="sft"))
             hints.append(f"the default of {key} is {'none' if default is None else default}")
     return ConfigError("\n".join(lines), hint="; ".join(hints) or None)

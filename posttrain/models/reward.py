@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import build_classifier
-from posttrain.models.fill import check_finite
 from posttrain.models.load import ModelSource, load_config, loading, locate, read_tokenizer
 from posttrain.types import Message, Score
 
@@ -181,6 +180,8 @@ def open_reward_model(path: str, *, trust_remote_code: bool = False) -> tuple[Mo
 def _load(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     """The model with its weights, on the CPU. Raises ``ModelError``. That the files hold all of them is known."""
     from transformers import AutoModelForSequenceClassification
+
+    from posttrain.models.fill import check_finite  # the driver, which imports this module, is spared it
 
     with loading(source):
         model: Any = AutoModelForSequenceClassification.from_pretrained(
