@@ -21,7 +21,7 @@ class RunConfig(Section):
     """Seeds data order, sampling and model initialisation."""
     resume: str = "auto"
     """auto: an unfinished run of this name and config goes on from its last checkpoint. never: it is an error. A path:
-    begin with that checkpoint (of a run, its last sound one), optimizer, order of the data and all."""
+    begin with that checkpoint (of a run, its last one), optimizer, order of the data and all."""
     restarts: NaturalInt = 0
     """How often the run starts its workers again by itself, from its last checkpoint, after one died or hung."""
     overwrite: bool = False
