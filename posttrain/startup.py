@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from posttrain.tools.formats import ToolParser
     from posttrain.types import Prompt, ToolSchema
 
+_NO_TOOLS = (
+    "use a model whose chat template shows tools, or put such a template into its folder as chat_template.jinja; "
+    "without tools: --set rollout.tools=[]"
+)
+
 
 def check_supported(cfg: Config) -> None:
     """Refuse settings that the config knows and this version does not do: none is ever ignored in silence.
@@ -244,18 +249,12 @@ def check_tools_shown(
         user = {"role": "user", "content": "?"}
         hidden = hidden_tools(ChatTemplate(tokenizer, chat_kwargs).text([user], schemas), schemas)
     except DataError as error:
-        raise ConfigError(f"rollout.tools: {error.message}", hint=NO_TOOLS) from error
+        raise ConfigError(f"rollout.tools: {error.message}", hint=_NO_TOOLS) from error
     if hidden:
         raise ConfigError(
             f"rollout.tools: the chat template does not show {some(hidden)}: the model would not know of it",
-            hint=NO_TOOLS,
+            hint=_NO_TOOLS,
         )
-
-
-NO_TOOLS = (
-    "use a model whose chat template shows tools, or put such a template into its folder as chat_template.jinja; "
-    "without tools: --set rollout.tools=[]"
-)
 
 
 def tool_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[ToolSchema] | None) -> ToolParser:

@@ -11,7 +11,7 @@ _LARGEST_INT = 2**31 - 1
 _LARGEST_FACTOR = 1e6
 """A larger factor of a loss or a ratio leaves float32 no digits for what is added to it."""
 _YEAR_S = 365 * 86400.0
-"""Clocks of other libraries overflow at longer waits than some centuries."""
+"""Nobody waits longer, and waits of centuries overflow the clocks of other libraries."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT)]
 NaturalInt = Annotated[int, Field(ge=0, le=_LARGEST_INT)]

@@ -142,7 +142,8 @@ def check_finite(parameters: Mapping[str, Tensor], source: ModelSource) -> None:
 
 
 def check_files(model: PreTrainedModel, source: ModelSource, *, leave: frozenset[str] = frozenset()) -> None:
-    """Check that files hold every parameter of a model on the meta device in its shape, without reading weights.
+    """Check that files hold every parameter of a model on the meta device in its shape, without reading weights. Those
+    of the hub, which checks what it sends, may not be here yet: they are not looked at.
 
     Args:
         leave: names of parameters that ``source`` has nothing for.
@@ -156,7 +157,7 @@ def check_files(model: PreTrainedModel, source: ModelSource, *, leave: frozenset
         _check_missing([name for name in parameters if name not in stored], source.shards)
         for name, parameter in parameters.items():
             _check_shape(name, parameter, stored[name], source.shards)
-    elif not source.builtin:
+    elif Path(source.path).is_dir():
         with loading(source):
             _fill_from_files(model, parameters, _Headers(_safetensors(source)), source)
     _merge_adapters(model, {}, source)

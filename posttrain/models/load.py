@@ -240,8 +240,8 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.path, trust_remote_code=source.trust_remote_code
         )
+        ids = tokenizer("a", add_special_tokens=False)["input_ids"]
     # Of a folder without vocabulary files the library makes a tokenizer that knows its special tokens alone.
-    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
     if set(ids) <= {tokenizer.unk_token_id}:
         raise ModelError(
             f"the tokenizer of {source.path} has no vocabulary: it knows {len(tokenizer)} tokens, and no text",

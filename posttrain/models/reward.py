@@ -19,6 +19,7 @@ from posttrain.errors import ConfigError, ModelError
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import build_classifier
 from posttrain.models.load import ModelSource, load_config, loading, locate, read_tokenizer
+from posttrain.registry import some
 from posttrain.types import Message, Score
 
 if TYPE_CHECKING:
@@ -178,14 +179,20 @@ def open_reward_model(path: str, *, trust_remote_code: bool = False) -> tuple[Mo
 
 
 def _load(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its weights, on the CPU. Raises ``ModelError``. That the files hold all of them is known."""
+    """The model with its weights, on the CPU. Raises ``ModelError``, also for weights that the files do not hold."""
     from transformers import AutoModelForSequenceClassification
 
     from posttrain.models.fill import check_finite  # the driver, which imports this module, is spared it
 
     with loading(source):
-        model: Any = AutoModelForSequenceClassification.from_pretrained(
-            source.path, dtype=dtype, trust_remote_code=source.trust_remote_code
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            source.path, dtype=dtype, trust_remote_code=source.trust_remote_code, output_loading_info=True
+        )
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):  # the library would make them up
+        raise ModelError(
+            f"the reward model {source.path} has no weights for {some(missing)}",
+            hint="a language model is no reward model before a head has been trained on it",
         )
     check_finite(dict(model.named_parameters()), source)
     head = getattr(model, "score", None)

@@ -192,7 +192,7 @@ def verify(path: Path) -> str | None:
         intact = False
     if not intact:
         return "COMPLETE is damaged"
-    if step != _step(path):
+    if path in _folders(path.parent) and step != _step(path):
         return f"it is the checkpoint of step {step}"
     if missing := next((name for name in files if not (path / name).is_file()), None):
         return f"{missing} is missing"
@@ -243,26 +243,32 @@ def find(path: str | Path) -> Checkpoint:
     if folder.name == "best" and not folder.exists():
         folder = _find_best(folder.parent)
     if folder.name.startswith("global_step_") and folder.is_dir():
-        return check(folder)
+        return _sound(folder)
     last = _last(_root(folder))
     if last is None:
         raise UserError(
             f"no checkpoint in {path}: no global_step_N folder in it",
             hint="give a run folder or a global_step_N folder",
         )
-    return check(last)
+    return _sound(last)
 
 
-def check(folder: Path) -> Checkpoint:
-    """The checkpoint in a ``global_step_N`` folder. Raises ``UserError`` where it is not sound."""
+def _sound(folder: Path) -> Checkpoint:
+    check(folder)
+    return Checkpoint(folder, _step(folder))
+
+
+def check(folder: Path) -> None:
+    """Raise ``UserError`` where the checkpoint in a folder, which may have any name, is not sound."""
     problem = verify(folder)
     if problem is None:
-        return Checkpoint(folder, _step(folder))
-    before = (older for older in _folders(folder.parent) if _step(older) < _step(folder) and verify(older) is None)
-    older = next(before, None)
+        return
+    others = _folders(folder.parent)
+    older = others[others.index(folder) + 1 :] if folder in others else []
+    sound = next((place for place in older if verify(place) is None), None)
     raise UserError(
         f"checkpoint {folder} is not usable: {problem}",
-        hint="no checkpoint before it is sound" if older is None else f"the newest sound one before it is {older}",
+        hint="no checkpoint before it is sound" if sound is None else f"the newest sound one before it is {sound}",
     )
 
 

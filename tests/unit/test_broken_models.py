@@ -281,6 +281,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_sound_one_before_it_named() -> 
         assert "global_step_6 is not usable: actor/model/" in text
         assert f"hint: the newest sound one before it is {older}" in text
         assert not Path("out").exists()
+    shutil.copytree(older, "kept")  # a copy has any name
+    assert "none.parquet" in outcome(run(*COMMANDS["sft"], "--model", "kept"))
     done = run("merge-ckpt", str(older), "--out", "out")
     assert done.exit_code == 0, done.output
     assert torch.equal(
