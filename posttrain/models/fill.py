@@ -198,7 +198,8 @@ def _safetensors(source: ModelSource) -> list[Path]:
             raise ModelError(f"cannot read {index}: {error}", hint="is the download complete?") from error
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise ModelError(
-                f"{source.path} lacks {some(missing)}, which {index.name} names", hint="is the download complete?"
+                f"{source.path} lacks {some(missing)}, which model.safetensors.index.json names",
+                hint="is the download complete?",
             )
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
