@@ -67,6 +67,8 @@ def run(
     source = locate(str(place))
     if adapter and not source.adapters:
         raise ConfigError(f"{place} holds no adapter: the run trained all weights", hint="merge without --adapter")
+    if not adapter:  # the checkpoint itself is known to be sound; those that it is an adapter of are not
+        checkpoint.check_all(source.manifests[:-1])
     written = dtype or MERGED_DTYPE
     proof = _proof(probe.read(place), source, written, adapter=adapter) if check else None
     if adapter:

@@ -20,7 +20,8 @@ from posttrain.algos.catalog import ADVANTAGES
 from posttrain.config import Config
 from posttrain.data.loader import total_steps
 from posttrain.errors import ConfigError, DataError, ModelError, UserError
-from posttrain.models.load import locate, read_config, read_config_file
+from posttrain.models.config_json import read_config_file
+from posttrain.models.load import locate, read_config
 from posttrain.planning.advice import Replan, Settings, assignments, changed
 from posttrain.planning.batch import Lengths, assumed_lengths, longest_of, sequences_of_step
 from posttrain.planning.compare import Pair, compare, lengths_of

@@ -356,6 +356,9 @@ def _config_error(error: ValidationError, provenance: Mapping[str, str]) -> Conf
         if item["type"] == "literal_error":
             close = nearest(str(item["input"]), re.findall(r"'([^']*)'", item["ctx"]["expected"]))
             hints += [f"did you mean {close!r}?"] if close else []
+        if key in leaf_keys():
+            default = functools.reduce(getattr, key.split("."), Config(command="sft"))
+            hints.append(f"the default of {key} is {'none' if default is None else default}")
     return ConfigError("\n".join(lines), hint="; ".join(hints) or None)
 
 

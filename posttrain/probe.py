@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.config import tolerance
 from posttrain.errors import ConfigError, ModelError, RunError
 from posttrain.models.load import ModelSource, load_tokenizer
+from posttrain.train.checkpoint import PROBE, all_finite
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from posttrain.cluster.trainers import TrainerGroup
 
-FILE = "probe.json"
 _TEXTS = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "
     "Natalia sell altogether in April and May? In May she sold 48 / 2 = 24 clips. Altogether she sold 48 + 24 = 72 "
@@ -46,14 +46,18 @@ _TOKENS = 64
 # ---------------------------------------------------------------------- when it is saved
 
 
-async def take(actor: TrainerGroup, source: ModelSource, *, scores: bool) -> dict[str, Any]:
+async def take(actor: TrainerGroup, source: ModelSource, *, scores: bool, consequence: str) -> dict[str, Any]:
     """What ``actor`` says of the texts with its present weights: the content of ``probe.json``.
 
     Args:
         source: whose tokenizer it has.
         scores: it is a reward model.
+        consequence: what is not done where that is not finite, for the message.
+
+    Raises:
+        RunError: it is not finite. Weights may be finite, and so large that nothing else is.
     """
-    from posttrain.cluster.trainers import canary_batch  # Ray is here where there are trainers
+    from posttrain.cluster.trainers import canary_batch, not_finite  # Ray is here where there are trainers
 
     ids, end = _tokens(source)
     # A value is of what precedes its token: a score of the whole text needs one more behind it.
@@ -61,6 +65,8 @@ async def take(actor: TrainerGroup, source: ModelSource, *, scores: bool) -> dic
     column = await actor.logprobs(canary_batch(given), temperature=1.0)
     parts = [part.tolist() for part in column.split([len(text) for text in given])]
     said = {"scores": [part[-1] for part in parts]} if scores else {"logprobs": [part[1:] for part in parts]}
+    if not all_finite(said):
+        raise not_finite(f"the {actor.role} gives {next(iter(said))} of plain text that are not finite", consequence)
     return {"ids": ids, **said, "dtype": actor.facts["dtype"]}
 
 
@@ -133,10 +139,10 @@ def read(checkpoint: Path) -> Probe:
         ConfigError: it has none.
         ModelError: it cannot be read.
     """
-    file = checkpoint / FILE
+    file = checkpoint / PROBE
     if not file.is_file():
         raise ConfigError(
-            f"--check: {checkpoint} has no {FILE}, which says what the trainer computed",
+            f"--check: {checkpoint} has no {PROBE}, which says what the trainer computed",
             hint="verl's checkpoints have none: merge without --check",
         )
     try:

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -69,6 +69,12 @@ def _edits(one: str, other: str) -> int:
             row.append(cost)
         before, last = last, row
     return last[-1]
+
+
+def some(names: Sequence[str], shown: int = 3) -> str:
+    """Return the first of several names, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 class Registry(Generic[T]):

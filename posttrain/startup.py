@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.cluster.address import check_address
 from posttrain.config import Config
 from posttrain.data.parquet import refuse_images
-from posttrain.errors import ConfigError, DataError
-from posttrain.models.classifier import is_classifier
+from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.models.check import check_vocabulary, check_weights
+from posttrain.models.classifier import VALUE_HEAD, is_classifier
 from posttrain.models.load import ModelSource, load_config, load_tokenizer, locate
 from posttrain.presets import has_gpu
+from posttrain.registry import some
 from posttrain.rollout.engines import NO_EXACT, check_engine
 from posttrain.rollout.hf import BLOCK
 from posttrain.runs import weights_of
+from posttrain.train import checkpoint
 from posttrain.types import Sampling
 from posttrain.usercode import user_code
 
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
     from posttrain.rollout.episode import Environment
     from posttrain.tools.formats import ToolParser
     from posttrain.types import Prompt, ToolSchema
+
+_NO_TOOLS = (
+    "use a model whose chat template shows tools, or put such a template into its folder as chat_template.jinja; "
+    "without tools: --set rollout.tools=[]"
+)
 
 
 def check_supported(cfg: Config) -> None:
@@ -110,10 +118,11 @@ def check_packages(cfg: Config) -> None:
 
 
 def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
-    """Find the model that `model.path` names and load its tokenizer.
+    """Find the model that `model.path` names, check it, and load its tokenizer.
 
     Raises:
-        ModelError, ConfigError: it cannot be found, is a reward model, or `train.lora` does not fit it.
+        ModelError, ConfigError: it cannot be found, is incomplete or damaged, is a reward model, or `train.lora` does
+            not fit it.
     """
     source = find_model(cfg, cfg.model.path)
     if is_classifier(load_config(source)):
@@ -121,7 +130,8 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
             f"model.path = {cfg.model.path!r} is a reward model, and not a language model",
             hint="reward models go into reward.model.path (posttrain merge-ckpt writes one), or critic.path",
         )
-    tokenizer = load_tokenizer(source)
+    tokenizer = check_model(cfg, source, cfg.model.path, values=cfg.trains_reward_model)
+    check_template(tokenizer, cfg.data.chat_kwargs)
     if cfg.trains and cfg.train.lora.rank is not None:
         from posttrain.models import lora
 
@@ -138,11 +148,48 @@ def find_model(cfg: Config, path: str, key: str = "model.path") -> ModelSource:
     return source
 
 
+def check_model(cfg: Config, source: ModelSource, path: str, *, values: bool = False) -> PreTrainedTokenizerBase:
+    """Check a model from its files, and load its tokenizer: digests of checkpoints, tokenizer, vocabulary, and that
+    every weight is there in its shape. No weights are read but for digests.
+
+    Args:
+        path: what ``source`` was found by.
+        values: it is to give values, and gets a head of its own for that.
+
+    Raises:
+        UserError: one of these is not so.
+    """
+    manifests = source.manifests
+    # That of a run itself was checked when it was found.
+    checkpoint.check_all(manifests[:-1] if path.startswith("run:") else manifests)
+    tokenizer = load_tokenizer(source)
+    if not cfg.generate.endpoint.url:  # a server has weights of its own
+        check_vocabulary(source, tokenizer)
+        check_weights(source, leave=frozenset({VALUE_HEAD}) if values else frozenset())
+    return tokenizer
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, chat_kwargs: Mapping[str, Any]) -> None:
+    """Check that the chat template shows what a user says. Raises ``ModelError``."""
+    from posttrain.data.template import ChatTemplate
+
+    probe = {"role": "user", "content": "(what the user said)"}
+    try:
+        shown = ChatTemplate(tokenizer, chat_kwargs).text([probe], add_generation_prompt=True)
+    except DataError as error:
+        raise ModelError(error.message, hint="take the chat_template.jinja that came with the model") from error
+    if probe["content"] not in shown:
+        raise ModelError(
+            "the chat template does not show what the user says",
+            hint="take the chat_template.jinja that came with the model",
+        )
+
+
 def check_algo(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """The other models of `algo` can be found, and speak the same tokens. Raises ``ModelError``, ``ConfigError``."""
     for key, path in (("critic.path", cfg.critic.path), ("algo.teacher", cfg.algo.teacher)):
         if path:
-            other = load_tokenizer(find_model(cfg, path, key))
+            other = check_model(cfg, find_model(cfg, path, key), path, values=key == "critic.path")
             if other.get_vocab() != tokenizer.get_vocab():
                 raise ConfigError(
                     f"{key} = {path!r} has other tokens than model.path = {cfg.model.path!r}",
@@ -174,6 +221,7 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
             tool.check()
     schemas = [tool.schema for tool in tools.values()] or None
     template_kwargs = cfg.data.chat_kwargs
+    check_tools_shown(tokenizer, schemas or [], template_kwargs)
     parser = tool_parser(cfg.rollout.tool_format, tokenizer, schemas)
     stops = set(stop_token_ids(tokenizer, source))
     if tools:
@@ -189,6 +237,26 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
         template_kwargs=template_kwargs,
         interaction=interaction,
     )
+
+
+def check_tools_shown(
+    tokenizer: PreTrainedTokenizerBase, schemas: list[ToolSchema], chat_kwargs: Mapping[str, Any]
+) -> None:
+    """Check that the chat template tells the model of its tools. Raises ``ConfigError``."""
+    from posttrain.data.template import ChatTemplate, hidden_tools
+
+    if not schemas:
+        return
+    try:
+        user = {"role": "user", "content": "?"}
+        hidden = hidden_tools(ChatTemplate(tokenizer, chat_kwargs).text([user], schemas), schemas)
+    except DataError as error:
+        raise ConfigError(f"rollout.tools: {error.message}", hint=_NO_TOOLS) from error
+    if hidden:
+        raise ConfigError(
+            f"rollout.tools: the chat template does not show {some(hidden)}: the model would not know of it",
+            hint=_NO_TOOLS,
+        )
 
 
 def tool_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[ToolSchema] | None) -> ToolParser:

@@ -19,6 +19,7 @@ from posttrain.config import Config
 from posttrain.errors import ConfigError, DataError, DeadlineError, Interrupted, RunError, WorkerError
 from posttrain.models.load import ModelSource
 from posttrain.presets import Resolved
+from posttrain.registry import some
 from posttrain.reporting.background import Reporter
 from posttrain.runs import RunDir, Status, StopSignal
 from posttrain.saving import Saves, check_room
@@ -161,6 +162,7 @@ class TrainingRun:
                 )
         for name, group in models.items():
             await group.load(str(found.path / name))
+            await group.check_finite(f"the run does not go on from {found.path}: remove that folder")
         meta = found.read("meta.json")
         self.skipped_steps = int(meta["skipped_steps"])
         self.early_stop.restore(meta["early_stop"])
@@ -209,7 +211,7 @@ class TrainingRun:
         self.skipped_in_a_row += 1
         step, norm = self.step + 1, result["grad_norm"]
         names = await actor.nonfinite_gradients()
-        where = f"not finite in {_some(names)}" if names else "it overflows, and every part of it is finite"
+        where = f"not finite in {some(names)}" if names else "it overflows, and every part of it is finite"
         self.tracker.note(f"step {step}: update skipped, gradient norm {norm:g}: {where}")
         if self.skipped_in_a_row >= self.cfg.train.max_skipped_steps:
             file = self.folder.path / f"nonfinite_step_{step}.pt"
@@ -254,15 +256,30 @@ class TrainingRun:
 
     async def save(self, step: int, models: Mapping[str, TrainerGroup], loader: Mapping[str, Any]) -> None:
         """Begin the checkpoint of a finished step, if there is none: of each of ``models`` a folder, ``actor`` among
-        them. Waits until training may go on; see ``Saves``."""
+        them. Waits until training may go on; see ``Saves``.
+
+        Raises:
+            RunError: weights are not finite, or give no finite numbers. The checkpoints before stay as they are.
+        """
         if step == self.saves.step:
             return
         with self.tracker.phase("save"):
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "versions": self.folder.versions}
             meta |= {"world_size": len(models["actor"].actors)}
             meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
-            said = await probe.take(models["actor"], self.source, scores=self.cfg.trains_reward_model)
-            await self.saves.begin(step, models, {"loader.json": loader, "meta.json": meta, probe.FILE: said})
+            consequence = f"step {step} is not saved, {self._last_sound()}"
+            for group in models.values():
+                await group.check_finite(consequence)
+            said = await probe.take(
+                models["actor"], self.source, scores=self.cfg.trains_reward_model, consequence=consequence
+            )
+            await self.saves.begin(step, models, {"loader.json": loader, "meta.json": meta, checkpoint.PROBE: said})
+
+    def _last_sound(self) -> str:
+        """The checkpoint that the run can go on from, for a message."""
+        if not self.saves.step:
+            return "and there is no checkpoint before it"
+        return f"the checkpoint before it is {self.folder.checkpoints / f'global_step_{self.saves.step}'}"
 
     def finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a finished step; they may make its checkpoint the best."""
@@ -357,11 +374,6 @@ def write_batch(file: Path, batch: PackedBatch) -> None:
     temporary = file.with_name(f".{file.name}.tmp")
     torch.save(columns, temporary)
     os.replace(temporary, file)
-
-
-def _some(names: Sequence[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: TrainerGroup) -> dict[str, float]:

@@ -25,7 +25,7 @@ def prep(
     out: Annotated[str | None, typer.Option(help="Folder to write to; default data/NAME.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows of each split.")] = None,
     split: Annotated[list[str] | None, typer.Option(help="Only this split; repeatable.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of generated data.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of generated data.")] = 0,
     train_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: rows to train on.")] = None,
     test_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: held-out rows.")] = None,
     val_fraction: Annotated[

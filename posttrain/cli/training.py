@@ -123,7 +123,7 @@ def rl(
 
 
 def quickstart(
-    seed: Annotated[int, typer.Option(help="Seeds data, training and sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seeds data, training and sampling.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line on stdout.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for everything it makes.")] = Path("runs/quickstart"),
     overwrite: OverwriteOption = False,

@@ -14,7 +14,7 @@ from torch import Tensor
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.routes import Route, Router
 from posttrain.cluster.samplers import RemoteSampler
-from posttrain.cluster.trainers import TrainerGroup, canary_batch
+from posttrain.cluster.trainers import TrainerGroup, canary_batch, not_finite
 from posttrain.errors import PosttrainError, WeightSyncError
 from posttrain.models.load import ModelSource
 from posttrain.rollout.pool import DEAD, SamplerPool
@@ -138,8 +138,10 @@ async def publish(
         the fullest one had in use amid the update, by all of its processes.
 
     Raises:
+        RunError: the trainer's weights, or its log-probabilities of the canary, are not finite.
         WeightSyncError: a sampler's mean difference is above ``tolerance``; the message names it.
     """
+    await actor.check_finite(f"weight version {version} is not sent to the samplers")
     targets = _Targets(samplers)
     scored: dict[str, list[list[float]]] = {}
 
@@ -161,6 +163,10 @@ async def publish(
         expected, _ = await asyncio.gather(score(), targets.each(finish))
         if leave is not None:
             await leave()
+    if not expected.isfinite().all():
+        raise not_finite(
+            f"the {actor.role} gives log-probabilities that are not finite", f"weight version {version} is of no use"
+        )
     gaps: dict[str, float] = {}
     for name, scores in scored.items():
         gaps[name] = gap = float((torch.tensor([x for s in scores for x in s]) - expected).abs().mean())

@@ -14,7 +14,9 @@ from torch import Tensor
 from posttrain.cluster.calls import gather, meet
 from posttrain.cluster.peers import PULSE, Home, Peer, Supervised
 from posttrain.data.pack import PackedBatch, Placement, place
+from posttrain.errors import RunError
 from posttrain.models.buckets import Bucket, Where, mapped
+from posttrain.registry import some
 from posttrain.train.spec import LossSpec, WorkerSpec
 from posttrain.types import Ids
 
@@ -136,6 +138,18 @@ class TrainerGroup:
         """Parameters whose gradient was not finite in the last update that was skipped."""
         return sorted({name for names in await self.call("nonfinite_gradients") for name in names})
 
+    async def check_finite(self, consequence: str) -> None:
+        """Check that what is trained, and the optimizer's state, is finite on every worker.
+
+        Args:
+            consequence: what is not done otherwise, for the message.
+
+        Raises:
+            RunError: it is not so.
+        """
+        if names := sorted({name for found in await self.call("nonfinite_weights") for name in found}):
+            raise not_finite(f"weights of the {self.role} are not finite: {some(names)}", consequence)
+
     async def start_profile(self) -> None:
         """Trace every worker from now on."""
         await self.call("start_profile")
@@ -211,6 +225,15 @@ class TrainerGroup:
             token_budget=self.tokens_per_microbatch,
             sequence_limit=self.sequences_per_microbatch,
         )
+
+
+def not_finite(what: str, consequence: str) -> RunError:
+    """What a person is told when training has destroyed the weights."""
+    return RunError(
+        f"{what}; {consequence}",
+        hint="training has diverged: lower train.optim.lr, and begin again from a sound checkpoint with "
+        "--resume FOLDER --name NAME",
+    )
 
 
 def canary_batch(sequences: Sequence[Ids]) -> PackedBatch:

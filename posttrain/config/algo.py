@@ -8,10 +8,17 @@ from pydantic import Field, model_validator
 
 from posttrain.algos.bundles import ALGO_BUNDLES
 from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
-from posttrain.config.base import PositiveInt, Section
+from posttrain.config.base import (
+    Factor,
+    Fraction,
+    NaturalInt,
+    PositiveFactor,
+    PositiveInt,
+    Section,
+    SignedFactor,
+)
 from posttrain.config.train import OptimConfig
 
-Positive = Annotated[float, Field(gt=0.0)]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
@@ -22,14 +29,14 @@ class CorrectionConfig(Section):
     weight: Literal["none", "token", "sequence"] = "none"
     """What multiplies the loss weight of a token: its ratio trainer / engine (truncated importance sampling), or the
     product of its sequence's; none: 1."""
-    upper: Positive = 2.0
+    upper: PositiveFactor = 2.0
     """Weights above it are cut to it, or are 0 where `lower` is given."""
-    lower: Positive | None = None
+    lower: PositiveFactor | None = None
     """Weights below it, and above `upper`, are 0 (IcePop); none: no lower bound."""
     reject: Literal["none", "geometric_mean", "max_token"] = "none"
     """Sequences to leave out: those whose geometric mean of ratios lies outside [1 / reject_above, reject_above], or
     any of whose tokens' ratios does."""
-    reject_above: Annotated[float, Field(ge=1.0)] = 1.01
+    reject_above: Annotated[PositiveFactor, Field(ge=1.0)] = 1.01
     """See `reject`."""
 
     @property
@@ -54,9 +61,9 @@ class CriticConfig(Section):
 
     path: str = ""
     """A model as `model.path`; empty: that one."""
-    value_clip: Positive = 0.5
+    value_clip: PositiveFactor = 0.5
     """A value counts no farther than this from the one before the step's first update."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: NaturalInt = 0
     """RL steps at the start in which only the critic is trained."""
     optim: OptimConfig = OptimConfig()
 
@@ -77,35 +84,35 @@ class AlgoConfig(Section):
     """Divide group-relative rewards by their standard deviation (GRPO) or not (Dr. GRPO)."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Discount of a reward for each token of the policy before it (`gae`, `reinforce_plus_plus`)."""
-    lam: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    lam: Fraction = 1.0
     """Lambda of `gae`: 0 trusts the critic only, 1 the returns only."""
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     """The ratio to the old policy counts no lower than 1 - clip_low; in `gmpo` the log-ratio, than -clip_low."""
-    clip_high: Positive = 0.2
+    clip_high: PositiveFactor = 0.2
     """The ratio to the old policy counts no higher than 1 + clip_high; in `gmpo` the log-ratio, than clip_high."""
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    dual_clip: Annotated[PositiveFactor, Field(gt=1.0)] | None = None
     """`clipped`: lower bound c of the objective for negative advantages (dual-clip PPO); none: off."""
-    tau_positive: Positive = 1.0
+    tau_positive: PositiveFactor = 1.0
     """`sapo`: how sharp the gate is for advantages above 0."""
-    tau_negative: Positive = 1.05
+    tau_negative: PositiveFactor = 1.05
     """`sapo`: how sharp it is for others."""
     clip_cov_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.0002
     """`clip_cov`: share of the tokens of an update that have no loss."""
-    clip_cov_low: float = 1.0
+    clip_cov_low: SignedFactor = 1.0
     """`clip_cov`: their covariance of log-probability and advantage is above this."""
-    clip_cov_high: float = 5.0
+    clip_cov_high: SignedFactor = 5.0
     """`clip_cov`: and below this."""
     kl_cov_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.002
     """`kl_cov`: share of the tokens, those of largest covariance, that are held back."""
-    kl_cov_coef: Annotated[float, Field(ge=0.0)] = 1.0
+    kl_cov_coef: Factor = 1.0
     """`kl_cov`: weight of their penalty."""
     loss_agg: Aggregation = "token-mean"
     """How losses of tokens become one number; see algorithms.md."""
     norm_length: PositiveInt | None = None
     """`seq-mean-token-sum-norm`: what the sum of a sequence is divided by; none: `rollout.max_response_tokens`."""
-    entropy_coef: float = 0.0
+    entropy_coef: SignedFactor = 0.0
     """The entropy of the policy, weighted as the loss, is subtracted from it so many times."""
-    kl_coef: Annotated[float, Field(ge=0.0)] = 0.0
+    kl_coef: Factor = 0.0
     """Weight of the KL to the reference model; 0: no reference model is loaded, nor is it with LoRA, where the
     reference is the model without its adapter."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -113,7 +120,7 @@ class AlgoConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k2+", "k3+"] = "low_var_kl"
     """How the KL is estimated from the sampled tokens (Schulman 2020); low_var_kl is k3. Those with `+` have the
     gradient of k2, for a KL in the loss."""
-    kl_target: Positive | None = None
+    kl_target: PositiveFactor | None = None
     """KL in the reward: the coefficient, from `kl_coef` on, follows this mean KL of tokens; none: it stays."""
     kl_horizon: PositiveInt = 10_000
     """Episodes in which a KL far above its target raises the coefficient by 20 %."""

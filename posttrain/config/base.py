@@ -6,14 +6,30 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
+_LARGEST_INT = 2**31 - 1
+"""Engines, kernels and random generators take 32-bit integers."""
+_LARGEST_FACTOR = 1e6
+"""A larger factor of a loss or a ratio leaves float32 no digits for what is added to it."""
+_YEAR_S = 365 * 86400.0
+"""Nobody waits longer, and waits of centuries overflow the clocks of other libraries."""
+
+PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT)]
+NaturalInt = Annotated[int, Field(ge=0, le=_LARGEST_INT)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Factor = Annotated[float, Field(ge=0.0, le=_LARGEST_FACTOR)]
+PositiveFactor = Annotated[float, Field(gt=0.0, le=_LARGEST_FACTOR)]
+SignedFactor = Annotated[float, Field(ge=-_LARGEST_FACTOR, le=_LARGEST_FACTOR)]
+Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+Seconds = Annotated[float, Field(gt=0.0, le=_YEAR_S)]
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, unknown keys forbidden. Docstrings of fields become docs/config.md."""
+    """Base of every section: frozen, unknown keys forbidden, all numbers finite. Docstrings of fields become
+    docs/config.md."""
 
-    model_config = ConfigDict(frozen=True, defer_build=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, defer_build=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
 
     @property
     def changed(self) -> set[str]:

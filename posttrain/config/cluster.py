@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import PositiveInt, Section
+from posttrain.config.base import NaturalInt, PositiveFactor, PositiveInt, Seconds, Section
 
 
 def tolerance(dtype: str) -> float:
@@ -26,21 +26,21 @@ class ClusterConfig(Section):
     """colocated: trainers and samplers take turns on the same GPUs. separate: each has its own."""
     address: str | None = None
     """Address of a running Ray cluster; none: start one here."""
-    start_deadline_s: Annotated[float, Field(gt=0.0)] = 300.0
+    start_deadline_s: Seconds = 300.0
     """Longest wait for workers to come up."""
-    step_deadline_s: Annotated[float, Field(gt=0.0)] = 1800.0
+    step_deadline_s: Seconds = 1800.0
     """Longest wait for one call to a worker."""
-    silence_deadline_s: Annotated[float, Field(ge=10.0)] = 60.0
+    silence_deadline_s: Annotated[Seconds, Field(ge=10.0)] = 60.0
     """A process that is waited for and has said nothing for this long is taken for dead: stopped, or stuck. While it
     works, it says something every few seconds."""
-    sampler_restarts: Annotated[int, Field(ge=0)] = 3
+    sampler_restarts: NaturalInt = 3
     """A sampler that dies is started again at the current weights, at most so many times a run; its episodes go on at
     another meanwhile, or wait."""
     weight_transfer: Literal["auto", "host", "broadcast"] = "auto"
     """How new weights come to the engines. auto: on the GPUs that they share with trainers, by broadcast to GPUs of
     their own, through host memory on a CPU. host: through host memory. broadcast (with `placement = "separate"`): NCCL
     from rank 0 to all engines, gloo on a CPU."""
-    sync_tolerance: Annotated[float, Field(gt=0.0)] | None = None
+    sync_tolerance: PositiveFactor | None = None
     """Largest mean |log-probability difference| between trainer and engine after a weight update;
     none: 1e-3 in float32, 0.1 in bfloat16."""
 
@@ -82,9 +82,9 @@ class ServerConfig(Section):
     """Environment variable that holds the key; empty: none is sent."""
     concurrency: PositiveInt = 256
     """Most requests at once."""
-    retries: Annotated[int, Field(ge=0)] = 4
+    retries: NaturalInt = 4
     """After a refused connection, a timeout, HTTP 408, 429 or 5xx: exponential backoff, `Retry-After` respected."""
-    deadline_s: Annotated[float, Field(gt=0.0)] = 600.0
+    deadline_s: Seconds = 600.0
     """Longest wait for one answer."""
 
 
@@ -105,5 +105,5 @@ class EvalConfig(Section):
 
     pass_at: list[PositiveInt] = [1]
     """k of pass@k (unbiased estimator of Chen et al. 2021, arXiv:2107.03374)."""
-    resamples: Annotated[int, Field(ge=0)] = 1000
+    resamples: NaturalInt = 1000
     """Of the bootstrap over problems, which gives each score a 95 % interval, from `run.seed`; 0: no intervals."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ValidationInfo, field_validator
 
-from posttrain.config.base import PositiveInt, Section
+from posttrain.config.base import NaturalInt, PositiveInt, Seconds, Section
 from posttrain.text import printable
 
 
@@ -18,12 +18,12 @@ class RunConfig(Section):
     """Folder under `run.dir`; empty: the preset's name."""
     dir: str = "runs"
     """Folder that holds runs."""
-    seed: int = 0
+    seed: NaturalInt = 0
     """Seeds data order, sampling and model initialisation."""
     resume: str = "auto"
     """auto: an unfinished run of this name and config goes on from its last checkpoint. never: it is an error. A path:
-    begin with that checkpoint (of a run, its last sound one), optimizer, order of the data and all."""
-    restarts: Annotated[int, Field(ge=0)] = 0
+    begin with that checkpoint (of a run, its last one), optimizer, order of the data and all."""
+    restarts: NaturalInt = 0
     """How often the run starts its workers again by itself, from its last checkpoint, after one died or hung."""
     overwrite: bool = False
     """Delete an existing run of this name first."""
@@ -107,18 +107,18 @@ class DataConfig(Section):
     """Further variables of the chat template."""
     shuffle: bool = True
     """A new order every epoch, from `run.seed`."""
-    stream_above: Annotated[int, Field(ge=0)] = 20_000
+    stream_above: NaturalInt = 20_000
     """`sft`, `prefer`: data of at most so many rows is read, checked and tokenized before the run starts. More is
     streamed from its files while it trains, and `train.epochs` then counts all rows, also those that `truncation`
     drops."""
     shuffle_rows: PositiveInt = 32_768
     """`sft`, `prefer`: rows in memory at once when streaming. The next row is drawn from these, and they come from
     several places of the files; data of no more rows is shuffled as a whole."""
-    workers: Annotated[int, Field(ge=0)] = 2
+    workers: NaturalInt = 2
     """`sft`, `prefer`: processes that tokenize streamed data ahead of the trainer; 0: a thread of the driver does."""
     prefetch: PositiveInt = 4
     """`sft`, `prefer`: batches of streamed data that are ready ahead of the trainer."""
-    deadline_s: Annotated[float, Field(gt=0.0)] = 300.0
+    deadline_s: Seconds = 300.0
     """`sft`, `prefer`: longest wait for the next batch of streamed data, the start of the processes included."""
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from posttrain.config.base import PositiveInt, Section
+from posttrain.config.base import NaturalInt, PositiveFactor, PositiveInt, Seconds, Section, SignedFactor, Temperature
 
 
 class OverlongConfig(Section):
@@ -53,17 +53,17 @@ class JudgeConfig(Section):
     """What the judge reads; `{conversation}`, `{response}`, `{question}` and `{ground_truth}` are filled in."""
     pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
     """Regular expression; the last match's first group is the number."""
-    scale: Annotated[float, Field(gt=0.0)] = 10.0
+    scale: PositiveFactor = 10.0
     """The number is divided by this."""
-    temperature: Annotated[float, Field(ge=0.0)] = 0.0
+    temperature: Temperature = 0.0
     """Of the judge's sampling."""
     max_tokens: PositiveInt = 512
     """Of the judge's answer."""
     concurrency: PositiveInt = 32
     """Most requests at once."""
-    retries: Annotated[int, Field(ge=0)] = 4
+    retries: NaturalInt = 4
     """After a refused connection, a timeout, HTTP 408, 429 or 5xx: exponential backoff, `Retry-After` respected."""
-    deadline_s: Annotated[float, Field(gt=0.0)] = 60.0
+    deadline_s: Seconds = 60.0
     """Longest wait for one answer."""
     cache: bool = True
     """Ask for the same text once; in a run, answers are kept in its folder and survive a resume."""
@@ -77,19 +77,19 @@ class RewardConfig(Section):
     grader: `(data_source, solution_str, ground_truth, extra_info)` to a float, a dict with `score`, or a `Score`."""
     function_kwargs: dict[str, Any] = {}
     """More keyword arguments for `function`."""
-    weights: dict[str, float] = {"score": 1.0}
+    weights: dict[str, SignedFactor] = {"score": 1.0}
     """The reward is the sum of weight x part. Parts: `score` (the grader's), `correct` and `format` (1 or 0), whatever
     parts the grader names, `tool/NAME`, `length` (share of `rollout.max_response_tokens`, negative), `overlong`,
     `model`, `judge`."""
     on_error: Literal["drop", "zero", "raise"] = "drop"
     """What an episode whose grader failed counts as: it is left out, it earns 0, or the run ends."""
-    deadline_s: Annotated[float, Field(gt=0.0)] = 30.0
+    deadline_s: Seconds = 30.0
     """Longest wait for the verdict on one response; then its grader process is replaced."""
     memory_mb: PositiveInt = 2048
     """Memory of a grader process. A response whose grading takes more is a failure of its grader."""
     workers: PositiveInt = 2
     """Grader processes."""
-    examine: Annotated[int, Field(ge=0)] = 0
+    examine: NaturalInt = 0
     """Print so many graded conversations of every step, with their parts."""
     overlong: OverlongConfig = OverlongConfig()
     model: RewardModelConfig = RewardModelConfig()
@@ -122,7 +122,7 @@ class SandboxConfig(Section):
     """remote: base URL of the service; `/run_code` is appended."""
     api_key_env: str = ""
     """remote: environment variable that holds a bearer token for the service; empty: none is sent."""
-    deadline_s: Annotated[float, Field(gt=0.0)] = 10.0
+    deadline_s: Seconds = 10.0
     """Longest wall time, and CPU time of each process."""
     memory_mb: PositiveInt = 1024
     """Address space of each process, and memory of all together with their files."""

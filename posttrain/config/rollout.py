@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import PositiveInt, Section
+from posttrain.config.base import NaturalInt, PositiveInt, Seconds, Section, Temperature
 
 
 class RolloutConfig(Section):
@@ -16,11 +16,11 @@ class RolloutConfig(Section):
     """What samples; see engines.md. hf is the embedded engine: transformers' continuous batching."""
     n: PositiveInt = 8
     """Episodes per prompt."""
-    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    temperature: Temperature = 1.0
     """Of sampling; the trainer computes log-probabilities at the same one. 0 is greedy (`generate` only)."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample from the smallest set of tokens with this probability; 1: from all."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: NaturalInt = 0
     """Sample from this many most likely tokens; 0: from all."""
     max_prompt_tokens: PositiveInt = 1024
     """A prompt longer than this is an error before the first step."""
@@ -80,9 +80,9 @@ class RolloutConfig(Section):
     """KV cache of an engine on a CPU, in tokens."""
     max_concurrent: PositiveInt = 256
     """Requests an engine runs at once."""
-    tool_deadline_s: Annotated[float, Field(gt=0.0)] = 30.0
+    tool_deadline_s: Seconds = 30.0
     """A tool call that takes longer becomes an error that the model can read; also the limit of a simulated user."""
-    episode_deadline_s: Annotated[float, Field(gt=0.0)] = 600.0
+    episode_deadline_s: Seconds = 600.0
     """An episode that takes longer ends with stop reason `deadline`."""
     replay: str | list[str] = ""
     """Train from these traces instead of sampling: a file, a folder, a glob, or a list of these; empty: sample."""
@@ -114,11 +114,11 @@ class ValConfig(Section):
 
     n: PositiveInt = 1
     """Episodes per prompt."""
-    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    temperature: Temperature = 1.0
     """Of sampling; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """As `rollout.top_p`."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: NaturalInt = 0
     """As `rollout.top_k`."""
     limit: PositiveInt | None = None
     """Only the first so many rows of `data.val`."""

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.config.base import Fraction, PositiveInt, Section
+from posttrain.config.base import Factor, Fraction, NaturalInt, PositiveFactor, PositiveInt, Section
+
+_Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimConfig(Section):
@@ -19,23 +21,23 @@ class OptimConfig(Section):
     """Round stepped weights up or down at random, so that steps too small for bfloat16 count on average. Needs
     `train.param_dtype = "bfloat16"` and the extra `torchao`. A function of `run.seed` and the step: a run resumed with
     as many workers is the same."""
-    lr: Annotated[float, Field(ge=0.0)] = 1e-5
+    lr: Fraction = 1e-5
     """Learning rate after warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Decay of the first and the second moment."""
-    eps: float = 1e-8
+    eps: Annotated[float, Field(ge=1e-20, le=1.0)] = 1e-8
     """Added to the square root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
+    weight_decay: Fraction = 0.01
     """Applied to matrices only, not to norms, biases and embeddings."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How the rate falls after warm-up."""
     warmup_ratio: Fraction = 0.0
     """Share of all steps spent raising the rate from 0."""
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_steps: NaturalInt | None = None
     """Optimizer steps spent raising it, instead; none: `warmup_ratio` decides."""
     min_lr_ratio: Fraction = 0.0
     """Where cosine and linear end, as a share of `lr`."""
-    grad_clip: Annotated[float, Field(gt=0.0)] = 1.0
+    grad_clip: PositiveFactor = 1.0
     """Largest global gradient norm."""
 
     @property
@@ -55,7 +57,7 @@ class EarlyStopConfig(Section):
 
     patience: PositiveInt | None = None
     """Validations in a row without a better loss that end the run; none: it goes to its last step."""
-    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
+    min_delta: Factor = 0.0
     """A loss is better when it is lower than the best by more than this."""
 
     @model_validator(mode="after")

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.data.template import ChatTemplate, Span, Traced, extend
+from posttrain.data.template import ChatTemplate, Span, Traced, extend, hidden_tools
 from posttrain.errors import DataError
+from posttrain.registry import some
 from posttrain.types import ToolSchema
 
 if TYPE_CHECKING:
@@ -47,10 +48,15 @@ class AssistantSpans:
         """The rendered text, and the characters of it that are trained, in order.
 
         Raises:
-            DataError: the template refuses the conversation, leaves tool calls out, or writes an assistant message in
-                such a way that it is not certain which characters are sampled.
+            DataError: the template refuses the conversation, leaves tools or tool calls out, or writes an assistant
+                message in such a way that it is not certain which characters are sampled.
         """
         traced = self.template.traced(messages, tools)
+        if hidden := hidden_tools(traced.text, tools or ()):
+            raise DataError(
+                f"the chat template does not show the tools of the conversation: {some(hidden)}",
+                hint="use a template that does, or remove the rows' tools",
+            )
         marked = _marked_parts(traced, messages) if traced.generated else None
         spans: list[Span] = []
         for i, message in enumerate(messages):

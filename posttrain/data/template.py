@@ -131,6 +131,12 @@ class ChatTemplate:
             raise DataError("the chat template cannot show images", hint="use the template of a vision-language model")
 
 
+def hidden_tools(text: str, tools: Sequence[ToolSchema]) -> list[str]:
+    """Return the names of tools that a rendered conversation does not show."""
+    names = [str(tool["function"]["name"]) for tool in tools]
+    return [name for name in names if name not in text]
+
+
 def _without_train(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in message.items() if k != "train"} for message in messages]
 

@@ -11,7 +11,7 @@ one by one and live in one parameter). Its own rules are used here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from posttrain.errors import ModelError
 from posttrain.models import lora, shards
-from posttrain.models.load import ModelSource, not_loadable
+from posttrain.models.load import ModelSource, loading, not_loadable
 from posttrain.models.shards import copy_held, held
+from posttrain.registry import some
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +58,7 @@ def fill(model: PreTrainedModel, source: ModelSource, seed: int, *, leave: froze
         leave: names of parameters that ``source`` has nothing for.
 
     Raises:
-        ModelError: a weight is missing or of another shape, or a file cannot be read.
+        ModelError: a weight is missing, of another shape or not finite, or a file cannot be read.
     """
     parameters = {n: p for n, p in lora.base_names(dict(model.named_parameters())).items() if n not in leave}
     _fill(model, parameters, source, seed, shards.reader(source.shards) if source.shards else None)
@@ -124,10 +125,42 @@ def _fill(
         read(parameters)
     else:
         try:
-            _fill_from_files(model, parameters, _safetensors(source), source)
+            _fill_from_files(model, parameters, _Files(_safetensors(source)), source)
         except (OSError, ValueError) as error:
             raise not_loadable(source, error) from error
     _merge_adapters(model, parameters, source)
+    check_finite(parameters, source)
+
+
+def check_finite(parameters: Mapping[str, Tensor], source: ModelSource) -> None:
+    """Check that what was read of ``source`` is finite. Raises ``ModelError``."""
+    if bad := shards.nonfinite(parameters):
+        raise ModelError(
+            f"weights of {source.shards or source.path} are not finite: {some(bad)}",
+            hint="take an earlier checkpoint, or weights that were trained with a lower learning rate",
+        )
+
+
+def check_files(model: PreTrainedModel, source: ModelSource, *, leave: frozenset[str] = frozenset()) -> None:
+    """Check that files hold every parameter of a model on the meta device in its shape, without reading weights. Those
+    of the hub, which checks what it sends, may not be here yet: they are not looked at.
+
+    Args:
+        leave: names of parameters that ``source`` has nothing for.
+
+    Raises:
+        ModelError: as ``fill``, but for weights that are not finite.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if name not in leave}
+    if source.shards:
+        stored = shards.stored_shapes(source.shards)
+        _check_missing([name for name in parameters if name not in stored], source.shards)
+        for name, parameter in parameters.items():
+            _check_shape(name, parameter, stored[name], source.shards)
+    elif Path(source.path).is_dir():
+        with loading(source):
+            _fill_from_files(model, parameters, _Headers(_safetensors(source)), source)
+    _merge_adapters(model, {}, source)
 
 
 def merge_adapters(model: nn.Module, source: ModelSource) -> None:
@@ -159,13 +192,22 @@ def _safetensors(source: ModelSource) -> list[Path]:
         folder = Path(snapshot_download(source.path, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ModelError(f"cannot read {index}: {error}", hint="is the download complete?") from error
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise ModelError(
+                f"{source.path} lacks {some(missing)}, which model.safetensors.index.json names",
+                hint="is the download complete?",
+            )
+        return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(
-            f"no safetensors in {source.path}",
-            hint="save it in that format once: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)",
-        )
+        hint = "is the folder complete? weights are read from *.safetensors"
+        if any(folder.glob("*.bin")):
+            hint = "save it in that format once: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+        raise ModelError(f"no safetensors in {source.path}", hint=hint)
     return files
 
 
@@ -184,15 +226,23 @@ class _Files:
         return self._reader(self.file_of[name]).get_slice(name)
 
     def _reader(self, file: Path) -> Any:
+        """An open file, of which the header has been read: its length must be what the header says."""
         from safetensors import SafetensorError, safe_open
 
         if self._open is None or self._open[0] != file:
             self._open = None  # lets go of the one before
             try:
                 self._open = file, safe_open(file, framework="pt")
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise ModelError(f"cannot read {file}: {error}", hint="is the download complete?") from error
         return self._open[1]
+
+
+class _Headers(_Files):
+    """The same files of which nothing but the headers is read: tensors are on the meta device."""
+
+    def slice(self, name: str) -> Tensor:
+        return torch.empty(super().slice(name).get_shape(), device="meta")
 
 
 @dataclass
@@ -211,9 +261,8 @@ class _Target:
 
 
 def _fill_from_files(
-    model: PreTrainedModel, parameters: Mapping[str, Tensor], files: list[Path], source: ModelSource
+    model: PreTrainedModel, parameters: Mapping[str, Tensor], reader: _Files, source: ModelSource
 ) -> None:
-    reader = _Files(files)
     targets = _targets(model, reader.file_of)
     filled: set[str] = set()
     for name in sorted(targets, key=lambda name: reader.file_of[targets[name].sources[-1][0]]):
@@ -221,14 +270,18 @@ def _fill_from_files(
             continue
         for full, tensor in _tensors(model, name, targets[name], reader):
             if full in parameters:
-                _check_shape(full, parameters[full], tensor, source)
+                shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
+                _check_shape(full, parameters[full], shape, source.path)
                 copy_held(parameters[full], tensor)
                 filled.add(full)
-    missing = [name for name in parameters if name not in filled]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    _check_missing([name for name in parameters if name not in filled], source.path)
+
+
+def _check_missing(names: list[str], place: str) -> None:
+    """Raise ``ModelError`` where ``place`` lacks weights of these names."""
+    if names:
         raise ModelError(
-            f"{source.path} has no weights for {', '.join(missing[:3])}{more}",
+            f"{place} has no weights for {some(names)}",
             hint="is the folder complete, and its config.json that of these weights?",
         )
 
@@ -273,10 +326,9 @@ def _tensors(model: PreTrainedModel, name: str, target: _Target, files: _Files) 
         yield full, tensor[0] if isinstance(tensor, list) else tensor
 
 
-def _check_shape(name: str, parameter: Tensor, found: Any, source: ModelSource) -> None:
-    shape = tuple(found.shape if isinstance(found, Tensor) else found.get_shape())
-    if shape != tuple(parameter.shape):
+def _check_shape(name: str, parameter: Tensor, found: Sequence[int], place: str) -> None:
+    if tuple(found) != tuple(parameter.shape):
         raise ModelError(
-            f"{source.path}: {name} is {shape}, and the config makes it {tuple(parameter.shape)}",
+            f"{place}: {name} is {tuple(found)}, and the config makes it {tuple(parameter.shape)}",
             hint="is config.json that of these weights?",
         )

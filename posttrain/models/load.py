@@ -10,18 +10,24 @@ import hashlib
 import json
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from posttrain.errors import ModelError
+from posttrain.errors import ModelError, PosttrainError
+from posttrain.models.config_json import read_config_file
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+_INCOMPLETE = "is the folder complete?"
+_UNKNOWN = "is its config.json right, and does the installed transformers know such a model?"
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class ModelSource:
 
     @property
     def manifests(self) -> list[Path]:
-        """``COMPLETE`` of each checkpoint of ours that the weights come from: it has the digests of all files."""
+        """``COMPLETE`` of each checkpoint of ours that the weights come from, the last one's last: it has the digests
+        of all files."""
         parts = [part for part in (self.shards, *self.adapters) if part is not None]
         files = (Path(part).parent.parent / "COMPLETE" for part in parts)
         return [file for file in files if file.is_file()]
@@ -168,30 +175,20 @@ def read_config(source: ModelSource) -> dict[str, Any]:
     return read_config_file(file)
 
 
-def read_config_file(file: Path) -> dict[str, Any]:
-    """A config.json. Raises ``ModelError``."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}", hint="is it a model's config.json?") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{file} is no JSON object", hint="is it a model's config.json?")
-    return found
-
-
 def load_config(source: ModelSource) -> PreTrainedConfig:
-    """The model's configuration. Raises ``ModelError`` when the hub has no answer."""
+    """The model's configuration. Raises ``ModelError`` when the hub has no answer, or a config.json contradicts
+    itself."""
     from transformers import AutoConfig
 
     if source.builtin:
         from posttrain.models.builtin import builtin_config
 
         return builtin_config(source.builtin)
+    if Path(source.path).is_dir():
+        read_config_file(Path(source.path) / "config.json")
     _check_reachable(source)
-    try:
+    with loading(source, hint=_UNKNOWN):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise not_loadable(source, error) from error
     return config
 
 
@@ -218,32 +215,49 @@ def load_generation_config(source: ModelSource) -> GenerationConfig | None:
 
     if source.builtin:
         return None
-    try:
-        return GenerationConfig.from_pretrained(source.path)
-    except OSError as error:
-        if (Path(source.path) / "generation_config.json").is_file():
-            raise not_loadable(source, error) from error
-        return None
+    with loading(source):
+        try:
+            return GenerationConfig.from_pretrained(source.path)
+        except OSError:
+            if (Path(source.path) / "generation_config.json").is_file():
+                raise
+            return None
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a chat template and an end-of-sequence token."""
-    from transformers import AutoTokenizer
-
+    """The model's tokenizer, with a chat template and an end-of-sequence token. Raises ``ModelError``."""
     if source.builtin:
         from posttrain.models.builtin import builtin_tokenizer
 
         return builtin_tokenizer(source.builtin)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise not_loadable(source, error) from error
+    tokenizer = read_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ModelError(
             f"the tokenizer of {source.path} has no chat template", hint="use the Instruct variant of the model"
         )
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {source.path} has no end-of-sequence token")
+        raise ModelError(
+            f"the tokenizer of {source.path} has no end-of-sequence token",
+            hint="name it as eos_token in tokenizer_config.json",
+        )
+    return tokenizer
+
+
+def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or on the hub, whatever it has. Raises ``ModelError`` where there is none."""
+    from transformers import AutoTokenizer
+
+    with loading(source, "the tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source.path, trust_remote_code=source.trust_remote_code
+        )
+        ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    # Of a folder without vocabulary files the library makes a tokenizer that knows its special tokens alone.
+    if set(ids) <= {tokenizer.unk_token_id}:
+        raise ModelError(
+            f"the tokenizer of {source.path} has no vocabulary: it knows {len(tokenizer)} tokens, and no text",
+            hint="copy the tokenizer's files there, above all tokenizer.json",
+        )
     return tokenizer
 
 
@@ -260,16 +274,13 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
 
     attention.register()
     config = load_config(source)
-    try:
-        with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=attention.NAME,
-                trust_remote_code=source.trust_remote_code,
-            )
-    except (OSError, ValueError) as error:
-        raise not_loadable(source, error) from error
+    with loading(source, hint=_UNKNOWN), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=source.trust_remote_code,
+        )
     model.tie_weights()  # moving each parameter to the meta device parted them
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if state := sorted(set(model.state_dict()) - parameters):
@@ -285,56 +296,17 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
 def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
     """The model with its weights, on the CPU, with packed attention installed.
 
-    ``seed`` initialises a built-in model, which has no weights of its own. Raises ``ModelError``.
+    ``seed`` initialises a built-in model, which has no weights of its own. Raises ``ModelError`` as ``fill`` does.
     """
-    from transformers import AutoModelForCausalLM
+    import torch
 
-    from posttrain.models import attention
+    from posttrain.models.fill import fill, materialize
 
-    attention.register()
-    model: PreTrainedModel
-    if source.builtin:
-        from posttrain.models.builtin import create_builtin
-
-        model = create_builtin(source.builtin, seed if source.seed is None else source.seed)
-        cast("torch.nn.Module", model).to(dtype)  # in place; transformers annotates its own `to` wrongly
-        model.set_attn_implementation(attention.NAME)
-    elif source.shards:
-        model = AutoModelForCausalLM.from_config(
-            load_config(source),
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            trust_remote_code=source.trust_remote_code,
-        )
-        load_shards(model, source.shards)
-    else:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                source.path, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=source.trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            raise not_loadable(source, error) from error
-    if source.adapters:
-        from posttrain.models.fill import merge_adapters
-
-        merge_adapters(model, source)
+    model = build(source, dtype=dtype)
+    materialize(model, torch.device("cpu"))
+    fill(model, source, seed)
+    model.eval()
     return model
-
-
-def load_shards(model: PreTrainedModel, folder: str, renamed: Mapping[str, str] | None = None) -> None:
-    """Fill a whole (unsharded) model from a checkpoint's shards, written at any world size.
-
-    ``renamed``: parameter of the model -> its name in the shards, where the two differ.
-
-    Raises:
-        ModelError: the shards lack a parameter of the model, or cannot be read.
-    """
-    from posttrain.models import shards
-
-    # The tensors are the model's own: reading writes into them. A tied weight has one name on both sides.
-    names = renamed or {}
-    read = shards.reader(folder)
-    read({names.get(name, name): parameter.data for name, parameter in model.named_parameters()})
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> list[int]:
@@ -360,11 +332,33 @@ def _check_reachable(source: ModelSource) -> None:
         raise not_loadable(source, OSError(f"{host} cannot be reached ({error.strerror})")) from error
 
 
-def not_loadable(source: ModelSource, error: Exception) -> ModelError:
-    first_line = str(error).strip().splitlines()[0]
+@contextmanager
+def loading(source: ModelSource, what: str = "the model", hint: str = _INCOMPLETE) -> Iterator[None]:
+    """Turn what a library raises over the files of ``source`` into a ``ModelError`` that says what. ``hint`` is about
+    those in a folder."""
+    try:
+        yield
+    except PosttrainError:
+        raise
+    except Exception as error:  # libraries do not check files of others, and fail over them in any way
+        raise not_loadable(source, error, what, hint) from error
+
+
+def not_loadable(source: ModelSource, error: Exception, what: str = "the model", hint: str = _INCOMPLETE) -> ModelError:
+    """What a person is told of an error of a library; see ``loading``."""
+    reason = _reason(error)
     if Path(source.path).is_dir():
-        return ModelError(f"cannot load the model in {source.path}: {first_line}", hint="is the folder complete?")
+        return ModelError(f"cannot load {what} in {source.path}: {reason}", hint=hint)
     return ModelError(
-        f"cannot load {source.path!r} from the Hugging Face hub: {first_line}",
+        f"cannot load {source.path!r} from the Hugging Face hub: {reason}",
         hint="check the name and the network, or give a local folder: --model PATH (builtin:tiny needs neither)",
     )
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what an error says. Validators of configs wrap the error that does, and a ``KeyError`` is a
+    bare word."""
+    if isinstance(error.__cause__, ValueError | TypeError) and "alidation error" in str(error):
+        error = error.__cause__
+    said = (str(error).strip().splitlines() or [""])[0]
+    return said if isinstance(error, OSError | ValueError) and said else f"{type(error).__name__}: {said}"

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import ConfigError, ModelError
-from posttrain.models.load import ModelSource, load_config, locate
+from posttrain.models.check import check_vocabulary, check_weights
+from posttrain.models.classifier import build_classifier
+from posttrain.models.load import ModelSource, load_config, loading, locate, read_tokenizer
+from posttrain.registry import some
 from posttrain.types import Message, Score
 
 if TYPE_CHECKING:
@@ -146,10 +149,9 @@ def open_reward_model(path: str, *, trust_remote_code: bool = False) -> tuple[Mo
     """Find a reward model and load its tokenizer, without its weights: all that is known to be wrong before a run.
 
     Raises:
-        ModelError: there is no such model, it has not one label, or its tokenizer has no chat template.
+        ModelError: there is no such model, it is incomplete or damaged, it has not one label, or its tokenizer has no
+            chat template.
     """
-    from transformers import AutoTokenizer
-
     source = locate(path, trust_remote_code=trust_remote_code)
     if source.builtin or source.shards or source.adapters:
         raise ModelError(
@@ -163,18 +165,16 @@ def open_reward_model(path: str, *, trust_remote_code: bool = False) -> tuple[Mo
             f"{path} is no reward model: {kind} with {config.num_labels} labels",
             hint="reward.model.path needs a sequence-classification model with num_labels = 1",
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot load the tokenizer of the reward model {path}: {_first_line(error)}",
-            hint="a reward model needs its own tokenizer beside its config",
-        ) from error
+    tokenizer = read_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ModelError(
             f"the tokenizer of the reward model {path} has no chat template",
             hint="put the template that it was trained with into its folder, as chat_template.jinja",
         )
+    check_vocabulary(source, tokenizer)
+    with loading(source):
+        model = build_classifier(source, dtype=torch.float32)
+    check_weights(source, model)
     return source, tokenizer
 
 
@@ -182,22 +182,19 @@ def _load(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     """The model with its weights, on the CPU. Raises ``ModelError``, also for weights that the files do not hold."""
     from transformers import AutoModelForSequenceClassification
 
-    try:
+    from posttrain.models.fill import check_finite  # the driver, which imports this module, is spared it
+
+    with loading(source):
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
             source.path, dtype=dtype, trust_remote_code=source.trust_remote_code, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"cannot load the reward model {source.path}: {_first_line(error)}", hint="is the folder complete?"
-        ) from error
     model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing:  # the library would make them up
+    if missing := sorted(info["missing_keys"]):  # the library would make them up
         raise ModelError(
-            f"the reward model {source.path} has no weights for {', '.join(missing[:3])}"
-            + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""),
+            f"the reward model {source.path} has no weights for {some(missing)}",
             hint="a language model is no reward model before a head has been trained on it",
         )
+    check_finite(dict(model.named_parameters()), source)
     head = getattr(model, "score", None)
     if isinstance(head, nn.Linear) and dtype != torch.float32:
         # In bfloat16 scores near 10 would come in steps of 0.06, and good answers to one prompt would tie.
@@ -213,7 +210,3 @@ def _declared_pad_id(config: Any) -> int | None:
 
 def _failed(why: str) -> Score:
     return Score(0.0, correct=False, error=why)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

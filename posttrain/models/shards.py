@@ -29,6 +29,20 @@ def reader(folder: str) -> Reader:
     return VerlShards(Path(folder)).read if is_verl(Path(folder)) else partial(_read, folder)
 
 
+def stored_shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor that the shards in ``folder`` hold, by name; no weights are read. Raises
+    ``ModelError``."""
+    if is_verl(Path(folder)):
+        return VerlShards(Path(folder)).shapes()
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # a pickle: of a damaged one anything
+        raise _unreadable(folder, error) from error
+    return {name: tuple(entry.size) for name, entry in stored.items() if hasattr(entry, "size")}
+
+
 def _read(folder: str, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -39,9 +53,11 @@ def _read(folder: str, tensors: Mapping[str, Tensor]) -> None:
             alone = not any(isinstance(tensor, DTensor) for tensor in tensors.values())
             load(dict(tensors), checkpoint_id=folder, no_dist=alone)
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise ModelError(
-            f"cannot read the checkpoint shards in {folder}: {error}", hint="use an earlier checkpoint"
-        ) from error
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: str, error: BaseException) -> ModelError:
+    return ModelError(f"cannot read the checkpoint shards in {folder}: {error}", hint="use an earlier checkpoint")
 
 
 # ---------------------------------------------------------------------- verl
@@ -76,6 +92,10 @@ class VerlShards:
         """A ``Reader``."""
         for name, tensor in tensors.items():
             copy_held(tensor, self.whole(name, tuple(tensor.shape)))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all parameters, by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self._ranks[0].items()}
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A parameter's value. Raises ``ModelError`` where there is none of that shape."""
@@ -128,3 +148,19 @@ def held(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
 
     shape, offset = compute_local_shape_and_global_offset(data.shape, data.device_mesh, data.placements)
     return data.to_local(), tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+
+
+def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of floating-point tensors that hold an infinity or NaN in this process's part. Waits for each
+    device once, and takes no memory beside them."""
+    of_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if part.is_floating_point() and part.numel():
+            smallest, largest = torch.aminmax(part.detach())  # NaN is either
+            of_device.setdefault(part.device, {})[name] = smallest.isfinite() & largest.isfinite()
+    found: list[str] = []
+    for flags in of_device.values():
+        finite = torch.stack(list(flags.values())).tolist()
+        found += [name for name, sound in zip(flags, finite, strict=True) if not sound]
+    return found

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ from posttrain.errors import UserError
 
 Digest = dict[str, Any]
 """``bytes`` and ``sha256`` of a file"""
+
+PROBE = "probe.json"
+"""What the trainer said of two fixed texts; see ``posttrain.probe``."""
 
 _READERS = 8
 """Files that are hashed at the same time."""
@@ -188,16 +192,33 @@ def verify(path: Path) -> str | None:
         intact = False
     if not intact:
         return "COMPLETE is damaged"
-    if step != _step(path):
+    if path in _folders(path.parent) and step != _step(path):
         return f"it is the checkpoint of step {step}"
     if missing := next((name for name in files if not (path / name).is_file()), None):
         return f"{missing} is missing"
+    if PROBE in files and not _probe_is_finite(path / PROBE):
+        return f"its weights give no finite numbers ({PROBE})"
     # Sizes first: they cost nothing.
     other = (name for name, expected in files.items() if (path / name).stat().st_size != expected["bytes"])
     if (cut := next(other, None)) is not None:
         return f"{cut} is damaged: its size is another"
     found = _digests({name: path / name for name in files})
     return next((f"{name} is damaged" for name, expected in files.items() if found[name] != expected), None)
+
+
+def _probe_is_finite(file: Path) -> bool:
+    """Whether all that the trainer said of the probe's texts is finite. Damage is for digests to find."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return all_finite(content)
+
+
+def all_finite(probe: Mapping[str, Any]) -> bool:
+    """Whether the log-probabilities, or scores, of a probe are finite."""
+    rows = [probe["scores"]] if "scores" in probe else probe.get("logprobs", [])
+    return all(math.isfinite(value) for row in rows for value in row)
 
 
 def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -212,25 +233,49 @@ def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find(path: str | Path) -> Checkpoint:
-    """The checkpoint that a run folder, its ``checkpoints`` folder or a ``global_step_N`` folder stands for; with
-    ``/best`` behind one of the first two the best one, by `checkpoint.best`.
+    """The checkpoint that a run folder, its ``checkpoints`` folder or a ``global_step_N`` folder stands for: of a run
+    the one that it wrote last; with ``/best`` behind one of the first two the best one, by `checkpoint.best`.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is not sound. An older one never takes its place: the hint names it.
     """
     folder = Path(path)
     if folder.name == "best" and not folder.exists():
         folder = _find_best(folder.parent)
     if folder.name.startswith("global_step_") and folder.is_dir():
-        problem = verify(folder)
-        if problem is not None:
-            raise UserError(f"checkpoint {folder} is not usable: {problem}", hint="use an earlier checkpoint")
-        return Checkpoint(folder, _step(folder))
-    checkpoint, problems = newest(_root(folder))
-    if checkpoint is None:
-        detail = "; ".join(problems) or "no global_step_N folder in it"
-        raise UserError(f"no checkpoint in {path}: {detail}", hint="give a run folder or a global_step_N folder")
-    return checkpoint
+        return _sound(folder)
+    last = _last(_root(folder))
+    if last is None:
+        raise UserError(
+            f"no checkpoint in {path}: no global_step_N folder in it",
+            hint="give a run folder or a global_step_N folder",
+        )
+    return _sound(last)
+
+
+def _sound(folder: Path) -> Checkpoint:
+    check(folder)
+    return Checkpoint(folder, _step(folder))
+
+
+def check(folder: Path) -> None:
+    """Raise ``UserError`` where the checkpoint in a folder, which may have any name, is not sound."""
+    problem = verify(folder)
+    if problem is None:
+        return
+    others = _folders(folder.parent)
+    older = others[others.index(folder) + 1 :] if folder in others else []
+    sound = next((place for place in older if verify(place) is None), None)
+    raise UserError(
+        f"checkpoint {folder} is not usable: {problem}",
+        hint="no checkpoint before it is sound" if sound is None else f"the newest sound one before it is {sound}",
+    )
+
+
+def check_all(manifests: Iterable[Path]) -> None:
+    """Check the checkpoints that ``COMPLETE`` files belong to. Raises ``UserError``."""
+    for manifest in manifests:
+        check(manifest.parent)
 
 
 def _find_best(folder: Path) -> Path:
@@ -245,6 +290,16 @@ def _find_best(folder: Path) -> Path:
 def _root(folder: Path) -> Path:
     """The folder of checkpoints that a run's folder, or this folder itself, is."""
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+
+
+def _last(checkpoints: Path) -> Path | None:
+    """The folder that was written last. A later one that a run did not go on from is none of it."""
+    folders = _folders(checkpoints)
+    try:
+        latest = (checkpoints / "latest").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        latest = ""
+    return next((folder for folder in folders if folder.name == latest), folders[0] if folders else None)
 
 
 def _folders(checkpoints: Path) -> list[Path]:

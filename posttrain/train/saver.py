@@ -161,6 +161,18 @@ def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: i
     return states
 
 
+def trained_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """What a checkpoint would hold of this rank, without copies: of quantized state the scales."""
+    trained = _trained(model)
+    found: dict[str, torch.Tensor] = dict(trained)
+    state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
+    for name, parameter in trained.items():
+        for key, tensor in state.get(parameter, {}).items():
+            part: Any = local(tensor)
+            found[f"{name} ({key})"] = part.scale if is_quantized(tensor) else tensor
+    return found
+
+
 def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
     """Write ``folder/model`` and ``folder/optim``, and wait for it. A collective over the default process group."""
     saver = ShardSaver(deadline_s=600.0)

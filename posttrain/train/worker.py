@@ -29,6 +29,7 @@ from posttrain.models.fill import fill, materialize
 from posttrain.models.invariant import use_invariant_products
 from posttrain.models.load import build, dropout_settings
 from posttrain.models.logprobs import TokenLoss
+from posttrain.models.shards import nonfinite
 from posttrain.models.ulysses import SequenceParallel, check_heads
 from posttrain.planning import sizes
 from posttrain.planning.schedule import learning_rate
@@ -40,7 +41,6 @@ from posttrain.train.offload import HostParking
 from posttrain.train.optim import (
     build_optimizer,
     clip_gradients,
-    local,
     seed_rounding,
     take_step,
 )
@@ -223,9 +223,12 @@ class TrainWorker:
         shard."""
         return self.nonfinite
 
+    def nonfinite_weights(self) -> list[str]:
+        """Trained parameters, and state of the optimizer, that are not finite in this rank's shard."""
+        return nonfinite(saver.trained_tensors(self.lm.model, self.optimizer))
+
     def _name_nonfinite(self) -> list[str]:
-        gradients = ((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
-        return [name for name, grad in gradients if not torch.isfinite(local(grad)).all()]
+        return nonfinite({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
 
     @contextmanager
     def _no_backward(self) -> Iterator[None]:

@@ -19,8 +19,9 @@ from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import write_rows
 from posttrain.data.traces import Traces, fingerprint
 from posttrain.errors import ConfigError
-from posttrain.models.builtin import builtin_tokenizer
-from posttrain.models.load import ModelSource, load_config, load_model, load_shards, locate
+from posttrain.models.builtin import builtin_tokenizer, create_builtin
+from posttrain.models.fill import fill
+from posttrain.models.load import ModelSource, load_model, locate
 from posttrain.presets import resolve
 from posttrain.rl_batch import pack, usable
 from posttrain.rl_learner import Learner, kl_in_reward
@@ -94,7 +95,7 @@ def weights(folder, part="actor"):
     model = load_model(ModelSource("builtin:tiny"), dtype=torch.float32)
     if part == "critic":
         model.set_output_embeddings(nn.Linear(model.config.hidden_size, 1, bias=False))
-    load_shards(model, str(checkpoint.find(folder).path / part / "model"))
+    fill(model, ModelSource("", shards=str(checkpoint.find(folder).path / part / "model")), 0)
     return dict(model.named_parameters())
 
 
@@ -383,7 +384,9 @@ def test_a_model_of_other_tokens_is_refused(here, tmp_path, key, name):
     tokenizer = builtin_tokenizer("tiny")
     tokenizer.add_tokens(["<one more>"])
     tokenizer.save_pretrained(tmp_path)
-    load_config(ModelSource("builtin:tiny")).save_pretrained(tmp_path)
+    model = create_builtin("tiny", 0)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"{key} = .* has other tokens than model.path = 'builtin:tiny'"):
         run(here, "other", f"{key}='{tmp_path}'", algo__name=name)
     assert not (here / "runs" / "other").exists()

@@ -4,11 +4,13 @@ import gzip
 import json
 
 import pytest
+import torch
 
 from posttrain import sft
 from posttrain.cluster.cluster import local_ray
 from posttrain.data.parquet import Conversation, sft_row, write_rows
 from posttrain.errors import ConfigError, RunError
+from posttrain.models.builtin import builtin_tokenizer, create_builtin
 from posttrain.presets import resolve
 from posttrain.track.warnings import read_warnings
 from posttrain.train import checkpoint
@@ -75,21 +77,41 @@ def test_early_stop_ends_the_run_as_finished(sft_run, tmp_path, capsys):
     assert err.count("validation: 4 conversations\n") == 3  # before it waits for each
 
 
+@pytest.fixture
+def huge(tmp_path):
+    """A model whose weights are finite, and so large that nothing that it computes is."""
+    model = create_builtin("tiny", 0)
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.self_attn.q_proj.weight").fill_(3e38)
+    model.save_pretrained(tmp_path / "huge")
+    builtin_tokenizer("tiny").save_pretrained(tmp_path / "huge")
+    return f"model.path='{tmp_path / 'huge'}'"
+
+
 @pytest.mark.slow
-def test_a_run_that_diverges_ends_with_its_batch_and_names(sft_run, tmp_path, capsys):
-    """A rate that makes every weight huge: the first step is fine, the gradients after it are not."""
-    with pytest.raises(RunError, match=r"2 updates in a row were skipped, the last at step 3") as error:
-        sft_run("train.optim.lr=1e30", "train.max_skipped_steps=2", "train.steps=6", "train.save_every=1")
+def test_a_run_that_diverges_ends_with_its_batch_and_names(sft_run, huge, tmp_path, capsys):
+    with pytest.raises(RunError, match=r"2 updates in a row were skipped, the last at step 2") as error:
+        sft_run(huge, "train.max_skipped_steps=2", "train.steps=6")
     folder = tmp_path / "runs" / "r"
-    assert str(folder / "nonfinite_step_3.pt") in error.value.message
-    assert (folder / "nonfinite_step_3.pt").is_file()
+    assert str(folder / "nonfinite_step_2.pt") in error.value.message
+    assert (folder / "nonfinite_step_2.pt").is_file()
     assert json.loads((folder / "run.json").read_text())["status"] == "failed"
-    assert [row["train/skipped_steps"] for row in rows(folder)] == [0.0, 1.0]
-    assert checkpoint.find(folder).step == 2
+    assert [row["train/skipped_steps"] for row in rows(folder)] == [1.0]
     err = capsys.readouterr().err
-    assert "step 2: update skipped" in err
-    assert "warning: step 2: 1 update skipped so far" in err
+    assert "step 1: update skipped" in err
+    assert "warning: step 1: 1 update skipped so far" in err
     assert [w.name for w in read_warnings(folder)] == ["skipped_updates"]
+
+
+def test_a_run_with_less_steps_than_may_be_skipped_does_not_finish_without_a_loss(sft_run, huge, tmp_path):
+    """Nor does it where it is started again: what is of no use is never saved."""
+    for _ in range(2):
+        with pytest.raises(RunError, match="step 1 is not saved, and there is no checkpoint before it") as error:
+            sft_run(huge, "train.steps=1")
+        assert "lower train.optim.lr" in error.value.hint
+        folder = tmp_path / "runs" / "r"
+        assert json.loads((folder / "run.json").read_text())["status"] == "failed"
+        assert list((folder / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -31,7 +31,8 @@ from posttrain.errors import DeadlineError, Interrupted, PosttrainError, RunErro
 from posttrain.models.attention import Ragged, choose
 from posttrain.models.buckets import Bucket
 from posttrain.models.builtin import builtin_tokenizer
-from posttrain.models.load import ModelSource, load_model, load_shards
+from posttrain.models.fill import fill
+from posttrain.models.load import ModelSource, load_model
 from posttrain.presets import resolve
 from posttrain.runs import RunDir, StopSignal
 from posttrain.track import Tracker
@@ -337,7 +338,7 @@ def test_saved_by_two_loaded_by_one(alone, pair, start, tmp_path):
         assert its_third[name] == pytest.approx(third[name], rel=1e-4)
     # The whole model out of the same shards, as merging and sampling read it.
     lm = PackedLM(load_model(ModelSource("builtin:tiny"), dtype=torch.float32))
-    load_shards(lm.model, str(tmp_path / "model"))
+    fill(lm.model, ModelSource("", shards=str(tmp_path / "model")), 0)
     predict = batch.loss_mask.nonzero().flatten()
     ragged = Ragged.build(batch.cu_seqlens, torch.device("cpu"), SDPA)
     with torch.no_grad():

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from posttrain.errors import ModelError, UserError
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
-from posttrain.models.load import ModelSource, load_model, load_shards, locate
+from posttrain.models.fill import fill
+from posttrain.models.load import ModelSource, load_model, locate
 from posttrain.train import checkpoint, saver
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -103,7 +105,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_a_broken_one_is_reported_and_the_one_before_is_used(tmp_path, damage, message):
+def test_a_run_goes_on_from_the_one_before_a_broken_one_and_whoever_names_it_is_told(tmp_path, damage, message):
     for step in (3, 6, 12):
         write(tmp_path, step)
     damage(tmp_path / "global_step_12")
@@ -112,10 +114,12 @@ def test_a_broken_one_is_reported_and_the_one_before_is_used(tmp_path, damage, m
     assert len(problems) == 1
     assert "global_step_12 is not usable" in problems[0]
     assert message in problems[0].replace("\\", "")
-    assert checkpoint.find(tmp_path).step == 6
-    with pytest.raises(UserError, match=message) as error:
-        checkpoint.find(tmp_path / "global_step_12")
-    assert error.value.hint
+    for path in (tmp_path, tmp_path / "global_step_12"):
+        with pytest.raises(UserError, match=message) as error:
+            checkpoint.find(path)
+        assert error.value.hint == f"the newest sound one before it is {tmp_path / 'global_step_6'}"
+    write(tmp_path, 9)  # the run has gone on from there, and says so in `latest`
+    assert checkpoint.find(tmp_path).step == 9
 
 
 def test_nothing_usable(tmp_path):
@@ -128,6 +132,17 @@ def test_nothing_usable(tmp_path):
     assert found is None
     assert len(problems) == 1
     with pytest.raises(UserError, match="is missing"):
+        checkpoint.find(tmp_path)
+
+
+@pytest.mark.parametrize("said", [{"logprobs": [[-1.0], [math.nan]]}, {"scores": [math.inf]}])
+def test_weights_that_gave_no_finite_numbers_are_no_sound_checkpoint(tmp_path, said):
+    """As versions wrote them that did not look."""
+    write(tmp_path, 3, states=STATES | {checkpoint.PROBE: {"logprobs": [[-1.0], [-2.0]]}})
+    broken = write(tmp_path, 6, states=STATES | {checkpoint.PROBE: said})
+    assert checkpoint.verify(broken.path) == "its weights give no finite numbers (probe.json)"
+    assert checkpoint.newest(tmp_path)[0].step == 3
+    with pytest.raises(UserError, match="no finite numbers"):
         checkpoint.find(tmp_path)
 
 
@@ -257,7 +272,7 @@ def test_shards_hold_the_model(tmp_path):
     saver.save_shards(tmp_path, model, None, 0)
     assert not (tmp_path / "optim").exists()
     other = create_builtin("tiny", 4)
-    load_shards(other, str(tmp_path / "model"))
+    fill(other, ModelSource("", shards=str(tmp_path / "model")), 0)
     expected = dict(model.named_parameters())
     assert all(torch.equal(p, expected[name]) for name, p in other.named_parameters())
 
@@ -266,7 +281,7 @@ def test_shards_that_lack_a_parameter_are_an_error(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     saver.save_shards(tmp_path, model, None, 0)
     with pytest.raises(ModelError, match="cannot read the checkpoint shards"):
-        load_shards(create_builtin("tiny", 0), str(tmp_path / "model"))
+        fill(create_builtin("tiny", 0), ModelSource("", shards=str(tmp_path / "model")), 0)
 
 
 def test_optimizer_state_comes_back(tmp_path):

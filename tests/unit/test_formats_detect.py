@@ -67,7 +67,8 @@ def environment(template=None, **rollout):
     return build_environment(cfg, ModelSource("builtin:tiny"), tokenizer)
 
 
-CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TOOLS = "{{ (tools or []) | tojson }}"
+CHAT = TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
@@ -91,6 +92,19 @@ def test_the_format_can_be_named():
     with pytest.raises(ConfigError, match="unknown tool format 'lama3_json'") as error:
         environment(tool_format="lama3_json")
     assert error.value.hint == "did you mean 'llama3_json'?"
+
+
+@pytest.mark.parametrize("tool_format", ["auto", "hermes"])
+def test_a_template_that_does_not_show_tools_is_refused_whatever_the_format(tool_format):
+    """The hint is not about the format: a model that reads of no tool cannot call it in any."""
+    plain = CHAT.removeprefix(TOOLS)
+    with pytest.raises(ConfigError, match="does not show calc_gsm8k_reward: the model would not know of it") as error:
+        environment(plain, tools=["gsm8k"], tool_format=tool_format)
+    assert "tool_format" not in error.value.hint
+    assert "rollout.tools=[]" in error.value.hint
+    both = {"default": plain, "tool_use": CHAT}
+    assert list(environment(both, tools=["gsm8k"], tool_format="hermes").tools) == ["calc_gsm8k_reward"]
+    assert environment(plain, tool_format=tool_format).schemas is None
 
 
 def test_the_example_of_the_docs():

@@ -8,7 +8,8 @@ from importlib import metadata
 import pytest
 
 from posttrain.config import Config
-from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.errors import ConfigError, DataError, ModelError, UserError
+from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource
 from posttrain.presets import list_presets, resolve
@@ -22,7 +23,7 @@ from posttrain.startup import (
     fitting_prompts,
     open_model,
 )
-from posttrain.train import checkpoint
+from posttrain.train import checkpoint, saver
 from posttrain.types import Prompt
 
 
@@ -264,13 +265,12 @@ def test_a_model_without_chat_template(tmp_path):
 
 
 def make_run(root, name, step):
-    """A run folder with a checkpoint that has all but real shards."""
+    """A run folder with a checkpoint of the tiny model."""
     run = root / name
     run.mkdir(parents=True)
     (run / "run.json").write_text('{"command": "sft"}')
     folder = checkpoint.begin(run / "checkpoints", step)
-    (folder / "actor" / "model").mkdir(parents=True)
-    (folder / "actor" / "model" / "__0_0.distcp").write_bytes(b"weights")
+    saver.save_shards(folder / "actor", create_builtin("tiny", 3), None, step)
     save_text_side(ModelSource("builtin:tiny"), folder / "actor" / "huggingface")
     return checkpoint.commit(folder, step, {"loader.json": {}}, keep=5).path
 
@@ -287,10 +287,13 @@ def test_run_names(tmp_path):
     assert "did you mean 'mine'?" in error.value.hint
 
 
-def test_a_run_whose_newest_checkpoint_is_broken_gives_the_one_before(tmp_path):
+def test_a_run_whose_newest_checkpoint_is_broken_is_refused_and_the_one_before_named(tmp_path):
     older = make_run(tmp_path, "mine", 3)
     folder = checkpoint.begin(tmp_path / "mine" / "checkpoints", 6)
     (folder / "weights").write_bytes(b"weights")
     (checkpoint.commit(folder, 6, {}, keep=5).path / "weights").write_bytes(b"wrong")
-    source, _ = open_model(config(model={"path": "run:mine"}, run={"name": "x", "dir": str(tmp_path)}))
+    with pytest.raises(UserError, match="global_step_6 is not usable: weights is damaged") as error:
+        open_model(config(model={"path": "run:mine"}, run={"name": "x", "dir": str(tmp_path)}))
+    assert str(older) in error.value.hint
+    source, _ = open_model(config(model={"path": str(older)}))
     assert source.shards == str(older / "actor" / "model")

@@ -4,18 +4,30 @@ import asyncio
 import json
 import math
 import shutil
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from posttrain.cluster.peers import Peer
-from posttrain.cluster.trainers import TrainerGroup
+from posttrain.cluster.routes import Router
+from posttrain.cluster.sync import publish
+from posttrain.cluster.trainers import TrainerGroup, canary_batch
+from posttrain.config import TrainConfig
 from posttrain.errors import ConfigError, DeadlineError, RunError, WorkerError
 from posttrain.models.load import ModelSource
 from posttrain.presets import resolve
 from posttrain.runs import RunDir, StopSignal
 from posttrain.saving import check_room
+from posttrain.train import checkpoint
+from posttrain.train.checkpoint import Checkpoint
+from posttrain.train.spec import LossSpec, WorkerSpec
+from posttrain.train.worker import TrainWorker
 from posttrain.training import EarlyStop, TrainingRun, open_tracker, train, update_speed
 
 
@@ -132,6 +144,84 @@ async def test_work_is_left_when_somebody_asks_to_stop(tmp_path: Path) -> None:
     asyncio.get_running_loop().call_later(0.05, setattr, run.stop, "requested", True)
     assert await run.unless_stopped(long()) is None
     assert cancelled == [True]
+
+
+# ---------------------------------------------------------------------- weights that are not finite
+
+
+class LocalGroup(TrainerGroup):
+    """A real worker in this process, in the place of one in a Ray actor."""
+
+    worker: TrainWorker
+
+    async def call(self, method: str, per_worker: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        return [getattr(self.worker, method)(*(per_worker or [()])[0])]
+
+    async def saved(self) -> dict[str, Any] | None:
+        return self.worker.saved()
+
+
+@pytest.fixture
+def group() -> Iterator[LocalGroup]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    worker = TrainWorker(WorkerSpec(ModelSource("builtin:tiny"), "cpu", "float32", 9, 1.0, TrainConfig()), 0, 1)
+    made = LocalGroup("actor", [Peer("actor worker 0", actor=object())], 60.0, 16384)
+    made.worker, made.facts = worker, worker.setup("127.0.0.1", port, 60.0)
+    yield made
+    dist.destroy_process_group()
+
+
+async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: LocalGroup) -> None:
+    """Neither into a checkpoint nor to samplers, nor out of a checkpoint into a run; the sound one stays."""
+    run, models = bare_run(tmp_path), {"actor": group}
+    checkpoints, batch = run.folder.checkpoints, canary_batch([[1, 2, 3, 4]])
+    batch.loss_weights = batch.loss_mask.float()
+    await group.update(batch, LossSpec())
+    await run.save(1, models, {})
+    await run.saves.settle()
+
+    async def saving(step: int, message: str) -> None:
+        with pytest.raises(RunError, match=message) as error:
+            await run.save(step, models, {})
+        assert f"step {step} is not saved, the checkpoint before it is" in error.value.message
+        assert "global_step_1" in error.value.message
+        assert "lower train.optim.lr" in str(error.value.hint)
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["global_step_1", "latest"]
+
+    canary = [list(range(5, 69))]
+
+    async def sending(message: str) -> None:
+        with pytest.raises(RunError, match=message) as error:
+            await publish(group, [], Router(run.cfg.cluster, "cpu"), version=2, canary=canary, tolerance=1.0)
+        assert "weight version 2 is" in error.value.message
+
+    optimizer = group.worker.optimizer
+    assert optimizer is not None
+    norm = group.worker.parameters["model.norm.weight"]
+    query = group.worker.parameters["model.layers.0.self_attn.q_proj.weight"]
+    changes = (
+        (norm, math.nan, r"weights of the actor are not finite: model\.norm\.weight"),
+        (norm, -math.inf, r"weights of the actor are not finite: model\.norm\.weight"),
+        (optimizer.state[query]["exp_avg_sq"], math.inf, r"not finite: model\..*q_proj\.weight \(exp_avg_sq\)"),
+        (query, 3e38, "the actor gives logprobs of plain text that are not finite"),  # finite, and of no use
+    )
+    for step, (tensor, value, message) in enumerate(changes, start=2):
+        await group.load(str(checkpoints / "global_step_1" / "actor"))
+        await group.check_finite("nothing is wrong")
+        with torch.no_grad():
+            tensor.fill_(value)
+        await saving(step, message)
+        await sending("not finite")
+
+    with torch.no_grad():  # a checkpoint that another version wrote
+        norm.fill_(math.nan)
+    await group.save(str(tmp_path / "global_step_5" / "actor"))
+    (tmp_path / "global_step_5" / "meta.json").write_text("{}")
+    with pytest.raises(RunError, match=r"the run does not go on from .*global_step_5: remove that folder"):
+        await run._load(Checkpoint(tmp_path / "global_step_5", 5), models)
+    assert checkpoint.find(checkpoints).step == 1
 
 
 def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> None:
