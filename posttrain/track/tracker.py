@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from posttrain.track.boards import MLflow, TensorBoard, WeightsAndBiases
 from posttrain.track.console import Mode, Progress, View, make_view
+from posttrain.track.log import LOGS, LogLines, RunLog
 from posttrain.track.metrics import MetricsFile, MetricsSink
 from posttrain.types import Trajectory
 
@@ -19,7 +20,7 @@ class Tracker:
     """Times phases, writes metrics and shows progress. A context manager.
 
     Args:
-        run_path: folder of the run, whose metrics are written; None: they are only shown.
+        run_path: folder of the run, whose metrics and log are written; None: they are only shown.
         title: name shown on the panel.
         total_steps: for the counter and the ETA; None: unknown.
         loggers: as `run.logger`.
@@ -42,6 +43,9 @@ class Tracker:
         self._sinks = [] if run_path is None else open_sinks(run_path, loggers, config or {})
         self._progress = Progress(title, total_steps)
         self._view: View | None = make_view(self._progress, console) if "console" in loggers else None
+        self._log: View | None = None
+        if run_path is not None:
+            self._log = LogLines(Progress(title, total_steps), RunLog(run_path / LOGS))
         self._timings: dict[str, float] = {}
         self._step_start = time.monotonic()
 
@@ -79,8 +83,8 @@ class Tracker:
         self._step_start = now
         for sink in self._sinks:
             sink.write(step, row)
-        if self._view is not None:
-            self._view.step(step, row)
+        for view in self._views():
+            view.step(step, row)
 
     def rewind(self, step: int) -> None:
         """The run goes on after ``step``: what was written of later steps is written again."""
@@ -89,8 +93,11 @@ class Tracker:
 
     def note(self, text: str) -> None:
         """One line for the reader."""
-        if self._view is not None:
-            self._view.note(text)
+        for view in self._views():
+            view.note(text)
+
+    def _views(self) -> Iterator[View]:
+        return (view for view in (self._view, self._log) if view is not None)
 
     def watch(self, in_flight: Callable[[], Mapping[str, int]]) -> None:
         """Show how many episodes are in which state; asked from another thread whenever the panel is drawn."""

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from posttrain.errors import RunError
+from posttrain.errors import PosttrainError, RunError, explained
 from posttrain.train.checkpoint import Digest
 from posttrain.train.hostmem import pieces
 from posttrain.train.optim import dequantized, init_state, is_quantized, local, quantize
@@ -211,6 +211,8 @@ class _Files(FileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.digests: dict[Path, Digest] = {}
+        self.error: Exception | None = None
+        """Of the last file that could not be written."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
@@ -219,7 +221,11 @@ class _Files(FileSystem):
                 yield file
                 return
             stream = _Stream(file)
-            yield stream
+            try:
+                yield stream
+            except Exception as error:
+                self.error = error
+                raise
             self.digests[Path(path)] = {"bytes": stream.size, "sha256": stream.hash.hexdigest()}
 
 
@@ -255,7 +261,8 @@ class _Stream:
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer, whose threads keep what went wrong in them to themselves: a full disk would go unnoticed."""
+    """torch's writer, which says what went wrong: its threads keep that to themselves, and a full disk would go
+    unnoticed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, thread_count=_FILES)
@@ -265,10 +272,8 @@ class _Writer(FileSystemWriter):
         done = super().write_data(plan, planner)
         missing = len(plan.items) - len(done.value())
         if missing:
-            raise RunError(
-                f"{missing} of {len(plan.items)} tensors could not be written to {self.path}",
-                hint="is the disk full? the checkpoint before is whole",
-            )
+            what = f"{missing} of {len(plan.items)} tensors"
+            raise self.fs.error or RunError(f"{what} could not be written to {self.path}")
         return done
 
 
@@ -289,14 +294,11 @@ def _write(folder: Path, states: Mapping[str, State], group: dist.ProcessGroup |
     return digests
 
 
-def not_written(folder: Path, error: BaseException) -> RunError:
-    """What a person is told when files of a checkpoint could not be written."""
-    if isinstance(error, RunError):
+def not_written(folder: Path, error: BaseException) -> PosttrainError:
+    """Return what a person is told when files of a checkpoint could not be written."""
+    if isinstance(error, PosttrainError):
         return error
-    return RunError(
-        f"the checkpoint {folder} could not be written: {type(error).__name__}: {error}",
-        hint="is the disk full or gone? the checkpoint before is whole",
-    )
+    return explained(error, folder) or RunError(f"cannot write {folder}: {type(error).__name__}: {error}")
 
 
 # ---------------------------------------------------------------------- random numbers

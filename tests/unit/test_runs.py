@@ -15,7 +15,7 @@ import tomli
 from posttrain.config import Config
 from posttrain.errors import ConfigError
 from posttrain.presets import Resolved, resolve
-from posttrain.runs import RunDir, StopSignal, find_run, latest_run
+from posttrain.runs import RunDir, RunPlace, StopSignal, find_run, latest_run
 
 
 def make(root: Path, *sets: str, name: str = "a") -> Resolved:
@@ -24,7 +24,7 @@ def make(root: Path, *sets: str, name: str = "a") -> Resolved:
 
 def abandoned(root: Path, *sets: str, name: str = "a") -> RunDir:
     """An unfinished run whose process is gone."""
-    run = RunDir.open(make(root, *sets, name=name))
+    run = RunPlace.find(make(root, *sets, name=name)).open()
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     state = json.loads((run.path / "run.json").read_text())
@@ -39,7 +39,7 @@ def state(run: RunDir) -> dict[str, object]:
 
 def test_new_run_holds_its_config_and_origin(tmp_path: Path) -> None:
     resolved = make(tmp_path / "runs")
-    run = RunDir.open(resolved)
+    run = RunPlace.find(resolved).open()
     assert not run.resumed
     assert Config.model_validate(tomli.loads((run.path / "config.toml").read_text())) == resolved.config
     assert json.loads((run.path / "provenance.json").read_text())["run.name"] == "flag --name"
@@ -53,19 +53,19 @@ def test_new_run_holds_its_config_and_origin(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    assert not RunDir.open(make(tmp_path)).resumed
+    assert not RunPlace.find(make(tmp_path)).open().resumed
 
 
 def test_finished_run_is_kept_until_overwrite(tmp_path: Path) -> None:
-    first = RunDir.open(make(tmp_path))
+    first = RunPlace.find(make(tmp_path)).open()
     first.finish("finished")
     (first.path / "result").write_text("precious")
     with pytest.raises(ConfigError, match="output folder exists") as caught:
-        RunDir.open(make(tmp_path))
+        RunPlace.find(make(tmp_path)).open()
     assert "--overwrite" in str(caught.value.hint)
     assert "--name" in str(caught.value.hint)
     assert (first.path / "result").exists()
-    again = RunDir.open(make(tmp_path, "run.overwrite=true"))
+    again = RunPlace.find(make(tmp_path, "run.overwrite=true")).open()
     assert not again.resumed
     assert not (again.path / "result").exists()
 
@@ -73,7 +73,7 @@ def test_finished_run_is_kept_until_overwrite(tmp_path: Path) -> None:
 def test_unfinished_run_is_resumed_with_what_may_change(tmp_path: Path) -> None:
     first = abandoned(tmp_path, "train.steps=10")
     (first.path / "metrics.jsonl").write_text("kept")
-    again = RunDir.open(make(tmp_path, "train.steps=20", "train.save_every=5", 'run.logger=["jsonl"]'))
+    again = RunPlace.find(make(tmp_path, "train.steps=20", "train.save_every=5", 'run.logger=["jsonl"]')).open()
     assert again.resumed
     assert (again.path / "metrics.jsonl").read_text() == "kept"
     assert tomli.loads((again.path / "config.toml").read_text())["train"]["steps"] == 20
@@ -82,15 +82,15 @@ def test_unfinished_run_is_resumed_with_what_may_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
 def test_a_run_that_ended_early_is_resumed(tmp_path: Path, status: str) -> None:
-    RunDir.open(make(tmp_path)).finish(status)  # type: ignore[arg-type]
-    assert RunDir.open(make(tmp_path)).resumed
+    RunPlace.find(make(tmp_path)).open().finish(status)  # type: ignore[arg-type]
+    assert RunPlace.find(make(tmp_path)).open().resumed
 
 
 def test_other_config_is_refused_key_by_key(tmp_path: Path) -> None:
     first = abandoned(tmp_path)
     before = (first.path / "config.toml").read_text()
     with pytest.raises(ConfigError) as caught:
-        RunDir.open(make(tmp_path, "train.optim.lr=0.5", "model.path=other"))
+        RunPlace.find(make(tmp_path, "train.optim.lr=0.5", "model.path=other")).open()
     assert caught.value.message.splitlines()[1:] == [
         "  model.path: 'builtin:tiny' -> 'other'",
         "  train.optim.lr: 0.002 -> 0.5",
@@ -98,26 +98,26 @@ def test_other_config_is_refused_key_by_key(tmp_path: Path) -> None:
     assert (first.path / "config.toml").read_text() == before
     many = [f"train.optim.{key}=0.5" for key in ("lr", "eps", "weight_decay", "warmup_ratio", "min_lr_ratio")]
     with pytest.raises(ConfigError, match="and 2 more"):
-        RunDir.open(make(tmp_path, *many, "run.seed=7", "data.shuffle=false"))
+        RunPlace.find(make(tmp_path, *many, "run.seed=7", "data.shuffle=false")).open()
 
 
 def test_resume_never(tmp_path: Path) -> None:
     abandoned(tmp_path)
     with pytest.raises(ConfigError, match="unfinished run"):
-        RunDir.open(make(tmp_path, "run.resume=never"))
+        RunPlace.find(make(tmp_path, "run.resume=never")).open()
 
 
 @pytest.mark.parametrize("overwrite", ["false", "true"])
 def test_a_live_process_keeps_its_run(tmp_path: Path, overwrite: str) -> None:
-    RunDir.open(make(tmp_path))  # this very process
+    RunPlace.find(make(tmp_path)).open()  # this very process
     with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
-        RunDir.open(make(tmp_path, f"run.overwrite={overwrite}"))
+        RunPlace.find(make(tmp_path, f"run.overwrite={overwrite}")).open()
 
 
 def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
-    run = RunDir.open(make(tmp_path))
+    run = RunPlace.find(make(tmp_path)).open()
     (run.path / "run.json").write_text(json.dumps(state(run) | {"pid_started": "1"}))
-    assert RunDir.open(make(tmp_path)).resumed
+    assert RunPlace.find(make(tmp_path)).open().resumed
 
 
 @pytest.mark.parametrize("overwrite", ["false", "true"])
@@ -125,37 +125,37 @@ def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path, overwrite: str
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match="not a run folder"):
-        RunDir.open(make(tmp_path, f"run.overwrite={overwrite}"))
+        RunPlace.find(make(tmp_path, f"run.overwrite={overwrite}")).open()
     assert (tmp_path / "a" / "thesis.tex").read_text() == "years of work"
 
 
 def test_creation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot create run folder"):
-        RunDir.open(make(tmp_path / "file"))
+        RunPlace.find(make(tmp_path / "file")).open()
 
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("posttrain.runs.os.replace", full_disk)
     with pytest.raises(ConfigError, match="No space left on device"):
-        RunDir.open(make(tmp_path / "runs"))
+        RunPlace.find(make(tmp_path / "runs")).open()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b"])
 def test_names_that_are_no_folder_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="not a folder name"):
-        RunDir.open(make(tmp_path, name=name))
+        RunPlace.find(make(tmp_path, name=name)).open()
 
 
 def test_find_run_and_latest(tmp_path: Path) -> None:
     for age, name in enumerate(("new", "old")):
-        marker = RunDir.open(make(tmp_path, name=name)).checkpoints / "global_step_3" / "COMPLETE"
+        marker = RunPlace.find(make(tmp_path, name=name)).open().checkpoints / "global_step_3" / "COMPLETE"
         marker.parent.mkdir(parents=True)
         marker.write_text("{}")
         os.utime(marker, (1e9 - age, 1e9 - age))
-    newest_without = RunDir.open(make(tmp_path, name="untrained"))
+    newest_without = RunPlace.find(make(tmp_path, name="untrained")).open()
     assert find_run(tmp_path, "old") == tmp_path / "old"
     assert latest_run(tmp_path) == find_run(tmp_path, "latest") == tmp_path / "new"
     with pytest.raises(ConfigError) as caught:

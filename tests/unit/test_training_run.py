@@ -14,7 +14,7 @@ from posttrain.cluster.trainers import TrainerGroup
 from posttrain.errors import ConfigError, DeadlineError, RunError, WorkerError
 from posttrain.models.load import ModelSource
 from posttrain.presets import resolve
-from posttrain.runs import RunDir, StopSignal
+from posttrain.runs import RunPlace, StopSignal
 from posttrain.saving import check_room
 from posttrain.training import EarlyStop, TrainingRun, open_tracker, train, update_speed
 
@@ -69,7 +69,7 @@ def test_early_stop() -> None:
 def bare_run(tmp_path: Path, *sets: str) -> TrainingRun:
     """A run without workers."""
     resolved = resolve("sft", "tiny-multiturn", [f'run.dir="{tmp_path}"', "run.logger=[]", *sets], {"run.name": "r"})
-    folder = RunDir.open(resolved)
+    folder = RunPlace.find(resolved).open()
     source, tracker = ModelSource("builtin:tiny"), open_tracker(resolved.config, folder, 9)
     return TrainingRun(resolved.config, folder, source, tracker, StopSignal(), 9)
 
