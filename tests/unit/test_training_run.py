@@ -147,5 +147,5 @@ def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> N
     assert warning is not None
     assert "checkpoint.keep" in warning
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written to"):
+    with pytest.raises(ConfigError, match="a part of the path is not a folder"):
         check_room(run.cfg, tmp_path / "file" / "checkpoints", {"actor": group})
