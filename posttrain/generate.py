@@ -160,7 +160,8 @@ def _count(data: Path, limit: int | None) -> int:
 
 
 def _open_parts(out: Path, manifest: dict[str, Any], count: int, *, overwrite: bool) -> ResponseParts:
-    if overwrite:
+    manifest = manifest | {"overwrite": overwrite}
+    if overwrite and not ResponseParts.goes_on(out, manifest):
         if parts_folder(out).exists():
             ResponseParts.discard(out)
         # Now, so that a file beside parts always means that nothing but their removal is left to do.

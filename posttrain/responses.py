@@ -152,6 +152,16 @@ class ResponseParts:
         return parts
 
     @classmethod
+    def goes_on(cls, out: Path, manifest: Mapping[str, Any]) -> bool:
+        """Return whether there are parts of ``out`` that a command with this manifest and `--overwrite` has begun: it
+        goes on with them, after Ctrl-C or a full disk."""
+        try:
+            stored = json.loads((parts_folder(out) / MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return stored.get("overwrite") is True and not differences(stored, manifest)
+
+    @classmethod
     def discard(cls, out: Path) -> None:
         """Delete the parts of ``out``. Raises ``ConfigError`` where they are in use."""
         cls(parts_folder(out), {}, 0, RunLock.take(parts_folder(out))).remove()

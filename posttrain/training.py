@@ -362,7 +362,10 @@ def recorded(cfg: Config, folder: RunDir) -> Iterator[Reporter | None]:
     status: Status = "failed"
     failure: PosttrainError | None = None
     try:
-        yield reporter
+        try:
+            yield reporter
+        finally:  # first, because it may make the room to say why
+            checkpoint.remove_unfinished(folder.checkpoints)
         status = "finished"
     except (KeyboardInterrupt, Interrupted) as stopped:
         status = "interrupted"
@@ -373,7 +376,6 @@ def recorded(cfg: Config, folder: RunDir) -> Iterator[Reporter | None]:
         log.write("".join(traceback.format_exception(error)) + f"error: {failure}")
         raise
     finally:
-        checkpoint.remove_unfinished(folder.checkpoints)
         try:
             folder.finish(status, failure)
         except PosttrainError as error:  # of two failures the first is the one to hear of
