@@ -48,7 +48,7 @@ def run(
         raise ConfigError(f"--out {out}: the name of a preset ends with .toml")
     converted = convert(Path(script), arguments, variables, Path(root) if root else None)
     if out is not None:
-        write_text(Path(out), preset_text(converted, out), hint="give another --out")
+        write_text(Path(out), preset_text(converted, out), hint="choose another --out")
     return converted
 
 

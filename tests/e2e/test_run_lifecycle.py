@@ -108,6 +108,7 @@ def lines_of(process, wanted, seconds=120.0):
     raise AssertionError(f"it ended without {wanted!r}")
 
 
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_and_a_head_that_dies(data, tmp_path):
     """SIGHUP goes to Ray's processes too: the run saves all the same. The same command goes on, with its --overwrite;
     then Ray's head is killed."""

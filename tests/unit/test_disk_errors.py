@@ -131,9 +131,7 @@ def test_whatever_is_written_to_a_full_disk_says_so_and_leaves_nothing(tmp_path:
     source = model(tmp_path / "model")
     writers = {
         "text.json": lambda path: write_text(path, "x" * 300_000),
-        "step.advantages.arrow": lambda path: write_advantages(
-            path, [[episode(i, 1.0, words=300) for i in range(200)]]
-        ),
+        "step.advantages.arrow": lambda path: write_advantages(path, [[scattered()]]),
         "table.parquet": lambda path: write_table(path, noise()),
         "batch.pt": batch_of_noise,
         "merged": lambda path: export(source, path, overwrite=False),
