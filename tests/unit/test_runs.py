@@ -15,7 +15,10 @@ import tomli
 from posttrain.config import Config
 from posttrain.errors import ConfigError, RunError
 from posttrain.presets import Resolved, resolve
-from posttrain.runs import RunDir, RunPlace, StopSignal, find_run, latest_run
+from posttrain.reporting.folder import RunFolder
+from posttrain.runs import RunDir, RunPlace, Status, StopSignal, find_run, latest_run
+from posttrain.signals import termination_raises
+from posttrain.train import checkpoint
 
 
 def make(root: Path, *sets: str, name: str = "a") -> Resolved:
@@ -68,6 +71,93 @@ def test_finished_run_is_kept_until_overwrite(tmp_path: Path) -> None:
     again = RunPlace.find(make(tmp_path, "run.overwrite=true")).open()
     assert not again.resumed
     assert not (again.path / "result").exists()
+
+
+def ended(root: Path, status: Status, *sets: str, step: int | None = None) -> RunDir:
+    """A run that ended so, with a checkpoint of a step or without one."""
+    resolved = make(root, *sets)
+    run = RunPlace.find(resolved).open()
+    if step is not None:
+        meta = {"config": resolved.config.model_dump(mode="json")}
+        checkpoint.commit(checkpoint.begin(run.checkpoints, step), step, {"meta.json": meta}, keep=3)
+    run.finish(status, RunError("gone", hint="look", who="sampler 0") if status == "failed" else None)
+    return run
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed"])
+def test_overwrite_goes_on_with_what_the_same_command_has_begun(tmp_path: Path, status: Status) -> None:
+    run = ended(tmp_path, status, "run.overwrite=true", step=3)
+    again = RunPlace.find(make(tmp_path, "run.overwrite=true")).open()
+    assert (again.resumed, again.notes) == (
+        True, (f"run {run.path} was begun by this --overwrite: it goes on, and with --resume never it begins anew",)
+    )  # fmt: skip
+    assert checkpoint.find(run.path).step == 3
+    again.finish(status)
+    anew = RunPlace.find(make(tmp_path, "run.overwrite=true", "run.resume=never")).open()
+    assert not anew.resumed
+    assert not anew.checkpoints.exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (["run.overwrite=false"], ["run.overwrite=true"]),
+        (["run.overwrite=true"], ["run.overwrite=true", "train.optim.lr=0.5"]),
+    ],
+    ids=["begun without", "another config"],
+)
+def test_overwrite_replaces_what_another_command_has_begun(tmp_path: Path, before: list[str], now: list[str]) -> None:
+    ended(tmp_path, "interrupted", *before, step=3)
+    again = RunPlace.find(make(tmp_path, *now)).open()
+    assert not again.resumed
+    assert not again.checkpoints.exists()
+
+
+def test_a_run_that_failed_before_its_first_save_gives_its_name_back(tmp_path: Path) -> None:
+    ended(tmp_path, "failed")
+    again = RunPlace.find(make(tmp_path, "train.optim.lr=0.5")).open()
+    assert (again.resumed, again.notes) == (
+        False, (f"run {again.path} had failed before its first checkpoint: it is replaced",)
+    )  # fmt: skip
+    # Trajectories may have cost hours: they stay, and no hint names a checkpoint that is not there.
+    (again.path / "traces").mkdir()
+    (again.path / "traces" / "step_000001.parquet").write_text("")
+    again.finish("failed")
+    with pytest.raises(ConfigError, match="unfinished run of another config") as caught:
+        RunPlace.find(make(tmp_path, "train.optim.lr=0.25"))
+    assert caught.value.hint is not None
+    assert "--overwrite" in caught.value.hint
+    assert "--resume" not in caught.value.hint
+
+
+def test_the_reason_of_a_failure_is_kept_until_the_run_goes_on(tmp_path: Path) -> None:
+    run = ended(tmp_path, "failed")
+    failure = state(run)["failure"]
+    assert isinstance(failure, dict)
+    assert failure.pop("time")
+    assert failure == {"message": "gone", "hint": "look", "exit_code": 1, "who": "sampler 0"}
+    assert RunFolder.read(run.path).summary()["failure"]["message"] == "gone"
+    again = RunPlace.find(make(tmp_path)).open()
+    assert "failure" not in state(again)
+
+
+def test_a_run_with_nothing_left_to_train_is_refused(tmp_path: Path) -> None:
+    run = ended(tmp_path, "finished", step=3)
+    refused = "nothing is left to train: the run goes on after step 3, and ends after step {}"
+    place = RunPlace.find(make(tmp_path, f'run.resume="{run.path}"'))
+    for steps in (2, 3):
+        with pytest.raises(ConfigError, match=refused.format(steps)) as caught:
+            place.check_steps(steps)
+        assert "give more than 3" in str(caught.value.hint)
+    place.check_steps(4)
+    # Its last step is saved, but it was killed before it could say that it is finished: that is left to do.
+    interrupted = ended(tmp_path, "interrupted", "run.overwrite=true", step=3)
+    place = RunPlace.find(make(tmp_path, "run.overwrite=true"))
+    place.check_steps(3)
+    place.check_steps(4)
+    with pytest.raises(ConfigError, match=refused.format(2)):
+        place.check_steps(2)
+    assert checkpoint.find(interrupted.path).step == 3
 
 
 def test_unfinished_run_is_resumed_with_what_may_change(tmp_path: Path) -> None:
@@ -166,7 +256,7 @@ def test_find_run_and_latest(tmp_path: Path) -> None:
         latest_run(tmp_path / "old")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_first_signal_is_a_wish_and_the_second_an_exception(number: signal.Signals) -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
     with pytest.raises(KeyboardInterrupt), StopSignal(grace_s=60) as stop:
@@ -176,6 +266,32 @@ def test_first_signal_is_a_wish_and_the_second_an_exception(number: signal.Signa
         os.kill(os.getpid(), number)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)] == before
     assert signal.getitimer(signal.ITIMER_REAL)[0] < 59
+
+
+@pytest.mark.parametrize(
+    ("number", "message", "code"),
+    [
+        (signal.SIGINT, "stopped after step 2", 130),
+        (signal.SIGTERM, "stopped by SIGTERM after step 2", 0),
+        (signal.SIGHUP, "stopped by SIGHUP after step 2", 0),
+    ],
+)
+def test_who_asked_to_stop_is_named(number: signal.Signals, message: str, code: int) -> None:
+    with StopSignal(grace_s=60) as stop:
+        os.kill(os.getpid(), number)
+    stopped = stop.interrupted("step 2")
+    assert (str(stopped), stopped.exit_code) == (message, code)
+
+
+def test_a_run_under_nohup_does_not_hear_that_its_terminal_goes_away() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal(grace_s=60) as stop, termination_raises():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_patience_ends() -> None:
