@@ -107,7 +107,7 @@ _REFUSED: dict[int, tuple[str, str]] = {
     errno.ENOTDIR: ("a part of the path is not a folder", "choose another place"),
     errno.EISDIR: ("it is a folder", "choose another name"),
     errno.ENOENT: ("no such file or folder", "check the path"),
-    errno.EEXIST: ("it exists already", "choose another name"),
+    errno.EEXIST: ("a file is in the way", "choose another name"),
     errno.ENOTEMPTY: ("the folder is not empty", "choose another name"),
 }
 """What is wrong with a path that somebody gave, likewise."""

@@ -111,7 +111,7 @@ class Home:
     """The log of this actor."""
 
     @classmethod
-    def of_driver(cls, plugins: list[str], logs: Path | None) -> Home:
+    def of_driver(cls, plugins: list[str], logs: Path | None = None) -> Home:
         """That of this process."""
         return cls(os.getcwd(), plugins, None if logs is None else str(logs))
 

@@ -90,7 +90,7 @@ class TraceWriter:
         except TimeoutError:
             raise DeadlineError(f"{path} was not written within {self.deadline_s:g} s", hint=_HINT) from None
         except PosttrainError as error:
-            raise RunError(error.message, hint=_HINT) from error
+            raise RunError(error.message, hint=f"{error.hint}; run.trace_every writes less") from error
 
     def last_step(self) -> int:
         """How many steps have been written without a gap."""

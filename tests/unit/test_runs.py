@@ -221,7 +221,7 @@ def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path, overwrite: str
 
 def test_creation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot write .*: it exists already"):
+    with pytest.raises(ConfigError, match=r"cannot write .*: a file is in the way"):
         RunPlace.find(make(tmp_path / "file")).open()
 
     def full_disk(*_: object) -> None:
