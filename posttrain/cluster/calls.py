@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from posttrain.cluster.peers import Look, Peer
-from posttrain.errors import DeadlineError, PosttrainError, WorkerError, explained
+from posttrain.errors import DeadlineError, PosttrainError, RunError, WorkerError, explained
 
 _DEATH_NOTICE_S = 2.0
 """How much later than a peer's error the news of a dead worker may come."""
@@ -96,8 +96,8 @@ async def _failure(peer: Peer, error: BaseException | None, what: str) -> Posttr
         hint = "give it more memory, or less to do at once" if memory else "was it killed, or out of memory?"
         return WorkerError(_paragraphs(message, _log(peer, found)), hint=hint)
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-    if cause is not None and (told := explained(cause)) is not None:
-        return type(told)(f"{peer.name} failed in {what}: {told.message}", hint=told.hint)
+    if cause is not None and isinstance(told := explained(cause), RunError):  # a full disk is no fault of the worker
+        return RunError(f"{peer.name} failed in {what}: {told.message}", hint=told.hint)
     trace = _last_lines(str(error)) if isinstance(error, ray.exceptions.RayTaskError) else ""
     message = f"{peer.name} failed in {what}: {type(cause).__name__}: {cause}"
     return WorkerError(_paragraphs(message, trace, _log(peer, found)))
