@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,11 @@ def words(data, runs, *more):
 
 def test_a_run_fills_its_disk_and_goes_on_and_is_trained_further(data, tmp_path):
     """A checkpoint takes 6 MB here: the first finds room, the second does not."""
-    with small_disk(tmp_path, "9m") as disk, local_ray():
+    with small_disk(tmp_path, "9m") as disk, ExitStack() as shared:
         command = words(data, disk / "runs", "--steps", "4", "--set", "train.save_every=2")
         run = disk / "runs" / "a"
-        failed = CliRunner().invoke(app, command)
+        failed = CliRunner().invoke(app, command)  # with a Ray of its own, which ends the workers before it says why
+        shared.enter_context(local_ray())
         assert failed.exit_code == 1, failed.output
         error, hint = failed.stderr.splitlines()[-2:]
         assert error.startswith("error: the checkpoint of step 4 could not be written: cannot write ")
