@@ -212,7 +212,7 @@ class _Files(FileSystem):
         super().__init__()
         self.digests: dict[Path, Digest] = {}
         self.error: Exception | None = None
-        """Of the last file that could not be written."""
+        """Of the first file that could not be written."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
@@ -224,7 +224,7 @@ class _Files(FileSystem):
             try:
                 yield stream
             except Exception as error:
-                self.error = error
+                self.error = self.error or stream.error or error
                 raise
             self.digests[Path(path)] = {"bytes": stream.size, "sha256": stream.hash.hexdigest()}
 
@@ -236,9 +236,15 @@ class _Stream:
         self._file = file
         self.size = self._on_disk = 0
         self.hash = hashlib.sha256()
+        self.error: OSError | None = None
+        """The system's reason; torch's own error, which follows it, does not always name it."""
 
     def write(self, data: Any) -> int:
-        written = int(self._file.write(data))
+        try:
+            written = int(self._file.write(data))
+        except OSError as error:
+            self.error = error
+            raise
         self.hash.update(data)
         self.size += written
         if self.size - self._on_disk >= _SYNCED:
@@ -269,7 +275,10 @@ class _Writer(FileSystemWriter):
         self.fs: _Files = _Files()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        done = super().write_data(plan, planner)
+        try:
+            done = super().write_data(plan, planner)
+        except Exception as error:
+            raise self.fs.error or error from error
         missing = len(plan.items) - len(done.value())
         if missing:
             what = f"{missing} of {len(plan.items)} tensors"
