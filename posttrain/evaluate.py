@@ -212,11 +212,7 @@ def _check_reward(reward: RewardConfig) -> None:
 def _print(found: dict[str, Any], as_json: bool, out: Path | None) -> None:
     line = json.dumps(found)
     if out is not None:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            write_text(out, line + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {out}: {error.strerror}", hint="choose another --out") from error
+        write_text(out, line + "\n", hint="choose another --out")
     if as_json:
         print(line)
 

@@ -22,7 +22,7 @@ import numpy as np
 from posttrain import __version__
 from posttrain.cluster.cluster import Cluster
 from posttrain.data.parquet import open_parquet, stream_prompts
-from posttrain.errors import DataError, Interrupted, RunError
+from posttrain.errors import DataError, RunError
 from posttrain.models.load import mark_of
 from posttrain.presets import Resolved, flatten_config
 from posttrain.registry import load_plugins
@@ -162,7 +162,8 @@ def _count(data: Path, limit: int | None) -> int:
 
 
 def _open_parts(out: Path, manifest: dict[str, Any], count: int, *, overwrite: bool) -> ResponseParts:
-    if overwrite:
+    manifest = manifest | {"overwrite": overwrite}
+    if overwrite and not ResponseParts.goes_on(out, manifest):
         if parts_folder(out).exists():
             ResponseParts.discard(out)
         # Now, so that a file beside parts always means that nothing but their removal is left to do.
@@ -191,11 +192,7 @@ async def _generate(
         with tracker.phase("gen"):
             await _play(window, pool, recorder, stop)
     if not parts.done.all():
-        by = " by SIGTERM" if stop.terminated else ""
-        raise Interrupted(
-            f"stopped{by} after {parts.done.sum():,} of {len(parts.done):,} prompts",
-            exit_code=0 if stop.terminated else 130,
-        )
+        raise stop.interrupted(f"{parts.done.sum():,} of {len(parts.done):,} prompts")
 
 
 async def _play(window: Window, pool: SamplerPool, recorder: Recorder, stop: StopSignal) -> None:

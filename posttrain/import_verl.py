@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import tomli_w
 
 from posttrain.errors import ConfigError
+from posttrain.files import write_text
 from posttrain.presets import resolve
 from posttrain.startup import check_supported
 from posttrain.text import redacted
@@ -41,7 +41,7 @@ def run(
 
     Raises:
         DataError: the script cannot be read, or starts no trainer that is known.
-        ConfigError: ``out`` exists.
+        ConfigError: ``out`` exists, or cannot be written (``files.replacing``).
     """
     if out is not None and Path(out).exists() and not overwrite:
         raise ConfigError(f"{out} exists", hint="give --overwrite, or another --out")
@@ -49,14 +49,7 @@ def run(
         raise ConfigError(f"--out {out}: the name of a preset ends with .toml")
     converted = convert(Path(script), arguments, variables, Path(root) if root else None)
     if out is not None:
-        path = Path(out)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(preset_text(converted, out), encoding="utf-8")
-            aside.rename(path)
-        except OSError as error:
-            raise ConfigError(f"{out} cannot be written: {error.strerror}", hint="give another --out") from error
+        write_text(Path(out), preset_text(converted, out), hint="choose another --out")
     return converted
 
 

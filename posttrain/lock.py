@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from posttrain.errors import ConfigError
+from posttrain.files import writing
 
 
 class RunLock:
@@ -19,14 +20,10 @@ class RunLock:
 
     @classmethod
     def take(cls, folder: Path) -> RunLock:
-        """Lock a run's folder. Raises ``ConfigError`` where another process has it, or it cannot be written to."""
-        try:
+        """Lock a run's folder. Raises ``ConfigError`` where another process has it, or it cannot be written to,
+        and ``RunError`` where the disk is full."""
+        with writing(folder, hint="choose a place: --set run.dir=DIR"):
             file = (folder / ".lock").open("a")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write to run folder {folder}: {error.strerror or error}",
-                hint="choose a place: --set run.dir=DIR",
-            ) from error
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

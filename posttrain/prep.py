@@ -21,6 +21,7 @@ from posttrain.data import measure
 from posttrain.data.parquet import write_rows
 from posttrain.datasets import DATASETS, Dataset, available_splits, open_dataset, raw_rows
 from posttrain.errors import DataError
+from posttrain.files import writing
 from posttrain.prep_rows import Comparison, Item, Split, check_apart, collect
 from posttrain.registry import nearest
 from posttrain.text import printable, table
@@ -357,23 +358,22 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
     """A temporary folder whose files are moved into ``folder`` at the end: all of them, or none.
 
     Raises:
-        DataError: the folder cannot be written to.
+        ConfigError: the folder cannot be written to.
+        RunError: the disk is full or broken.
     """
     made = not os.path.exists(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".prep-", dir=folder))
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error}", hint="choose another folder with --out") from error
-    try:
-        yield temporary
-        _move_all(temporary, folder)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error}", hint="choose another folder with --out") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if made and not any(folder.iterdir()):
-            folder.rmdir()
+    with writing(folder, hint="choose another folder with --out"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=".prep-", dir=folder))
+            try:
+                yield temporary
+                _move_all(temporary, folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            if made and folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def _move_all(temporary: Path, folder: Path) -> None:

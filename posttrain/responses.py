@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from posttrain.data.parquet import append_columns, write_table
 from posttrain.errors import ConfigError, DataError
-from posttrain.files import write_text
+from posttrain.files import write_text, writing
 from posttrain.lock import RunLock
 
 if TYPE_CHECKING:
@@ -136,14 +136,13 @@ class ResponseParts:
             count: prompts.
 
         Raises:
-            ConfigError: they are in use, were made with other settings or data, or cannot be written.
+            ConfigError: they are in use, were made with other settings or data, or cannot be written there.
+            RunError: the disk is full or broken.
         """
         folder = parts_folder(out)
-        try:
+        with writing(folder, hint="choose another --out"):
             folder.mkdir(parents=True, exist_ok=True)
             lock = RunLock.take(folder)
-        except OSError as error:
-            raise ConfigError(f"cannot write to {folder}: {error.strerror}", hint="choose another --out") from error
         try:
             parts = cls(folder, manifest, count, lock)
             parts._find()
@@ -151,6 +150,16 @@ class ResponseParts:
             lock.release()
             raise
         return parts
+
+    @classmethod
+    def goes_on(cls, out: Path, manifest: Mapping[str, Any]) -> bool:
+        """Return whether there are parts of ``out`` that a command with this manifest and `--overwrite` has begun: it
+        goes on with them, after Ctrl-C or a full disk."""
+        try:
+            stored = json.loads((parts_folder(out) / MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return stored.get("overwrite") is True and not differences(stored, manifest)
 
     @classmethod
     def discard(cls, out: Path) -> None:
@@ -195,7 +204,7 @@ class ResponseParts:
         self._offset[rows[kept]] = np.arange(len(rows), dtype=np.int32)[kept]
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Keep finished rows, in one part. It may run in a thread, one at a time. Raises ``DataError``."""
+        """Keep finished rows, in one part. It may run in a thread, one at a time. Raises as ``write_table``."""
         write_table(self._path(self._next), response_table(rows))
         self._remember(self._next, np.array([row for row, _ in rows], np.int64))
         self._next += 1
@@ -207,7 +216,7 @@ class ResponseParts:
         """Write ``out``: the rows of ``data`` in their order, with their responses. All must be there; parts then go.
 
         Raises:
-            DataError: it cannot be written; the parts stay.
+            RunError, ConfigError: it cannot be written; the parts stay.
         """
         count = len(self._part)
         bytes_of_row = max(1, sum(p.stat().st_size for p in self.folder.glob("part-*.parquet")) // max(1, count))

@@ -52,19 +52,56 @@ def check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> li
     config = resolved.config
     again = "--overwrite to start it again, or --name NAME for another folder"
     if state.get("status") == "finished":
-        raise ConfigError(f"output folder exists: {path} holds a finished run", hint=again)
+        raise ConfigError(f"output folder exists: {path} holds a finished run", hint=_further(path, again))
     if config.run.resume == "never":
         raise ConfigError(f"output folder exists: {path} holds an unfinished run", hint=f"--resume auto, {again}")
     if state.get("command") != config.command:
         raise ConfigError(f"output folder exists: {path} is a run of `posttrain {state.get('command')}`", hint=again)
     changes = _changes(_stored_config(path), resolved)
-    refused = {key: text for key, text in changes.items() if key not in MAY_CHANGE}
-    if refused:
+    if refused := _harmful(changes):
+        learned = checkpoint.last_step(path / "checkpoints") is not None
+        begin = f" (--resume {path} begins there with what this run has learned)" if learned else ""
         raise ConfigError(
             f"{path} holds an unfinished run of another config:\n{_shown(refused)}",
-            hint=f"give the same values, {again} (--resume {path} begins there with what this run has learned)",
+            hint=f"give the same values, {again}{begin}",
         )
     return list(changes.values())
+
+
+def _further(path: Path, again: str) -> str:
+    """What can be done where a finished run is started again."""
+    step = checkpoint.last_step(path / "checkpoints")
+    if step is None:
+        return again
+    return (
+        f"to train it further: --resume {path} --steps N, with N above {step}; "
+        f"to start from its weights: --model run:{path.name} --name OTHER; {again}"
+    )
+
+
+def begun_by_overwrite(path: Path, state: Mapping[str, Any], resolved: Resolved) -> tuple[str, ...] | None:
+    """Return what changes against the unfinished run in ``path`` where the same command, with its `--overwrite`, has
+    begun that: it is what the command goes on with, after Ctrl-C or when a scheduler starts it again. None: it is
+    another run, or `run.resume` is ``never``."""
+    unfinished = state.get("status") != "finished" and state.get("command") == resolved.config.command
+    if not unfinished or resolved.config.run.resume == "never":
+        return None
+    try:
+        stored = _stored_config(path)
+    except ConfigError:  # then it is no run to go on with
+        return None
+    changes = _changes(stored, resolved)
+    return tuple(changes.values()) if stored.get("run.overwrite") and not _harmful(changes) else None
+
+
+def is_barren(path: Path) -> bool:
+    """Whether a run has left nothing that would have to be learned or sampled again: no checkpoint, no trajectories."""
+    return checkpoint.last_step(path / "checkpoints") is None and not any(path.glob("traces/*"))
+
+
+def _harmful(changes: Mapping[str, str]) -> dict[str, str]:
+    """Those in which a resumed run must not differ."""
+    return {key: text for key, text in changes.items() if key not in MAY_CHANGE}
 
 
 def go_back(path: Path, start: Checkpoint, resolved: Resolved) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ from posttrain.rl_metrics import failures, rollout_metrics, spread, validation_f
 from posttrain.rollout.batches import TrainingBatches
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
-from posttrain.runs import RunDir, StopSignal
+from posttrain.runs import RunPlace, StopSignal
 from posttrain.startup import (
     build_environment,
     check_algo,
@@ -81,8 +81,10 @@ def run(resolved: Resolved) -> Path:
     load_plugins(cfg.plugins)
     if cfg.rollout.replay:
         return rl_replay.run(resolved)
+    place = RunPlace.find(resolved)
     source, env, prompts, val, notes, steps, budget = prepare(cfg)
-    folder = RunDir.open(resolved)
+    place.check_steps(steps)
+    folder = place.open()
     with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
         tracker.note(
             f"{len(prompts):,} prompts, {cfg.data.batch_size} a step x {cfg.rollout.n} episodes, {steps} steps"
@@ -164,7 +166,7 @@ async def _train(
     watch = MemoryBudget(budget, tracker.note)
     sampling, val_sampling = sampling_of(cfg.rollout), sampling_of(cfg.val)
     greedy = ADVANTAGES[cfg.algo.advantage].greedy
-    async with Cluster(cfg) as cluster, run, AsyncExitStack() as closing:
+    async with Cluster(cfg, run.folder.logs) as cluster, run, AsyncExitStack() as closing:
         with tracker.phase("start"):
             learner = await Learner.open(cluster, run)
             weights = WeightSync(cluster, learner.actor, learner.models)
@@ -239,7 +241,7 @@ async def _sample_only(run: TrainingRun, prompts: Sequence[Prompt], env: Environ
     cfg, tracker = run.cfg, run.tracker
     sampling = sampling_of(cfg.rollout)
     order = BatchOrder(len(prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
-    async with Cluster(cfg) as cluster, AsyncExitStack() as closing:
+    async with Cluster(cfg, run.folder.logs) as cluster, AsyncExitStack() as closing:
         with tracker.phase("start"):
             stops = sorted(env.stop_token_ids)
             samplers = await cluster.samplers(run.source, stops)

@@ -21,7 +21,7 @@ from posttrain.presets import Resolved
 from posttrain.rl_batch import usable
 from posttrain.rl_learner import Learner
 from posttrain.rl_metrics import episode_metrics
-from posttrain.runs import RunDir, StopSignal
+from posttrain.runs import RunPlace, StopSignal
 from posttrain.startup import check_algo, check_machine, check_supported, open_model
 from posttrain.track.examine import examine
 from posttrain.training import TrainingRun, check_profile, open_tracker, recorded, train
@@ -39,8 +39,10 @@ def run(resolved: Resolved) -> Path:
             are looked at then; a damaged row further on ends the run when it gets there.)
         RunError: a worker failed; the run can be resumed.
     """
-    cfg, (source, traces, steps, _) = resolved.config, prepare(resolved.config)
-    folder = RunDir.open(resolved)
+    cfg, place = resolved.config, RunPlace.find(resolved)
+    source, traces, steps, _ = prepare(cfg)
+    place.check_steps(steps)
+    folder = place.open()
     with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
         tracker.note(f"replay of {traces.name}: {len(traces.steps)} recorded steps, {steps} steps")
         if cfg.data.val:
@@ -86,7 +88,7 @@ def prepare(cfg: Config) -> Prepared:
 
 async def _train(run: TrainingRun, traces: Traces) -> None:
     cfg, tracker = run.cfg, run.tracker
-    async with Cluster(cfg) as cluster, run:
+    async with Cluster(cfg, run.folder.logs) as cluster, run:
         with tracker.phase("start"):
             learner = await Learner.open(cluster, run)
         recorded_steps = len(traces.steps)

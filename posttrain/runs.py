@@ -2,9 +2,10 @@
 
     config.toml      the resolved config
     provenance.json  where each value came from
-    run.json         command, status, process, host, versions, times
+    run.json         command, status, why it failed, process, host, versions, times
     metrics.jsonl    written by `posttrain.track`
     warnings.jsonl   likewise, once there are any
+    logs/            what the driver and its workers said
     traces/          written by `posttrain.data.trace_writer`
     checkpoints/     written by `posttrain.train.checkpoint`
 
@@ -21,23 +22,24 @@ import shutil
 import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from posttrain import __version__
-from posttrain.errors import ConfigError
-from posttrain.files import write_text
+from posttrain.errors import ConfigError, Interrupted, PosttrainError
+from posttrain.files import remove, write_text, writing
 from posttrain.lock import RunLock
 from posttrain.planning.machines import this_machine
 from posttrain.presets import Resolved, dump_toml
 from posttrain.registry import unknown
-from posttrain.resume import branch, check_resumable, find_start, go_back
+from posttrain.resume import begun_by_overwrite, branch, check_resumable, find_start, go_back, is_barren
+from posttrain.signals import TERMINATING, handle, leave_terminal, restore
+from posttrain.track.log import LOGS
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
 
@@ -45,13 +47,17 @@ Status = Literal["finished", "failed", "interrupted"]
 
 VERSIONED = ("torch", "transformers", "ray", "numpy", "pyarrow")
 
+STATE = "run.json"
+
+_ANEW = "and with --resume never it begins anew"
+
 _GRACE_S = 5.0
 """Time for a step to end and be saved. Workers and Ray then take up to 4 s to go: 10 s after Ctrl-C nothing is left."""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """An open run folder. Make one with ``RunDir.open``; end it with ``finish``."""
+    """An open run folder. Make one with ``RunPlace.open``; end it with ``finish``."""
 
     path: Path
     resumed: bool
@@ -60,6 +66,8 @@ class RunDir:
     """What a run without a checkpoint of its own begins with."""
     changes: tuple[str, ...] = ()
     """`key: old -> new` of the config, where it goes on from another."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of how the folder was opened."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of the packages that it runs with."""
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
@@ -69,60 +77,134 @@ class RunDir:
         """The folder of checkpoints; it may not exist yet."""
         return self.path / "checkpoints"
 
-    @classmethod
-    def open(cls, resolved: Resolved) -> RunDir:
-        """Create the run's folder, or reopen the unfinished one of the same name and config.
+    @property
+    def logs(self) -> Path:
+        """The folder of the logs of driver and workers; it may not exist yet."""
+        return self.path / LOGS
+
+    def finish(self, status: Status, failure: PosttrainError | None = None) -> None:
+        """Record how the run ended, and let others open it. After ``finished`` it cannot be resumed.
 
         Raises:
-            ConfigError: the folder exists and is finished, in use, of another config, or not a run; it cannot be
-                created; or `run.resume` names a checkpoint that this run cannot begin with. Nothing is left behind
-                then, and nothing is deleted.
+            RunError, ConfigError: that cannot be written. Others can open it all the same.
+        """
+        try:
+            state = _read_state(self.path) | {"status": status, "ended": _now()}
+            if failure is not None:
+                state["failure"] = {
+                    "message": failure.message,
+                    "hint": failure.hint,
+                    "exit_code": failure.exit_code,
+                    "who": failure.who or "driver",
+                    "time": _now(),
+                }
+            write_text(self.path / STATE, _json(state))
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """Where a run's folder is to be. Make one with ``RunPlace.find`` before anything costly, and ``open`` it after."""
+
+    path: Path
+    resolved: Resolved
+    start: Checkpoint | None
+    """What `run.resume` names."""
+
+    @classmethod
+    def find(cls, resolved: Resolved) -> RunPlace:
+        """Return the place of a run that may be opened. Nothing is written.
+
+        Raises:
+            ConfigError: the folder exists and is finished, in use, of another config, or not a run; or `run.resume`
+                names a checkpoint that this run cannot begin with.
             UserError: `run.resume` names no sound checkpoint.
         """
         run = resolved.config.run
         if not run.name:
             raise ConfigError("run.name = '' is not a folder name", hint="give one with --name NAME")
-        path = Path(run.dir) / run.name
-        start = find_start(run.resume)
+        place = cls(Path(run.dir) / run.name, resolved, find_start(run.resume))
+        place._look()
+        return place
+
+    def check_steps(self, total_steps: int) -> None:
+        """Raise ``ConfigError`` where a run of so many steps would end before those that it goes on from."""
+        own = checkpoint.last_step(self.path / "checkpoints") if self._look().goes_on else None
+        step = max(own or 0, self.start.step if self.start else 0)
+        finishes = own == total_steps and self._state()["status"] != "finished"  # all that is left is to say so
+        if step < total_steps or finishes or not step:
+            return
+        raise ConfigError(
+            f"nothing is left to train: the run goes on after step {step}, and ends after step {total_steps}",
+            hint=f"--steps counts all steps: give more than {step}; to train the weights on something else, start from "
+            "them: --model PATH, under another --name",
+        )
+
+    def open(self) -> RunDir:
+        """Create the folder, or reopen the unfinished one that is there.
+
+        Raises:
+            ConfigError: as ``find``, of what has come about since; or it cannot be created. Nothing is left behind
+                then, and nothing is deleted.
+            RunError: the disk is full or broken; likewise.
+        """
+        found, resolved = self._look(), self.resolved
         versions = {"posttrain": __version__, "python": platform.python_version(), **_versions()}
-        exists = path.exists() and not (path.is_dir() and not any(path.iterdir()))
-        if exists:
-            state = _read_state(path)
-            _check_owner(path, state)
-        if exists and run.overwrite and start is not None and path.resolve() in start.path.resolve().parents:
-            raise ConfigError(
-                f"--overwrite would delete {start.path}, which the run is to begin with", hint="give --name NAME"
-            )
-        if not exists or run.overwrite:
-            changes = branch(start, resolved)
-            lock = RunLock.take(path) if exists else None
-            lock = _create(path, resolved, versions, replaced=lock)
-            return cls(path, False, start, changes, versions, lock)
-        lock = RunLock.take(path)
+        lock = RunLock.take(self.path) if self._exists() else None
+        if not found.goes_on:
+            lock = _create(self.path, resolved, versions, replaced=lock)
+            return RunDir(self.path, False, self.start, found.changes, found.notes, versions, lock)
+        assert lock is not None
         try:
-            if start is not None and start.path.parent.resolve() == (path / "checkpoints").resolve():
-                changes = go_back(path, start, resolved)
-            else:
-                changes = tuple(check_resumable(path, state, resolved))
+            state = {key: value for key, value in self._state().items() if key not in ("ended", "failure")}
             state |= {"status": "running", "resumed": _now(), "versions": versions, **_process()}
-            _write_files(path, resolved, state)
-        except OSError as error:
-            lock.release()
-            raise ConfigError(
-                f"cannot write to run folder {path}: {error.strerror or error}",
-                hint="choose a place: --set run.dir=DIR",
-            ) from error
+            _write_files(self.path, resolved, state)
         except BaseException:
             lock.release()
             raise
-        return cls(path, True, start, changes, versions, lock)
+        return RunDir(self.path, True, self.start, found.changes, found.notes, versions, lock)
 
-    def finish(self, status: Status) -> None:
-        """Record how the run ended. After ``finished`` it cannot be resumed."""
-        state = _read_state(self.path)
-        write_text(self.path / "run.json", _json(state | {"status": status, "ended": _now()}))
-        if self._lock is not None:
-            self._lock.release()
+    def _look(self) -> _Found:
+        """What opening the folder means. Raises ``ConfigError`` where it must not be opened."""
+        path, resolved, start = self.path, self.resolved, self.start
+        if not self._exists():
+            return _Found(False, branch(start, resolved))
+        state = self._state()
+        _check_owner(path, state)
+        if resolved.config.run.overwrite:
+            if (changes := begun_by_overwrite(path, state, resolved)) is not None:
+                return _Found(True, changes, (f"run {path} was begun by this --overwrite: it goes on, {_ANEW}",))
+            if start is not None and path.resolve() in start.path.resolve().parents:
+                raise ConfigError(
+                    f"--overwrite would delete {start.path}, which the run is to begin with", hint="give --name NAME"
+                )
+            return _Found(False, branch(start, resolved))
+        if start is not None and start.path.parent.resolve() == (path / "checkpoints").resolve():
+            return _Found(True, go_back(path, start, resolved))
+        try:
+            return _Found(True, tuple(check_resumable(path, state, resolved)))
+        except ConfigError:
+            if state.get("status") != "failed" or resolved.config.run.resume == "never" or not is_barren(path):
+                raise
+            replaced = f"run {path} had failed before its first checkpoint: it is replaced"
+            return _Found(False, branch(start, resolved), (replaced,))
+
+    def _exists(self) -> bool:
+        return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
+
+    def _state(self) -> dict[str, Any]:
+        return _read_state(self.path)
+
+
+class _Found(NamedTuple):
+    """What opening a folder means."""
+
+    goes_on: bool
+    """With the run that is there; else a new one is made, in its place if there is one."""
+    changes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def find_run(root: str | Path, name: str) -> Path:
@@ -134,7 +216,7 @@ def find_run(root: str | Path, name: str) -> Path:
     if name == "latest":
         return latest_run(root)
     path = Path(root) / name
-    if (path / "run.json").is_file():
+    if (path / STATE).is_file():
         return path
     known = [file.parent.name for file in Path(root).glob("*/run.json")]
     raise ConfigError(f"no run {name!r} in {root}", hint=unknown(name, known))
@@ -167,7 +249,7 @@ def latest_run(root: str | Path) -> Path:
     found: list[tuple[float, Path]] = []
     for marker in Path(root).glob("*/checkpoints/global_step_*/COMPLETE"):
         path = marker.parents[2]
-        if (path / "run.json").is_file() and _read_state(path).get("command") in ("sft", "prefer", "rl"):
+        if (path / STATE).is_file() and _read_state(path).get("command") in ("sft", "prefer", "rl"):
             found.append((marker.stat().st_mtime, path))
     if not found:
         raise ConfigError(f"no run with a checkpoint in {root}", hint="train one first: posttrain sft")
@@ -175,27 +257,24 @@ def latest_run(root: str | Path) -> Path:
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM as a wish first, and as an exception when that takes too long.
+    """Ctrl-C, SIGTERM and SIGHUP as a wish first, and as an exception when that takes too long.
 
     The first signal sets ``requested``: the loop ends after the current step and saves. ``grace_s`` seconds after
-    Ctrl-C, or at a second signal, ``KeyboardInterrupt`` is raised in the main thread. SIGTERM has no such limit: the
-    scheduler that sends it has one of its own. Outside the main thread nothing is installed, because Python allows
-    handlers there only.
+    Ctrl-C, or at a second signal, ``KeyboardInterrupt`` is raised in the main thread. SIGTERM and SIGHUP have no such
+    limit: the scheduler that sends them has one of its own. Outside the main thread nothing is installed.
     """
 
     def __init__(self, grace_s: float = _GRACE_S) -> None:
         self.grace_s = grace_s
         self.requested = False
-        self.terminated = False
-        """By SIGTERM."""
+        self.by: signal.Signals | None = None
+        """The one of ``TERMINATING`` that asked; None: Ctrl-C, or nobody."""
         self._old: dict[int, Any] = {}
         self._timer: tuple[float, float] | None = None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._old[number] = signal.signal(number, self._on_signal)
-            self._old[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
+        self._old = handle((signal.SIGINT, *TERMINATING), self._on_signal)
+        self._old |= handle((signal.SIGALRM,), self._on_alarm)
         return self
 
     def __exit__(
@@ -203,15 +282,22 @@ class StopSignal:
     ) -> None:
         if self._timer is not None:
             signal.setitimer(signal.ITIMER_REAL, *self._timer)
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
+        restore(self._old)
+
+    def interrupted(self, done: str) -> Interrupted:
+        """Return what a loop raises that ended because it was asked to, after ``done``."""
+        if self.by is None:
+            return Interrupted(f"stopped after {done}")
+        return Interrupted(f"stopped by {self.by.name} after {done}", exit_code=0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        leave_terminal()
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self.terminated = number == signal.SIGTERM
-        if not self.terminated:
+        if number in TERMINATING:
+            self.by = signal.Signals(number)
+        else:
             self._timer = signal.setitimer(signal.ITIMER_REAL, self.grace_s)
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
@@ -224,40 +310,45 @@ def _create(path: Path, resolved: Resolved, versions: Mapping[str, str], *, repl
     made_root = not path.parent.exists()
     temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-        temporary.chmod(0o755)
-        lock = RunLock.take(temporary)
-        _write_files(temporary, resolved, _new_state(resolved, versions))
-        if replaced is not None:
-            shutil.rmtree(path)
-        temporary.rename(path)
-    except OSError as error:
+        with writing(path, hint="choose a place: --set run.dir=DIR"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+            temporary.chmod(0o755)
+            lock = RunLock.take(temporary)
+            _write_files(temporary, resolved, _new_state(resolved, versions))
+            if replaced is not None:
+                shutil.rmtree(path)
+            _rename(temporary, path)
+    except BaseException:
         if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove(temporary)
         if made_root and path.parent.is_dir() and not any(path.parent.iterdir()):
             path.parent.rmdir()
-        if path.is_dir() and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise ConfigError(f"run {path} is in use: it was started just now", hint="give --name NAME") from error
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"cannot create run folder {path}: {reason}", hint="choose a place: --set run.dir=DIR"
-        ) from error
+        raise
     finally:
         if replaced is not None:
             replaced.release()
     return lock
 
 
+def _rename(temporary: Path, path: Path) -> None:
+    try:
+        temporary.rename(path)
+    except OSError as error:
+        if path.is_dir() and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise ConfigError(f"run {path} is in use: it was started just now", hint="give --name NAME") from error
+        raise
+
+
 def _write_files(path: Path, resolved: Resolved, state: dict[str, Any]) -> None:
     write_text(path / "config.toml", dump_toml(resolved.config))
     write_text(path / "provenance.json", _json(resolved.provenance))
-    write_text(path / "run.json", _json(state))
+    write_text(path / STATE, _json(state))
 
 
 def _read_state(path: Path) -> dict[str, Any]:
     """run.json. A folder without one is not a run, and is never touched."""
-    file = path / "run.json"
+    file = path / STATE
     if not file.is_file():
         raise ConfigError(f"{path} exists and is not a run folder", hint="give another name with --name NAME")
     try:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config import Config
-from posttrain.errors import ConfigError, DeadlineError, RunError
+from posttrain.errors import ConfigError, DeadlineError, PosttrainError, RunError, WorkerError, presented
+from posttrain.files import write_text, writing
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource, locate
 from posttrain.train import checkpoint
@@ -54,12 +56,10 @@ class Saves:
             RunError: the one before could not be written, or this one could not be begun.
         """
         await self.settle()
-        try:
+        with _of_step(step):
             folder = checkpoint.begin(self.checkpoints, step)
             for name, group in models.items():
                 await group.save(str(folder / name), background=self.cfg.checkpoint.background)
-        except OSError as error:
-            raise _failed(step, error) from error
         self.step = step
         self._writing = asyncio.create_task(self._finish(folder, step, models, states))
         if not self.cfg.checkpoint.background:
@@ -77,7 +77,7 @@ class Saves:
             await self.settle()
 
     def drop(self) -> None:
-        """Leave the one that is being written as it is: the next run removes it."""
+        """Wait no longer for the one that is being written: ``checkpoint.remove_unfinished`` removes it."""
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
@@ -106,12 +106,10 @@ class Saves:
         self, folder: Path, step: int, models: Mapping[str, TrainerGroup], states: Mapping[str, Mapping[str, Any]]
     ) -> None:
         written: dict[str, checkpoint.Digest] = {}
-        for name, group in models.items():
-            written |= {f"{name}/{file}": digest for file, digest in (await self._written(group)).items()}
-        try:
+        with _of_step(step):
+            for name, group in models.items():
+                written |= {f"{name}/{file}": digest for file, digest in (await self._written(group)).items()}
             await asyncio.to_thread(self._commit, folder, step, states, written)
-        except OSError as error:
-            raise _failed(step, error) from error
         self._finished = step
         self._choose()
 
@@ -163,17 +161,13 @@ def check_room(cfg: Config, checkpoints: Path, models: Mapping[str, TrainerGroup
 
     Raises:
         ConfigError: the folder cannot be written to, or the disk has no room for a single one.
+        RunError: the disk is full or broken.
     """
-    try:
+    with writing(checkpoints, hint="choose a place: --set run.dir=DIR"):
         probe = checkpoint.begin(checkpoints, 0)
-        checkpoint.write_synced(probe / "probe", "")
+        write_text(probe / "probe", "", synced=True)
         shutil.rmtree(probe)
         free = shutil.disk_usage(checkpoints).free
-    except OSError as error:
-        raise ConfigError(
-            f"checkpoints cannot be written to {checkpoints}: {error.strerror or error}",
-            hint="choose a place: --set run.dir=DIR",
-        ) from error
     size = sum(group.facts["checkpoint_bytes"] for group in models.values())
     if cfg.checkpoint.save_hf:
         size += 4 * models["actor"].facts["parameters"]
@@ -191,8 +185,15 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.3g} GiB"
 
 
-def _failed(step: int, error: OSError) -> RunError:
-    return RunError(
-        f"the checkpoint of step {step} could not be written: {error.strerror or error}",
-        hint="free some disk space; the same command goes on from the checkpoint before",
-    )
+@contextmanager
+def _of_step(step: int) -> Iterator[None]:
+    """Say of what goes wrong on the disk which checkpoint it is about. Raises ``RunError``."""
+    try:
+        yield
+    except (WorkerError, DeadlineError):  # no matter of the disk: a run may start again after it
+        raise
+    except (OSError, PosttrainError) as error:
+        told = presented(error)
+        hint = "; ".join(text for text in (told.hint, "it goes on from the checkpoint before") if text)
+        message = f"the checkpoint of step {step} could not be written: {told.message}"
+        raise RunError(message, hint=hint, who=told.who) from error

@@ -21,7 +21,7 @@ from posttrain.data.stream import Counts, Sample, SampleStream, render_all
 from posttrain.errors import DataError
 from posttrain.presets import Resolved
 from posttrain.registry import load_plugins
-from posttrain.runs import RunDir, StopSignal
+from posttrain.runs import RunPlace, StopSignal
 from posttrain.startup import check_machine, check_supported, open_model
 from posttrain.train.spec import LossSpec
 from posttrain.training import (
@@ -95,8 +95,10 @@ def run(resolved: Resolved, objective: Objective) -> Path:
         UserError: bad config, data or model, before anything is written. (Of streamed data a part is looked at then.)
         RunError: a worker failed; the run can be resumed.
     """
-    cfg, (source, data, val, steps) = resolved.config, prepare(resolved.config, objective)
-    folder = RunDir.open(resolved)
+    cfg, place = resolved.config, RunPlace.find(resolved)
+    source, data, val, steps = prepare(cfg, objective)
+    place.check_steps(steps)
+    folder = place.open()
     with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker, data:
         tracker.note(f"{describe(objective, data)}, {steps} steps")
         if (warning := check_batch(data.usable_rows, cfg.data.batch_size)) is not None:
@@ -157,7 +159,7 @@ async def _train(
 ) -> None:
     """``beginning``: state of ``data`` before the first step."""
     cfg, tracker = run.cfg, run.tracker
-    async with Cluster(cfg) as cluster, run:
+    async with Cluster(cfg, run.folder.logs) as cluster, run:
         with tracker.phase("start"):
             learner = await objective.start(cluster, run, val)
         actor = learner.actor

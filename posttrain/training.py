@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -14,9 +15,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from posttrain import probe
+from posttrain import __version__, probe
 from posttrain.config import Config
-from posttrain.errors import ConfigError, DataError, DeadlineError, Interrupted, RunError, WorkerError
+from posttrain.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    Interrupted,
+    PosttrainError,
+    RunError,
+    WorkerError,
+    presented,
+)  # fmt: skip
+from posttrain.files import replacing
 from posttrain.models.load import ModelSource
 from posttrain.presets import Resolved
 from posttrain.registry import some
@@ -24,6 +35,7 @@ from posttrain.reporting.background import Reporter
 from posttrain.runs import RunDir, Status, StopSignal
 from posttrain.saving import Saves, check_room
 from posttrain.text import printable
+from posttrain.track.log import RunLog
 from posttrain.track.rules import rules_of
 from posttrain.track.tracker import Tracker
 from posttrain.train import checkpoint
@@ -295,11 +307,7 @@ class TrainingRun:
 
     def raise_if_interrupted(self) -> None:
         if self.step < self.total_steps and not self.early_stop.reached:
-            by = " by SIGTERM" if self.stop.terminated else ""
-            raise Interrupted(
-                f"stopped{by} after step {self.step} of {self.total_steps}",
-                exit_code=0 if self.stop.terminated else 130,
-            )
+            raise self.stop.interrupted(f"step {self.step} of {self.total_steps}")
 
 
 def train(run: TrainingRun, loop: Callable[[TrainingRun], Coroutine[Any, Any, None]]) -> None:
@@ -320,7 +328,10 @@ def open_tracker(cfg: Config, folder: RunDir, total_steps: int) -> Tracker:
     """What the run reports to. Raises ``ConfigError`` where one of `run.logger` does not start."""
     title = f"{cfg.command} {cfg.run.name}"
     config, rules = cfg.model_dump(mode="json"), rules_of(cfg)
-    return Tracker(folder.path, title, total_steps, cfg.run.logger, config, cfg.run.console, rules)
+    tracker = Tracker(folder.path, title, total_steps, cfg.run.logger, config, cfg.run.console, rules)
+    for note in folder.notes:
+        tracker.note(note)
+    return tracker
 
 
 @contextmanager
@@ -371,9 +382,8 @@ def write_batch(file: Path, batch: PackedBatch) -> None:
     import torch
 
     columns = {f.name: column for f in fields(batch) if (column := getattr(batch, f.name)) is not None}
-    temporary = file.with_name(f".{file.name}.tmp")
-    torch.save(columns, temporary)
-    os.replace(temporary, file)
+    with replacing(file) as temporary, temporary.open("wb") as opened:
+        torch.save(columns, opened)
 
 
 def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: TrainerGroup) -> dict[str, float]:
@@ -399,21 +409,38 @@ def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: Tra
 
 @contextmanager
 def recorded(cfg: Config, folder: RunDir) -> Iterator[Reporter | None]:
-    """Write into its folder how the run ended, whatever happens, and its report, where `run.report` asks for it."""
+    """Write into its folder how the run ended, and why if it failed, whatever happens, and its report, where
+    `run.report` asks for it. Saves that did not come to their end are removed."""
 
     def say(text: str) -> None:  # the view has been taken down, or is about to be
         print(json.dumps({"note": text}) if cfg.run.console == "json" else printable(text), file=sys.stderr)
 
     console = "console" in cfg.run.logger and cfg.run.console != "quiet"
     reporter = Reporter(folder.path, say) if cfg.run.report else None
+    log = RunLog(folder.logs)
+    log.write(f"posttrain {__version__} {cfg.command} {cfg.run.name}, process {os.getpid()}")
     status: Status = "failed"
+    failure: PosttrainError | None = None
     try:
-        yield reporter
+        try:
+            yield reporter
+        finally:  # first, because it may make the room to say why
+            checkpoint.remove_unfinished(folder.checkpoints)
         status = "finished"
-    except (KeyboardInterrupt, Interrupted):
+    except (KeyboardInterrupt, Interrupted) as stopped:
         status = "interrupted"
+        log.write(str(stopped) or "interrupted")
+        raise
+    except BaseException as error:
+        failure = presented(error)
+        log.write("".join(traceback.format_exception(error)) + f"error: {failure}")
         raise
     finally:
-        folder.finish(status)
+        try:
+            folder.finish(status, failure)
+        except PosttrainError as error:  # of two failures the first is the one to hear of
+            if failure is None:
+                raise
+            say(f"warning: {folder.path} does not say why the run failed: {error.message}")
         if reporter is not None and reporter.finish(_REPORT_S[status]) and console and status == "finished":
             say(f"report: {reporter.file}")

@@ -1,7 +1,7 @@
 """The command line: parse, resolve the config, call one ``run``. Imports nothing heavy; commands import what they need.
 
-Data goes to stdout, everything else to stderr. Exit codes: 0 (also after SIGTERM, when the run has saved), 1 for a
-failed run, 2 for bad input, 130 for Ctrl-C.
+Data goes to stdout, everything else to stderr. Exit codes: 0 (also after SIGTERM or SIGHUP, when the run has saved), 1
+for a failed run, 2 for bad input, 130 for Ctrl-C, 143 and 129 for SIGTERM and SIGHUP where there was nothing to save.
 """
 
 from __future__ import annotations

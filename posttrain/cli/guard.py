@@ -12,7 +12,9 @@ from typing import ParamSpec
 import typer
 
 from posttrain.cli.console import echo
-from posttrain.errors import Interrupted, PosttrainError
+from posttrain.errors import Interrupted, presented
+from posttrain.quiet import quiet_libraries
+from posttrain.signals import Terminated, termination_raises
 
 P = ParamSpec("P")
 
@@ -30,22 +32,25 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        quiet_libraries()
         try:
-            command(*args, **kwargs)
+            with termination_raises():
+                command(*args, **kwargs)
         except (typer.Exit, typer.Abort):
             raise
         except Interrupted as stopped:
             _fail(f"{stopped}; the same command goes on from there", None, stopped.exit_code)
+        except Terminated as stopped:
+            _fail(str(stopped), None, stopped.exit_code)
         except KeyboardInterrupt:
             _fail("interrupted", None, 130)
-        except PosttrainError as error:
-            _fail(f"error: {error.message}", error.hint, error.exit_code)
         except BrokenPipeError:
             # The reader (`| head`) has gone. Point stdout elsewhere, or Python complains again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except Exception as error:
-            _fail(f"error: {type(error).__name__}: {error}", "run with --debug for the traceback", 1)
+            told = presented(error)
+            _fail(f"error: {told.message}", told.hint, told.exit_code)
 
     return wrapper
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from posttrain.cluster.peers import Look, Peer
-from posttrain.errors import DeadlineError, PosttrainError, WorkerError
+from posttrain.errors import DeadlineError, PosttrainError, RunError, WorkerError, explained
 
 _DEATH_NOTICE_S = 2.0
 """How much later than a peer's error the news of a dead worker may come."""
@@ -57,7 +57,9 @@ async def gather(refs: Sequence[Any], peers: Sequence[Peer], what: str, deadline
     failures = [(p, f.exception()) for p, f in zip(peers, futures, strict=True) if f in done and f.exception()]
     if failures:
         peer, error = min(failures, key=lambda failure: _precedence(failure[1]))
-        raise await _failure(peer, error, what)
+        failure = await _failure(peer, error, what)
+        failure.who = failure.who or peer.name
+        raise failure from error  # whose text has the traceback of the process
     late = [p for p, f in zip(peers, futures, strict=True) if f not in done]
     if late:
         raise await _late(late, what, deadline_s)
@@ -94,6 +96,8 @@ async def _failure(peer: Peer, error: BaseException | None, what: str) -> Posttr
         hint = "give it more memory, or less to do at once" if memory else "was it killed, or out of memory?"
         return WorkerError(_paragraphs(message, _log(peer, found)), hint=hint)
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    if cause is not None and isinstance(told := explained(cause), RunError):  # a full disk is no fault of the worker
+        return RunError(f"{peer.name} failed in {what}: {told.message}", hint=told.hint)
     trace = _last_lines(str(error)) if isinstance(error, ray.exceptions.RayTaskError) else ""
     message = f"{peer.name} failed in {what}: {type(cause).__name__}: {cause}"
     return WorkerError(_paragraphs(message, trace, _log(peer, found)))
@@ -120,6 +124,7 @@ def _silent(peer: Peer, found: Look | None, what: str) -> DeadlineError:
             _log(peer, found),
         ),
         hint="what holds it: a signal, a debugger, a machine without memory or network?",
+        who=peer.name,
     )
 
 
@@ -138,6 +143,7 @@ async def _late(peers: Sequence[Peer], what: str, deadline_s: float) -> Deadline
     return DeadlineError(
         _paragraphs(f"{late} did not finish {what} within {deadline_s:g} s", *parts),
         hint="raise the deadline in [cluster] if the work is really that long",
+        who=late,
     )
 
 

@@ -11,6 +11,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +34,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.cluster.calls import gather
+from posttrain.cluster.head import Head
 from posttrain.cluster.peers import Home, Peer, actor_class
 from posttrain.cluster.rewards import RemoteRewardModel, RewardActor, RewardModelSpec
 from posttrain.cluster.room import check_total, no_room
@@ -51,7 +53,8 @@ def init_ray(address: str = "local") -> None:
     """Join the Ray cluster at ``address``; without one, start one on this machine."""
     # Ray says on every start that it authenticates its own processes; that is no news to our users.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), _on_loopback() if address == "local" else contextlib.nullcontext():
+    on_loopback = _on_loopback() if address == "local" else contextlib.nullcontext()
+    with warnings.catch_warnings(), _without_sighup(), on_loopback:
         warnings.simplefilter("ignore", FutureWarning)
         ray.init(
             address=address,  # None would join whatever cluster somebody left on this machine
@@ -72,6 +75,16 @@ def _on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _without_sighup() -> Iterator[None]:
+    """Start processes that a terminal which goes away does not end: the run saves with them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def try_ray() -> dict[str, float]:
@@ -144,16 +157,21 @@ def local_ray() -> Iterator[None]:
 
 
 class Cluster:
-    """Processes of one run. Use as ``async with Cluster(cfg) as cluster``: leaving it ends every worker."""
+    """Processes of one run. Use as ``async with Cluster(cfg) as cluster``: leaving it ends every worker.
 
-    def __init__(self, cfg: Config) -> None:
+    Args:
+        logs: the folder that gets the logs of workers; None: Ray keeps them.
+    """
+
+    def __init__(self, cfg: Config, logs: Path | None = None) -> None:
         self.cfg = cfg
         self.peers: list[Peer] = []
         self._samplers: dict[int, RemoteSampler] = {}
         self.groups: dict[str, PlacementGroup] = {}
         self._gpus: dict[str, list[tuple[str, str]]] = {}
         self.owns_ray = False
-        self.home = Home.of_driver(cfg.plugins)
+        self.home = Home.of_driver(cfg.plugins, logs)
+        self._head = Head()
 
     async def __aenter__(self) -> Cluster:
         if not ray.is_initialized():
@@ -164,6 +182,7 @@ class Cluster:
         except RunError:
             await self.__aexit__(None, None, None)
             raise
+        self._head.watch(patient=self.cfg.cluster.address is not None)
         return self
 
     async def _init_ray(self) -> None:
@@ -176,6 +195,7 @@ class Cluster:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        self._head.unwatch()
         for peer in self.peers:
             with contextlib.suppress(Exception):  # it may be dead already, which is what we want
                 ray.kill(peer.actor)
@@ -184,6 +204,7 @@ class Cluster:
             remove_placement_group(group)
         if self.owns_ray:
             await asyncio.to_thread(ray.shutdown)
+        self._head.raise_if_lost()
 
     @property
     def dtype(self) -> str:
@@ -229,10 +250,14 @@ class Cluster:
         )
         options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]
         remote = actor_class(TrainActor)
-        actors = [remote.options(**o).remote(spec, rank, world_size, self.home) for rank, o in enumerate(options)]
+        names = [f"{role} worker {rank}" for rank in range(world_size)]
+        actors = [
+            remote.options(**o).remote(spec, rank, world_size, self.home.of(name))
+            for rank, (name, o) in enumerate(zip(names, options, strict=True))
+        ]
         group = TrainerGroup(
             role,
-            [self._peer(f"{role} worker {rank}", actor) for rank, actor in enumerate(actors)],
+            [self._peer(name, actor) for name, actor in zip(names, actors, strict=True)],
             cfg.cluster.step_deadline_s,
             cfg.train.tokens_per_microbatch,
             cfg.train.sequences_per_microbatch,
@@ -274,9 +299,10 @@ class Cluster:
         ranks = cfg.rollout.tensor_parallel
         pool = "trainers" if cfg.cluster.placement == "colocated" and "trainers" in self.groups else "samplers"
         options, places = await self._engine_options(pool, count, ranks, index)
-        actor = actor_class(SamplerActor).options(**options).remote(spec, self.home)
+        name = f"sampler {index}"
+        actor = actor_class(SamplerActor).options(**options).remote(spec, self.home.of(name))
         sampler = RemoteSampler(
-            self._peer(f"sampler {index}", actor),
+            self._peer(name, actor),
             deadline_s=cfg.cluster.step_deadline_s,
             ranks=ranks,
             trainers=places if pool == "trainers" else (),
@@ -300,8 +326,9 @@ class Cluster:
         shared = ("trainers", "samplers") if self.cfg.cluster.placement == "colocated" else ("samplers",)
         pool = next((name for name in shared if name in self.groups), "rewards")
         options = await self._options(pool, 1, -1)
-        actor = actor_class(RewardActor).options(**options).remote(spec, self.home)
-        model = RemoteRewardModel(self._peer("reward model", actor), self.cfg.cluster.step_deadline_s)
+        name = "reward model"
+        actor = actor_class(RewardActor).options(**options).remote(spec, self.home.of(name))
+        model = RemoteRewardModel(self._peer(name, actor), self.cfg.cluster.step_deadline_s)
         await model.start(self.cfg.cluster.start_deadline_s)
         return model
 

@@ -10,7 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,9 @@ import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.errors import RunError
+from posttrain.quiet import quiet_libraries
 from posttrain.registry import load_plugins
+from posttrain.track.log import shorten, take_over, worker_log
 
 T = TypeVar("T")
 
@@ -103,14 +105,24 @@ class Home:
     """Where it was started: relative paths mean the same everywhere. A worker of a Ray cluster that was there already
     would look for them where Ray was started."""
     plugins: list[str]
+    logs: str | None = None
+    """The folder that gets their logs; None: Ray keeps them."""
+    log: str | None = None
+    """The log of this actor."""
 
     @classmethod
-    def of_driver(cls, plugins: list[str]) -> Home:
+    def of_driver(cls, plugins: list[str], logs: Path | None = None) -> Home:
         """That of this process."""
-        return cls(os.getcwd(), plugins)
+        return cls(os.getcwd(), plugins, None if logs is None else str(logs))
+
+    def of(self, name: str) -> Home:
+        """That of the actor of this name, with a log of its own."""
+        return self if self.logs is None else replace(self, log=str(worker_log(Path(self.logs), name)))
 
     def enter(self) -> None:
-        """Go there, and import the plugins. Raises ``RunError`` where this node has no such folder."""
+        """Go there, take over the log, and import the plugins. Raises ``RunError`` where this node has no such
+        folder."""
+        quiet_libraries()
         try:
             os.chdir(self.folder)
         except OSError as error:
@@ -118,13 +130,17 @@ class Home:
                 f"node {ray.util.get_node_ip_address()} has no folder {self.folder}, where the command was started",
                 hint="start it in a folder that all nodes share: relative paths are meant from there",
             ) from error
+        if self.log is not None:
+            take_over(Path(self.log))
         load_plugins(self.plugins)
 
 
 class Supervised:
     """Base of our actors: a process that answers while it works, and shows where it hangs."""
 
-    def __init__(self) -> None:
+    def __init__(self, home: Home | None = None) -> None:
+        if home is not None:
+            home.enter()
         # Written by a handler in C, which waits for nothing that Python may be stuck in. Ray leaves the signal alone.
         stacks = os.memfd_create("stacks")
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -133,6 +149,8 @@ class Supervised:
     @ray.method(concurrency_group=PULSE)
     def pulse(self) -> Process:
         """Says at once that this process lives."""
+        if self._process.log is not None:
+            shorten(Path(self._process.log))
         return self._process
 
 

@@ -35,8 +35,7 @@ class RewardActor(Supervised):
     """Owns one ``RewardModel``. ``Cluster`` makes it a Ray actor."""
 
     def __init__(self, spec: RewardModelSpec, home: Home) -> None:
-        super().__init__()
-        home.enter()
+        super().__init__(home)
         if spec.threads:
             torch.set_num_threads(spec.threads)
         self.spec = spec

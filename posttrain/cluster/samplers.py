@@ -35,8 +35,7 @@ class SamplerActor(Supervised):
     """Owns one engine. ``Cluster`` makes it a Ray actor, an async one: calls interleave on its event loop."""
 
     def __init__(self, spec: EngineSpec, home: Home) -> None:
-        super().__init__()
-        home.enter()
+        super().__init__(home)
         self.spec = spec
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.answers: list[Answer] = []

@@ -30,10 +30,9 @@ class TrainActor(Supervised):
     to do so, is spared the imports of what trains."""
 
     def __init__(self, spec: WorkerSpec, rank: int, world_size: int, home: Home) -> None:
-        super().__init__()
+        super().__init__(home)
         from posttrain.train.worker import TrainWorker
 
-        home.enter()
         self.worker = TrainWorker(spec, rank, world_size)
 
     def call(self, method: str, *args: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from posttrain.errors import DataError
+from posttrain.files import replacing
 from posttrain.types import Trajectory
 
 SCHEMA = pa.schema([("row", pa.int32()), ("advantages", pa.list_(pa.float32()))])
@@ -26,24 +27,20 @@ def advantages_file(traces: Path) -> Path:
 
 
 def write_advantages(path: Path, groups: Sequence[Sequence[Trajectory]]) -> None:
-    """Write those of the trajectories that have some, whole or not at all. Raises ``DataError``."""
+    """Write those of the trajectories that have some, whole or not at all. Raises as ``replacing``."""
     episodes = [(row, t) for row, t in enumerate(t for group in groups for t in group) if t.advantages is not None]
     values = [t.advantages for _, t in episodes if t.advantages is not None]
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
     flat = np.concatenate([*values, np.empty(0, np.float32)]).astype(np.float32)
     lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(flat))
     table = pa.table([pa.array([row for row, _ in episodes], pa.int32()), lists], schema=SCHEMA)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, SCHEMA, options=options) as writer:
-            writer.write_table(table)
-        temporary.replace(path)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be written: {error}", hint="is there room on the disk?") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with (
+        replacing(path) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, SCHEMA, options=options) as writer,
+    ):
+        writer.write_table(table)
 
 
 def read_advantages(path: Path) -> dict[int, npt.NDArray[np.float32]]:

@@ -18,6 +18,7 @@ from posttrain.data import wanted
 from posttrain.data.preferences import Preference, PreferenceRow
 from posttrain.data.schema import BaseRow, Conversation, RlhfRow, RowError, SftRow, parse_row
 from posttrain.errors import DataError
+from posttrain.files import replacing
 from posttrain.registry import nearest
 from posttrain.types import Message, Prompt, ToolSchema
 
@@ -113,8 +114,8 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], schema: type[Ba
         schema: what each row must be; None: anything.
 
     Raises:
-        DataError: a row breaks the schema, values of one column have types that do not go together, or the file cannot
-            be written.
+        DataError: a row breaks the schema, or values of one column have types that do not go together.
+        RunError, ConfigError: the file cannot be written (``files.replacing``).
     """
     import pyarrow as pa
 
@@ -208,7 +209,8 @@ def append_columns(
         metadata: more of it, for the whole file.
 
     Raises:
-        DataError: ``source`` cannot be read or ``target`` not be written; nothing is left there then.
+        DataError: ``source`` cannot be read, or its rows do not go with the new columns.
+        RunError, ConfigError: ``target`` cannot be written (``files.replacing``).
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -218,24 +220,18 @@ def append_columns(
     whole = pa.schema([*kept, *schema], {**(file.schema_arrow.metadata or {}), **(metadata or {})})
     # pandas' own account of the columns would be of the old ones.
     whole = whole.with_metadata({key: value for key, value in whole.metadata.items() if key != b"pandas"})
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     start = 0
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with pq.ParquetWriter(temporary, whole) as writer:
-                for batch in file.iter_batches(min(rows_at_once, _BATCH), columns=[field.name for field in kept]):
-                    stop = min(count, start + batch.num_rows)
-                    if start == stop:
-                        break
-                    old, new = pa.Table.from_batches([batch]).slice(0, stop - start), columns(start, stop)
-                    writer.write_table(pa.table([*old.columns, *new.columns], schema=whole))
-                    start = stop
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(target) as temporary, pq.ParquetWriter(temporary, whole) as writer:
+            for batch in file.iter_batches(min(rows_at_once, _BATCH), columns=[field.name for field in kept]):
+                stop = min(count, start + batch.num_rows)
+                if start == stop:
+                    break
+                old, new = pa.Table.from_batches([batch]).slice(0, stop - start), columns(start, stop)
+                writer.write_table(pa.table([*old.columns, *new.columns], schema=whole))
+                start = stop
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{target}: cannot be written: {error}", hint="choose another output folder") from error
+        raise DataError(f"{target}: cannot be written: {error}", hint=f"is {source} damaged?") from error
     finally:
         file.close()
 
@@ -247,22 +243,14 @@ def write_table(path: Path, table: pa.Table, **options: Any) -> None:
         options: of ``pyarrow.parquet.write_table``.
 
     Raises:
-        DataError: it cannot be written.
+        RunError, ConfigError: it cannot be written (``files.replacing``).
     """
     import pyarrow.parquet as pq
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            per_row = max(1, table.nbytes // max(1, table.num_rows))
-            rows = max(1, min(_GROUP_ROWS, _GROUP_BYTES // per_row))
-            pq.write_table(table, temporary, row_group_size=rows, **options)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error}", hint="choose another output folder") from error
+    per_row = max(1, table.nbytes // max(1, table.num_rows))
+    rows = max(1, min(_GROUP_ROWS, _GROUP_BYTES // per_row))
+    with replacing(path) as temporary:
+        pq.write_table(table, temporary, row_group_size=rows, **options)
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from posttrain.data.advantages import advantages_file, write_advantages
 from posttrain.data.traces import Kind, write_traces
-from posttrain.errors import DataError, DeadlineError, RunError
+from posttrain.errors import DeadlineError, PosttrainError, RunError
 from posttrain.types import Trajectory
 
 _PREFIX: dict[Kind, str] = {"train": "step", "val": "val"}
-_HINT = "free some disk space, or write less with run.trace_every; then the same command goes on"
+_HINT = "free some room there, or write less with run.trace_every; then run the same command again"
 
 
 class TraceWriter:
@@ -89,8 +89,8 @@ class TraceWriter:
             await asyncio.wait_for(writing, self.deadline_s)
         except TimeoutError:
             raise DeadlineError(f"{path} was not written within {self.deadline_s:g} s", hint=_HINT) from None
-        except DataError as error:
-            raise RunError(error.message, hint=_HINT) from error
+        except PosttrainError as error:
+            raise RunError(error.message, hint=f"{error.hint}; run.trace_every writes less") from error
 
     def last_step(self) -> int:
         """How many steps have been written without a gap."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from posttrain.errors import ConfigError
 from posttrain.evaluation.grading import Graded, failure_of
+from posttrain.files import replacing
 from posttrain.text import markdown, markdown_block
 from posttrain.track.examine import conversation
 from posttrain.types import Message, Score
@@ -75,7 +76,8 @@ class FailuresFile:
     file is there whole or not at all.
 
     Raises:
-        ConfigError: another suffix, or it cannot be written.
+        ConfigError: another suffix, or it cannot be written there.
+        RunError: the disk is full or broken, also when it is closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +85,7 @@ class FailuresFile:
             raise ConfigError(f"--failures {path}: not one of {', '.join(_SUFFIXES)}", hint="--failures failures.md")
         self.path = path
         self.count = 0
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._closing = ExitStack()
         self._records: list[dict[str, Any]] = []
         self._file: IO[str] | None = None
 
@@ -102,23 +104,20 @@ class FailuresFile:
             self._file.writelines(texts)
 
     def __enter__(self) -> Self:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._temporary.open("w", encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise ConfigError(f"cannot write {self.path}: {error.strerror}", hint="choose another file") from error
+        with ExitStack() as opening:
+            self._temporary = opening.enter_context(replacing(self.path, hint="choose another file"))
+            opening.push(self._finish)
+            self._file = opening.enter_context(self._temporary.open("w", encoding="utf-8", errors="replace"))
+            self._closing = opening.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._file is not None
-        self._file.close()
-        try:
-            if error is None:
-                if self.path.suffix == ".parquet":
-                    _write_records(self._temporary, self._records)
-                os.replace(self._temporary, self.path)
-        finally:
-            self._temporary.unlink(missing_ok=True)
+        self._closing.__exit__(kind, error, at)
+
+    def _finish(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Write the rows that parquet takes all at once, where nothing went wrong."""
+        if error is None and self.path.suffix == ".parquet":
+            _write_records(self._temporary, self._records)
 
 
 def _write_records(path: Path, records: list[dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE
 from posttrain.errors import DataError
+from posttrain.files import replacing
 from posttrain.models.classifier import (
     build_classifier,
     classifier_config,
@@ -135,18 +135,11 @@ def export_adapter(source: ModelSource, out: Path, *, overwrite: bool, check: Ch
 
 def _replace(out: Path, write: Callable[[Path], None], check: Check | None) -> None:
     """Write a folder under a temporary name, check it, then put it in the place of ``out``."""
-    temporary = out.with_name(f".{out.name}.tmp{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
+    with replacing(out, hint="choose another --out") as temporary:
+        temporary.mkdir()
         write(temporary)
         if check is not None:
             check(temporary)
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_replaceable(out: Path, overwrite: bool, what: str, is_ours: Callable[[Path], bool]) -> None:

@@ -50,7 +50,7 @@ def write(
                 if (arrived, tuple(tensor.shape)) != (member, shapes[member]):
                     raise ValueError(f"{arrived} {tuple(tensor.shape)} came instead of {member} {shapes[member]}")
                 flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
-                flat.view(torch.uint8).numpy().tofile(file)
+                file.write(flat.view(torch.uint8).numpy().data)  # `tofile` would not say why it failed
     if (left := next(arriving, None)) is not None:
         raise ValueError(f"{left[0]} came instead of the end")
     if len(plan.filename_to_tensors) > 1:

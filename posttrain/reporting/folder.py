@@ -59,7 +59,7 @@ class RunFolder:
     def summary(self) -> dict[str, Any]:
         """Facts of the run for the page's head, and its environment."""
         state = self.state
-        keys = ("command", "preset", "status", "started", "resumed", "ended", "host", "versions")
+        keys = ("command", "preset", "status", "failure", "started", "resumed", "ended", "host", "versions")
         checkpoints = sorted(
             (int(folder.name.removeprefix("global_step_")) for folder in self._checkpoints()),
         )

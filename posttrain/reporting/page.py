@@ -17,7 +17,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import ConfigError
 from posttrain.files import write_bytes
 from posttrain.reporting.collect import MOST_EPISODES, Collector
 from posttrain.reporting.folder import RunFolder
@@ -34,7 +33,8 @@ def write_page(path: Path, runs: Sequence[Path], collector: Collector | None = N
     too large shows fewer trajectories.
 
     Raises:
-        ConfigError: one of them is no run, or the page cannot be written.
+        ConfigError: one of them is no run, or the page cannot be written there.
+        RunError: the disk is full or broken.
     """
     collector = collector or Collector()
     folders = [RunFolder.read(run) for run in runs]
@@ -45,12 +45,7 @@ def write_page(path: Path, runs: Sequence[Path], collector: Collector | None = N
         if len(page) <= MOST_BYTES or most <= len(folders):
             break
         most = max(len(folders), int(len(data["episodes"]) * 0.8 * MOST_BYTES / len(page)))
-    try:
-        write_bytes(path, page)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror or error}", hint="choose another place with --out FILE"
-        ) from error
+    write_bytes(path, page, hint="choose another place with --out FILE")
     return len(page)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import ConfigError
+from posttrain.files import write_text
 from posttrain.text import printable
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class WeightsAndBiases:
             return
         self._run.log(dict(metrics), step=step)
         self._state["step"] = step
-        _write_json(self._file, self._state)
+        write_text(self._file, json.dumps(self._state))
 
     def rewind(self, step: int) -> None:
         """Nothing: ``write`` knows what was logged."""
@@ -134,7 +135,7 @@ class MLflow:
                 self._client.update_run(self._state["id"], status="RUNNING")
             else:
                 self._state = {"id": _new_mlflow_run(self._client, run_path, config), "step": -1}
-                _write_json(self._file, self._state)
+                write_text(self._file, json.dumps(self._state))
         except MlflowException as error:
             raise ConfigError(
                 f"MLflow at {where} did not start: {str(error).splitlines()[0]}",
@@ -171,7 +172,7 @@ class MLflow:
                 now = round(time.time() * 1000)
                 batch = [Metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
                 self._client.log_batch(self._state["id"], metrics=batch)
-                _write_json(self._file, {"id": self._state["id"], "step": step})
+                write_text(self._file, json.dumps({"id": self._state["id"], "step": step}))
             except Exception as error:  # of MLflow, its database or the network
                 if not warned:
                     first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -207,9 +208,3 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(value))
-    os.replace(temporary, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from posttrain.errors import ConfigError
+from posttrain.files import writing
 
 FILE_NAME = "metrics.jsonl"
 
@@ -32,21 +33,19 @@ class MetricsFile:
 
     Raises:
         ConfigError: it cannot be written to.
+        RunError: the disk is full, also in ``write``.
     """
 
     def __init__(self, run_path: Path) -> None:
         self._path = run_path / FILE_NAME
-        try:
+        with writing(self._path, hint="make it writable, or give --name NAME"):
             self._file: TextIO = self._path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write to {self._path}: {error.strerror or error}", hint="make it writable, or give --name NAME"
-            ) from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, "time": round(time.time(), 3)} | {key: _plain(value) for key, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
 
     def rewind(self, step: int) -> None:
         """Keep the lines up to ``step``, and drop a last line that a killed process left unfinished.
@@ -59,7 +58,8 @@ class MetricsFile:
             file.truncate()
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take, ``write`` has told
+            self._file.close()
 
 
 def _step(line: str) -> float:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from posttrain.track.boards import MLflow, TensorBoard, WeightsAndBiases
 from posttrain.track.console import Mode, Progress, View, Work, make_view
+from posttrain.track.log import LOGS, LogLines, RunLog
 from posttrain.track.metrics import MetricsFile, MetricsSink
 from posttrain.track.rules import Rule
 from posttrain.track.warnings import RunWarnings
@@ -21,7 +22,7 @@ class Tracker:
     """Times phases, writes metrics and shows progress. A context manager.
 
     Args:
-        run_path: folder of the run, whose metrics are written; None: they are only shown.
+        run_path: folder of the run, whose metrics and log are written; None: they are only shown.
         title: name shown on the panel.
         total_steps: for the counter and the ETA; None: unknown.
         loggers: as `run.logger`.
@@ -48,6 +49,9 @@ class Tracker:
         self._errors: dict[Failure, str] = {}
         self._progress = Progress(title, total_steps, warnings=self._warnings.newest)
         self._view: View | None = make_view(self._progress, console) if "console" in loggers else None
+        self._log: View | None = None
+        if run_path is not None:
+            self._log = LogLines(Progress(title, total_steps), RunLog(run_path / LOGS))
         self._timings: dict[str, float] = {}
         self._step_start = time.monotonic()
 
@@ -85,14 +89,14 @@ class Tracker:
         self._step_start = now
         for sink in self._sinks:
             sink.write(step, row)
-        if self._view is not None:
-            self._view.step(step, row)
+        for view in self._views():
+            view.step(step, row)
         raised = self._warnings.observe(step, row, dict(self._errors))
         self._errors.clear()
         self._progress.warnings = self._warnings.newest
-        if self._view is not None:
-            for warning in raised:
-                self._view.warn(warning)
+        for warning in raised:
+            for view in self._views():
+                view.warn(warning)
 
     def failed(self, errors: Mapping[Failure, str]) -> None:
         """Keep the first message of each kind of failure in the present step, for the warnings that it may raise."""
@@ -113,15 +117,18 @@ class Tracker:
 
         def advance(parts: int) -> None:
             work.done += parts
-            if parts and self._view is not None:
-                self._view.working(work)
+            if parts:
+                self._working(work)
 
-        if self._view is not None:
-            self._view.working(work)
+        self._working(work)
         try:
             yield advance
         finally:
             self._progress.work = None
+
+    def _working(self, work: Work) -> None:
+        for view in self._views():
+            view.working(work)
 
     def rewind(self, step: int) -> None:
         """The run goes on after ``step``: what was written of later steps is written again."""
@@ -131,8 +138,11 @@ class Tracker:
 
     def note(self, text: str) -> None:
         """One line for the reader."""
-        if self._view is not None:
-            self._view.note(text)
+        for view in self._views():
+            view.note(text)
+
+    def _views(self) -> Iterator[View]:
+        return (view for view in (self._view, self._log) if view is not None)
 
     def watch(self, in_flight: Callable[[], Mapping[str, int]]) -> None:
         """Show how many episodes are in which state; asked from another thread whenever the panel is drawn."""

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
+from posttrain.files import remove, sync, write_text
 
 Digest = dict[str, Any]
 """``bytes`` and ``sha256`` of a file"""
@@ -57,11 +58,16 @@ class Checkpoint:
 
 def begin(checkpoints: Path, step: int) -> Path:
     """An empty temporary folder for the checkpoint of ``step``; leftovers of killed saves are removed."""
-    for left in checkpoints.glob(".tmp_global_step_*"):
-        shutil.rmtree(left)
+    remove_unfinished(checkpoints)
     folder = checkpoints / f".tmp_global_step_{step}"
     folder.mkdir(parents=True)
     return folder
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Remove what saves have left that did not come to their end. Nobody may be writing."""
+    for left in checkpoints.glob(".tmp_global_step_*"):
+        remove(left)
 
 
 def commit(
@@ -77,18 +83,18 @@ def commit(
         written: digests of files in it that are known already; the others are read.
     """
     for name, state in states.items():
-        write_synced(folder / name, json.dumps(state, indent=1))
+        write_text(folder / name, json.dumps(state, indent=1), synced=True)
     known = dict(written or {})
     files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
     known |= _digests({name: path for name, path in files.items() if name not in known})
-    write_synced(folder / "COMPLETE", _manifest(step, {name: known[name] for name in files}))
+    write_text(folder / "COMPLETE", _manifest(step, {name: known[name] for name in files}), synced=True)
     for place in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
-        _sync(place)
+        sync(place)
     final = folder.parent / f"global_step_{step}"
     shutil.rmtree(final, ignore_errors=True)
     os.replace(folder, final)
-    _replace(folder.parent / "latest", final.name)
-    _sync(folder.parent)
+    write_text(folder.parent / "latest", final.name, synced=True)
+    sync(folder.parent)
     _drop_old(folder.parent, step, keep)
     return Checkpoint(final, step)
 
@@ -104,30 +110,6 @@ def _drop_old(checkpoints: Path, step: int, keep: int) -> None:
             doomed = checkpoints / f".tmp_{folder.name}"
             os.replace(folder, doomed)
             shutil.rmtree(doomed)
-
-
-def write_synced(file: Path, text: str) -> None:
-    """Write a file, and wait until it is on the disk."""
-    with file.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file aside, then put it in its place."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    write_synced(temporary, text)
-    os.replace(temporary, file)
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def digest(path: Path) -> Digest:
@@ -162,7 +144,7 @@ class Best:
 
 def write_best(checkpoints: Path, best: Best) -> None:
     """Remember it, in the place of the one before."""
-    _replace(checkpoints / "best.json", json.dumps(asdict(best)))
+    write_text(checkpoints / "best.json", json.dumps(asdict(best)), synced=True)
 
 
 def read_best(checkpoints: Path) -> Best | None:
@@ -230,6 +212,11 @@ def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
             return Checkpoint(folder, _step(folder)), problems
         problems.append(f"checkpoint {folder} is not usable: {problem}")
     return None, problems
+
+
+def last_step(checkpoints: Path) -> int | None:
+    """Return the step of the newest checkpoint, sound or not; None where there is none."""
+    return next((_step(folder) for folder in _folders(checkpoints)), None)
 
 
 def find(path: str | Path) -> Checkpoint:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from posttrain.errors import RunError
+from posttrain.errors import PosttrainError, RunError, explained
 from posttrain.train.checkpoint import Digest
 from posttrain.train.hostmem import pieces
 from posttrain.train.optim import dequantized, init_state, is_quantized, local, quantize
@@ -223,6 +223,8 @@ class _Files(FileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.digests: dict[Path, Digest] = {}
+        self.error: Exception | None = None
+        """Of the first file that could not be written."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
@@ -231,7 +233,11 @@ class _Files(FileSystem):
                 yield file
                 return
             stream = _Stream(file)
-            yield stream
+            try:
+                yield stream
+            except Exception as error:
+                self.error = self.error or stream.error or error
+                raise
             self.digests[Path(path)] = {"bytes": stream.size, "sha256": stream.hash.hexdigest()}
 
 
@@ -242,9 +248,15 @@ class _Stream:
         self._file = file
         self.size = self._on_disk = 0
         self.hash = hashlib.sha256()
+        self.error: OSError | None = None
+        """The system's reason; torch's own error, which follows it, does not always name it."""
 
     def write(self, data: Any) -> int:
-        written = int(self._file.write(data))
+        try:
+            written = int(self._file.write(data))
+        except OSError as error:
+            self.error = error
+            raise
         self.hash.update(data)
         self.size += written
         if self.size - self._on_disk >= _SYNCED:
@@ -267,20 +279,22 @@ class _Stream:
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer, whose threads keep what went wrong in them to themselves: a full disk would go unnoticed."""
+    """torch's writer, which says what went wrong: its threads keep that to themselves, and a full disk would go
+    unnoticed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, thread_count=_FILES)
         self.fs: _Files = _Files()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        done = super().write_data(plan, planner)
+        try:
+            done = super().write_data(plan, planner)
+        except Exception as error:
+            raise self.fs.error or error from error
         missing = len(plan.items) - len(done.value())
         if missing:
-            raise RunError(
-                f"{missing} of {len(plan.items)} tensors could not be written to {self.path}",
-                hint="is the disk full? the checkpoint before is whole",
-            )
+            what = f"{missing} of {len(plan.items)} tensors"
+            raise self.fs.error or RunError(f"{what} could not be written to {self.path}")
         return done
 
 
@@ -301,14 +315,11 @@ def _write(folder: Path, states: Mapping[str, State], group: dist.ProcessGroup |
     return digests
 
 
-def not_written(folder: Path, error: BaseException) -> RunError:
-    """What a person is told when files of a checkpoint could not be written."""
-    if isinstance(error, RunError):
+def not_written(folder: Path, error: BaseException) -> PosttrainError:
+    """Return what a person is told when files of a checkpoint could not be written."""
+    if isinstance(error, PosttrainError):
         return error
-    return RunError(
-        f"the checkpoint {folder} could not be written: {type(error).__name__}: {error}",
-        hint="is the disk full or gone? the checkpoint before is whole",
-    )
+    return explained(error, folder) or RunError(f"cannot write {folder}: {type(error).__name__}: {error}")
 
 
 # ---------------------------------------------------------------------- random numbers

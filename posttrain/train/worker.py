@@ -389,7 +389,7 @@ class TrainWorker:
             saver.save_random_state(place / "random", self.rank, self.world_size)
             if self.adapted:
                 lora.save(self.lm.model, place / "adapter", self.spec.source, self.spec.seed, write=self.rank == 0)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's over a full disk is a RuntimeError
             raise saver.not_written(place, error) from error
         self.saver.start(place, saver.shards_of(self.lm.model, self.optimizer, self.step), background=background)
 

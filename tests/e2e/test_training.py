@@ -34,7 +34,7 @@ from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.fill import fill
 from posttrain.models.load import ModelSource, load_model
 from posttrain.presets import resolve
-from posttrain.runs import RunDir, StopSignal
+from posttrain.runs import RunPlace, StopSignal
 from posttrain.track import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.model import PackedLM
@@ -276,7 +276,7 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(alone, st
     batch = sft_batch()
     broken = replace(batch, loss_weights=torch.full_like(batch.loss_weights, torch.inf))
     resolved = resolve("sft", flags={"run.dir": str(tmp_path), "run.name": "r", "train.max_skipped_steps": 2})
-    folder = RunDir.open(resolved)
+    folder = RunPlace.find(resolved).open()
     with Tracker(folder.path, "r", 9, ["console"]) as tracker:
         run = TrainingRun(resolved.config, folder, SOURCE, tracker, StopSignal(), total_steps=9)
 

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 
 from posttrain import prep
 from posttrain.data.parquet import read_conversations, read_prompts
-from posttrain.errors import ConfigError, DataError
+from posttrain.errors import ConfigError, DataError, RunError
 from posttrain.rewards import compute_score
 
 PARQUET = ["sft_test.parquet", "sft_train.parquet", "test.parquet", "train.parquet"]
@@ -364,11 +365,11 @@ def test_what_was_there_comes_back_when_a_file_cannot_be_moved(tmp_path, monkeyp
 
     def full(source, target):
         if Path(target) == tmp_path / "train.parquet" and "old" not in str(source):
-            raise OSError("no space left on device")
+            raise OSError(errno.ENOSPC, "no space left on device")
         real(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(DataError, match="no space left"):
+    with pytest.raises(RunError, match="no room is left on its disk"):
         prep.run("arith", out=str(tmp_path), limit=3, overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

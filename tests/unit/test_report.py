@@ -193,8 +193,9 @@ def test_wrong_names_are_one_message(run_path: Path, tmp_path: Path) -> None:
     assert error.value.hint == "did you mean 'a'?"
     with pytest.raises(ConfigError, match="twice"):
         report.run([str(run_path), "a"], str(run_path.parent), None)
+    (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write"):
-        report.run([str(run_path)], "runs", tmp_path / "none" / "page.html")
+        report.run([str(run_path)], "runs", tmp_path / "file" / "page.html")
     with pytest.raises(ConfigError, match="is not a run folder"):
         RunFolder.read(tmp_path)
 

@@ -15,6 +15,7 @@ from posttrain.errors import ConfigError, PosttrainError
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.presets import resolve
 from posttrain.rl_replay import replayed_steps
+from posttrain.runs import RunPlace
 from posttrain.startup import check_machine, check_supported
 from tests.unit.recorded import trajectory
 
@@ -73,12 +74,21 @@ def test_more_steps_than_were_recorded(tmp_path: Path, folder: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("overwrite", ["true", "false"])
-def test_a_run_does_not_replace_the_traces_that_it_reads(tmp_path: Path, folder: Path, overwrite: str) -> None:
-    own = tmp_path / "runs" / "r" / "traces"
-    own.parent.mkdir(parents=True)
-    folder.rename(own)
-    with pytest.raises(ConfigError, match=r"step_000002\.parquet lies in the folder of this run"):
+@pytest.mark.parametrize(
+    ("overwrite", "message"),
+    [
+        ("true", r"step_000002\.parquet lies in the folder of this run"),
+        ("false", r"rollout\.replay: '' -> "),  # the run that is there is another one
+    ],
+)
+def test_a_run_does_not_replace_the_traces_that_it_reads(
+    tmp_path: Path, folder: Path, overwrite: str, message: str
+) -> None:
+    flags = {"run.dir": str(tmp_path / "runs"), "run.name": "r", "run.overwrite": overwrite == "true"}
+    run = RunPlace.find(resolve("rl", "tiny-arith", flags=flags)).open()
+    run.finish("failed")
+    own = folder.rename(run.path / "traces")
+    with pytest.raises(ConfigError, match=message):
         replay(tmp_path, own, f"run.overwrite={overwrite}")
     assert len(list(own.iterdir())) == 3
 

@@ -76,14 +76,14 @@ async def test_a_failure_comes_out_at_the_next_file(tmp_path: Path) -> None:
     (tmp_path / "traces").write_text("a file where the folder should be")
     traces = writer(tmp_path / "traces")
     await traces.write(1, GROUPS, temperature=1.0)
-    with pytest.raises(RunError, match=r"step_000001\.parquet: cannot be written") as error:
+    with pytest.raises(RunError, match=r"step_000001\.parquet: a file is in the way") as error:
         await traces.write(2, GROUPS, temperature=1.0)
-    assert "disk space" in str(error.value.hint)
+    assert str(error.value.hint) == "choose another name; run.trace_every writes less"
 
 
 async def test_a_failure_comes_out_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "traces").write_text("")
-    with pytest.raises(RunError, match=r"step_000001\.parquet: cannot be written"):
+    with pytest.raises(RunError, match=r"step_000001\.parquet: a file is in the way"):
         async with writer(tmp_path / "traces") as traces:
             await traces.write(1, GROUPS, temperature=1.0)
 
@@ -94,7 +94,7 @@ async def test_a_failure_does_not_hide_the_one_that_ended_the_run(tmp_path: Path
         async with writer(tmp_path / "traces") as traces:
             await traces.write(1, GROUPS, temperature=1.0)
             raise RunError("worker 1 died")
-    assert "step_000001.parquet: cannot be written" in error.value.__notes__[0]
+    assert "step_000001.parquet: a file is in the way" in error.value.__notes__[0]
 
 
 async def test_a_file_that_takes_too_long_is_named(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from posttrain.config import TrainConfig
 from posttrain.errors import ConfigError, DeadlineError, RunError, WorkerError
 from posttrain.models.load import ModelSource
 from posttrain.presets import resolve
-from posttrain.runs import RunDir, StopSignal
+from posttrain.runs import RunPlace, StopSignal
 from posttrain.saving import check_room
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
@@ -81,7 +81,7 @@ def test_early_stop() -> None:
 def bare_run(tmp_path: Path, *sets: str) -> TrainingRun:
     """A run without workers."""
     resolved = resolve("sft", "tiny-multiturn", [f'run.dir="{tmp_path}"', "run.logger=[]", *sets], {"run.name": "r"})
-    folder = RunDir.open(resolved)
+    folder = RunPlace.find(resolved).open()
     source, tracker = ModelSource("builtin:tiny"), open_tracker(resolved.config, folder, 9)
     return TrainingRun(resolved.config, folder, source, tracker, StopSignal(), 9)
 
@@ -237,5 +237,5 @@ def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> N
     assert warning is not None
     assert "checkpoint.keep" in warning
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written to"):
+    with pytest.raises(ConfigError, match="a part of the path is not a folder"):
         check_room(run.cfg, tmp_path / "file" / "checkpoints", {"actor": group})

@@ -14,7 +14,7 @@ from posttrain.data.chat import render_prompt
 from posttrain.data.traces import fingerprint, write_traces
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.presets import resolve
-from posttrain.runs import RunDir, Status
+from posttrain.runs import RunPlace, Status
 from posttrain.types import Message, Prompt, Trajectory
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202egnissim\u202c \x1b[31mred\x07 &lt; 'é🙂"
@@ -67,7 +67,7 @@ def write_run(
 ) -> Path:
     """A run that ended so, whose step k had the groups ``steps[k - 1]``."""
     flags = {"run.dir": str(root), "run.name": name, "run.seed": seed, "model.path": "builtin:tiny"}
-    folder = RunDir.open(resolve("rl", "tiny-arith", list(sets), flags))
+    folder = RunPlace.find(resolve("rl", "tiny-arith", list(sets), flags)).open()
     lines = []
     for step, groups in enumerate(steps, start=1):
         file = folder.path / "traces" / f"step_{step:06}.parquet"

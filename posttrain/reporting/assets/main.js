@@ -48,6 +48,10 @@ function drawHead(head, runs) {
         ...["seed", "steps", "reward", "validation", "loss"].map((name) => el("th", { class: "n" }, name)))), el("tbody", {}, ...rows))),
       ...warnings(runs));
   }
+  for (const run of runs.filter((each) => each.failure)) {
+    const { message, hint, who } = run.failure;
+    head.append(el("p", { class: "problem failure", text: `${run.name} failed (${who}): ${message}${hint ? `\nhint: ${hint}` : ""}\nlogs: ${run.path}/logs` }));
+  }
   for (const run of runs) for (const problem of run.problems) head.append(el("p", { class: "problem", text: problem }));
 }
 
