@@ -345,7 +345,9 @@ def _config_error(error: ValidationError, provenance: Mapping[str, str]) -> Conf
     hints: list[str] = []
     for item in error.errors(include_url=False):
         if item["type"] == "value_error":
-            message = str(item["ctx"]["error"])
+            message, place = str(item["ctx"]["error"]), ".".join(map(str, item["loc"]))
+            if place in leaf_keys() and place not in message:
+                message = f"{place}: {message}"
             lines.append(message)
             named = [key for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", message) if key in provenance]
             hints += [f"{key} is set by: {provenance[key]}" for key in dict.fromkeys(named)]

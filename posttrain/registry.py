@@ -149,8 +149,8 @@ def load_object(path: str, *, what: str) -> Any:
     load_plugins([place])
     module = sys.modules[_module_name(Path(place)) if place.endswith(".py") else place]
     if not hasattr(module, name):
-        close = nearest(name, vars(module))
-        raise ConfigError(f"{what}: {place} has no {name!r}", hint=f"did you mean {close!r}?" if close else None)
+        public = [other for other in vars(module) if not other.startswith("_")]
+        raise ConfigError(f"{what}: {place} has no {name!r}", hint=unknown(name, public))
     return getattr(module, name)
 
 

@@ -131,6 +131,7 @@ def run_command(words: list[str], root: Path, act: Callable[[int, Path], None] |
         act: gets its process id and the file that it writes to, and may send signals.
     """
     log = root / "output"
+    log.write_bytes(b"")  # ``act`` must not find what the command before wrote
     pid = os.fork()
     if pid == 0:
         _be_the_command(words, root / "work", log)

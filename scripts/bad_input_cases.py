@@ -85,7 +85,6 @@ _VALUES = {  # key=value: pattern of the message, for the commands that have the
     "run.console=fancy": ("run.console", "", "sft"),
     "run.resume=sometimes": ("sometimes", "", "sft rl"),
     "data.batch_size=0": ("data.batch_size", "", "sft rl"),
-    "data.batch_size=1000": ("data.batch_size", "", "sft prefer rl"),
     "data.max_length=1": ("max_length|overlong|longer", "", "sft"),
     "rollout.n=0": ("rollout.n", "", "rl generate"),
     "rollout.temperature=-1": ("rollout.temperature", "", "rl generate"),
@@ -130,6 +129,8 @@ def _configs() -> Iterator[Case]:
             yield Case(f"{command}:config:{setting[:30]}", f"{words} --set {text}", message, hint)
     for name, (_, message) in _TOMLS.items():
         yield Case(f"sft:toml:{name}", f"sft --preset {name}.toml", message)
+    crowded = f"{SFT} --set data.batch_size=1000"
+    yield Case("sft:batch", crowded, "data.batch_size = 1,?000, and there are 40 rows", code=0, leaves="runs/.*")
     yield Case("sft:preset:unknown", "sft --preset tiny-multitrun", "unknown preset", "tiny-multiturn")
     yield Case("sft:preset:other command", "sft --preset tiny-gsm8k", "is for `posttrain rl`")
     yield Case("sft:preset:folder", "sft --preset ./data", "data")
@@ -144,8 +145,13 @@ def _configs() -> Iterator[Case]:
 
 
 def _files(work: Path) -> Iterator[Case]:
-    found = {"missing": "no such file|missing", "folder": "folder", "empty": "empty|parquet", "text": "parquet|jsonl"}
-    found |= {"truncated": "parquet", "norows": "no rows|empty|0 rows", "lines": "jsonl|JSON|parquet"}
+    found = {
+        "missing": "no such file|missing",
+        "folder": "folder|not a file",
+        "empty": "empty|parquet",
+        "text": "parquet|jsonl",
+    }
+    found |= {"truncated": "parquet", "norows": "no rows|column", "lines": "jsonl|JSON|parquet"}
     for kind, message in found.items():
         for command, words in COMMANDS.items():
             path = f"files/{kind}.parquet" if kind != "lines" else "files/lines.jsonl"
@@ -215,7 +221,7 @@ def _rows() -> Iterator[Case]:
     for kind in ("null", "none", "role", "sft", "long"):
         yield Case(f"generate:rows:{kind}", f"{GENERATE} --data rows/rl-{kind}.parquet", _PROMPTS[kind][1])
     for kind in ("null", "sft"):
-        yield Case(f"eval:rows:{kind}", f"eval rows/rl-{kind}.parquet", "response")
+        yield Case(f"eval:rows:{kind}", f"eval rows/rl-{kind}.parquet", "column 'responses?'|column 'data_source'")
 
 
 # ---------------------------------------------------------------------- models
@@ -406,25 +412,14 @@ def _others() -> Iterator[Case]:
 
 
 def _disks() -> Iterator[Case]:
-    inside = r"disk/runs.*|disk/runs"
-    yield Case("prep:disk", "prep arith --train-rows 3000 --out disk/out", "(?i)no space|full", disk_kb=64)
-    yield Case(
-        "sft:disk",
-        f"{SFT} --set run.dir=disk/runs",
-        "(?i)no space|full",
-        code=2,
-        leaves=inside,
-        disk_kb=1024,
-        always=True,
-    )
-    yield Case("merge:disk", "merge-ckpt done --out disk/merged", "(?i)no space|full", disk_kb=256)
-    yield Case(
-        "generate:disk",
-        f"{GENERATE} --out disk/responses.parquet",
-        "(?i)no space|full",
-        leaves=r"disk/.*|runs.*",
-        disk_kb=16,
-    )
+    full = "no room is left on its disk"
+    inside = r"disk/runs.*"
+    sft = f"{SFT} --set run.dir=disk/runs"
+    generate = f"{GENERATE} --limit 2 --out disk/responses.parquet"
+    yield Case("prep:disk", "prep arith --train-rows 1700 --out disk/out", full, code=1, disk_kb=64)
+    yield Case("sft:disk", sft, "a checkpoint takes .* free", "free some", leaves=inside, disk_kb=1024, always=True)
+    yield Case("merge:disk", "merge-ckpt done --out disk/merged", full, "free some room", code=1, disk_kb=256)
+    yield Case("generate:disk", generate, full, "free some room", code=1, leaves=r"disk/.*", disk_kb=16)
 
 
 def _once(text: str, number: signal.Signals) -> Callable[[int, Path], None]:

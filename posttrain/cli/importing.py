@@ -37,7 +37,7 @@ def import_verl(
     for text in env or []:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
-            raise ConfigError(f"--env {text!r} is not of the form NAME=VALUE")
+            raise ConfigError(f"--env {text!r} is not of the form NAME=VALUE", hint="for example --env NNODES=2")
         variables[name] = value
     found = import_verl.run(script, arguments or [], out=out, variables=variables, root=root, overwrite=overwrite)
     for line in import_verl.report(found, every=keys):

@@ -49,7 +49,9 @@ def convert(
     try:
         text = script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{script} cannot be read: {error}") from error
+        raise DataError(
+            f"{script} cannot be read: {error}", hint="give the path of a shell script that starts verl"
+        ) from error
     root = root or Path()
     seen = {"PWD": str(root.resolve()), **(variables or {})}
     try:
