@@ -227,8 +227,10 @@ def _prepare_environment(root: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "300",
         "NO_COLOR": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
     }  # fmt: skip
+    sys.dont_write_bytecode = True
     tempfile.tempdir = None
 
 

@@ -57,11 +57,11 @@ HERE: dict[str, list[str]] = {
     "--set algo.kl_in=reward": [*ONE_STEP, "--set", "algo.correction.weight=token", "--set", "val.n=2",
                                 "--set", "val.limit=2", "--set", "data.val=data/gsm8k/test.parquet"],
     "posttrain rl --preset tiny-gsm8k --replay runs/tiny-gsm8k/traces --name again": [*FRESH, "--steps", "1"],
-    "posttrain plan --run runs/tiny-gsm8k --gpu h200": [],
+    "posttrain plan --run runs/tiny-gsm8k": [],
     "posttrain rl --preset tiny-gsm8k --tools gsm8k,calculator": [*ONE_STEP, "--name", "tools"],
     "posttrain sft --preset tiny-multiturn --data data/larger/sft_train.parquet --name larger-sft": ["--steps", "2"],
     "posttrain rl --preset examples/my_task.toml --model run:larger-sft": [*SMALL, "--steps", "1"],
-    "posttrain generate --preset tiny-generate --set 'plugins=[\"examples/my_task.py\"]' --tools larger "
+    "posttrain generate --preset tiny-generate --plugin examples/my_task.py --tools larger "
     "--data data/larger/test.parquet --name larger": FEW,
     "posttrain eval --plugin examples/my_task.py --pass-at 1,5": [],
     "posttrain generate --preset tiny-arith-generate --model run:tiny-arith --n 5": [*FRESH, *FEW, "--name", "before"],

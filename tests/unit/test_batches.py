@@ -243,7 +243,9 @@ async def test_groups_without_a_signal_are_explained_by_their_failures():
         raise RunError("engine fell over")
 
     made, _ = batches(Paced(fails), size=2, filter_groups=True, filter_max_batches=1)
-    with pytest.raises(RunError, match=r"the same; 4 of 4 episodes failed, the first with: RunError: engine fell over"):
+    with pytest.raises(
+        RunError, match=r"filter_metric\); 4 of 4 episodes failed, the first with: RunError: engine fell over"
+    ):
         await made.next()
 
 

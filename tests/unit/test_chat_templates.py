@@ -150,10 +150,10 @@ many = settings(deadline=None, max_examples=50, suppress_health_check=[HealthChe
 @many
 @given(data=conversations())
 def test_llama3_gives_every_token_its_role(data):
-    messages, tools = data
+    messages, _ = data  # this template shows no tools, so that a conversation may have none
     # Like the original, the template shows no content beside a call.
     messages = [{**m, "content": ""} if "tool_calls" in m else m for m in messages]
-    check_roles(messages, tools, LLAMA3_TOKENIZER)
+    check_roles(messages, None, LLAMA3_TOKENIZER)
 
 
 @many

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from posttrain.cli import app
 from posttrain.config import Config
 from posttrain.errors import ConfigError
-from posttrain.presets import _leaves, resolve
+from posttrain.keys import leaves_of
+from posttrain.presets import resolve
 
 BAD: dict[str, Any] = {"inf": math.inf, "nan": math.nan, "negative": -1, "huge": 10**30}
 SIGN = "may be negative"
@@ -37,7 +38,7 @@ def numbers(kind: Any) -> Iterator[type]:
 
 
 def numeric_keys() -> dict[str, Any]:
-    return {key: kind for key, kind in _leaves(Config) if next(numbers(kind), None) is not None}
+    return {key: kind for key, kind in leaves_of(Config) if next(numbers(kind), None) is not None}
 
 
 def shaped(kind: Any, value: Any) -> Any:
