@@ -122,11 +122,14 @@ def _shut_off() -> int:
     name, no interrupt. Returns the descriptor for the verdict: what tests print goes nowhere."""
     verdict = os.dup(1)
     _leave_input_and_output()
-    prefixes = [
-        f"{prefix.rstrip('/')}/" for prefix in (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
-    ]
-    sys.path[:] = [path for path in sys.path if path.startswith(tuple(prefixes)) and path != os.getcwd()]
-    sys.path_importer_cache.clear()
+    own = tuple(
+        f"{prefix.rstrip('/')}/" for prefix in {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
+    )
+    here = os.getcwd()
+    sys.path[:] = [path for path in sys.path if path.startswith(own) and path != here]
+    # What is known of Python's own folders stays: to forget it takes longer than the rest of this.
+    for path in [path for path in sys.path_importer_cache if not path.startswith(own) or path == here]:
+        del sys.path_importer_cache[path]
     sys.dont_write_bytecode = True
     os.environ["HOME"] = "/"
     os.chdir("/")
