@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from posttrain.core.types import Message, Score, ToolCall
 from posttrain.data.parquet import Conversation
-from posttrain.datasets import DATASETS, Dataset
+from posttrain.prep.datasets import DATASETS, Dataset
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap, compute_score
 from posttrain.tools import TOOLS, Tool, ToolResult, function_schema
-from posttrain.types import Message, Score, ToolCall
 
 DATA_SOURCES["my/larger"] = "larger"  # rows of this data source are judged by the grader of this name
 

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posttrain import probe
-from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
-from posttrain.errors import ConfigError, UserError
+from posttrain.core.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
+from posttrain.core.errors import ConfigError, UserError
+from posttrain.core.text import printable
 from posttrain.models import hub
 from posttrain.models.export import Check, export, export_adapter
 from posttrain.models.load import ModelSource, find_verl, load_model, locate
-from posttrain.runs import find_run
-from posttrain.text import printable
+from posttrain.runs import probe
+from posttrain.runs.run import find_run
 from posttrain.train import checkpoint
 
 if TYPE_CHECKING:

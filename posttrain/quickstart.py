@@ -18,13 +18,17 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from posttrain import generate, merge_ckpt, prep, rl, sft
+from posttrain import merge_ckpt
 from posttrain.cluster.cluster import local_ray
-from posttrain.evaluate import evaluate
+from posttrain.config.presets import resolve
+from posttrain.core.text import printable, table
+from posttrain.evaluation.command import evaluate
+from posttrain.generation import command as generate
 from posttrain.models.export import check_replaceable
-from posttrain.presets import resolve
-from posttrain.reporting.background import FILE
-from posttrain.text import printable, table
+from posttrain.prep import command as prep
+from posttrain.rl import loop as rl
+from posttrain.sft import command as sft
+from posttrain.tracking.report.background import FILE
 
 PASS_AT = (1, 5)
 STAGES = {"base": "untrained", "sft": "after SFT", "rl": "after RL"}

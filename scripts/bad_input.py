@@ -242,13 +242,13 @@ def _import_everything() -> None:
     import transformers.models.auto.modeling_auto
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-    import posttrain.evaluate
-    import posttrain.generate
+    import posttrain.evaluation.command
+    import posttrain.generation.command
     import posttrain.merge_ckpt
-    import posttrain.prefer
-    import posttrain.prep
-    import posttrain.rl
-    import posttrain.sft  # noqa: F401
+    import posttrain.preference.command
+    import posttrain.prep.command
+    import posttrain.rl.loop
+    import posttrain.sft.command  # noqa: F401
 
     torch.set_num_threads(1)
 

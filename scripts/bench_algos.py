@@ -16,11 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from posttrain import generate, prep, rl, sft
 from posttrain.cluster.cluster import local_ray
 from posttrain.config import ALGO_BUNDLES
-from posttrain.evaluate import evaluate
-from posttrain.presets import resolve
+from posttrain.config.presets import resolve
+from posttrain.evaluation.command import evaluate
+from posttrain.generation import command as generate
+from posttrain.prep import command as prep
+from posttrain.rl import loop as rl
+from posttrain.sft import command as sft
 
 SETTINGS: dict[str, list[str]] = {
     "gdpo": ["reward.weights={score = 1.0, format = 0.5}"],

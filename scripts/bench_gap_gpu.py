@@ -25,14 +25,14 @@ from rich.table import Table
 
 from posttrain.algos.gap import gap_sums
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.cluster.sync import WeightSync
 from posttrain.cluster.trainers import TrainerGroup, canary_batch
 from posttrain.config import Config
+from posttrain.core.types import Ids, SamplingParams
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import read_prompts
 from posttrain.models.load import ModelSource, load_tokenizer
-from posttrain.startup import build_environment
-from posttrain.types import Ids, SamplingParams
+from posttrain.runs.preflight import build_environment
+from posttrain.weight_sync.publish import WeightSync
 
 FEW, MANY = 8, 64
 

@@ -38,8 +38,9 @@ def make_model(tokenizer: Path, folder: Path) -> None:
 
 def run_stage(command: Command, preset: str, sets: list[str], flags: dict[str, Any]) -> list[dict[str, float]]:
     """Run a training command; its metrics, a dict a step."""
-    from posttrain import rl, sft
-    from posttrain.presets import resolve
+    from posttrain.config.presets import resolve
+    from posttrain.rl import loop as rl
+    from posttrain.sft import command as sft
 
     module = {"sft": sft, "rl": rl}[command]
     folder = module.run(resolve(command, preset, sets=sets, flags=flags))
@@ -99,8 +100,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--parts", nargs="+", choices=["tiny", "0.5b"], default=["tiny", "0.5b"])
     args = parser.parse_args()
-    from posttrain import prep
     from posttrain.cluster.cluster import local_ray
+    from posttrain.prep import command as prep
 
     shutil.rmtree(args.out, ignore_errors=True)
     rows: list[tuple[str, str]] = [

@@ -33,9 +33,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.data.bins import best_fit, partition
 from posttrain.data.chat import render_chats
 from posttrain.data.pack import place
-from posttrain.planning.bins import best_fit, partition
 
 SAMPLED = 20_000
 BATCH, RANKS = 128, 4

@@ -3,7 +3,7 @@
     python scripts/bench_plan.py
 
 Needs no GPU: the measured figures are in the tables below, with the settings that they were measured with. A new
-measurement is a new row; no number of a row is used for that row alone. ``tests/unit/test_planning.py`` holds the plan
+measurement is a new row; no number of a row is used for that row alone. ``tests/unit/plan/test_plan.py`` holds the plan
 to the rows that are within the bounds.
 """
 
@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.config import Config, RolloutConfig, TrainConfig
-from posttrain.planning import calibration as known
-from posttrain.planning import speed
-from posttrain.planning.batch import assumed_lengths, batch_of
-from posttrain.planning.bins import assign
-from posttrain.planning.layout import Kernels, Layout, Shapes, lay_out, moments, sync_budget
-from posttrain.planning.machines import Machine, gpu_named
-from posttrain.planning.memory import EngineMemory, Trainer, total
-from posttrain.planning.shape import ModelShape, shape_of
-from posttrain.planning.sizes import GIB
-from posttrain.planning.speed import Work
+from posttrain.core.machines import Machine, gpu_named
+from posttrain.core.sizes import GIB
+from posttrain.data.bins import assign
+from posttrain.plan import calibration as known
+from posttrain.plan import speed
+from posttrain.plan.batch import assumed_lengths, batch_of
+from posttrain.plan.layout import Kernels, Layout, Shapes, lay_out, moments, sync_budget
+from posttrain.plan.memory import EngineMemory, Trainer, total
+from posttrain.plan.shape import ModelShape, shape_of
+from posttrain.plan.speed import Work
 
 MEMORY_BOUND, TIME_BOUND = 0.05, 0.20
 """What a plan is meant to meet, as a share of what was measured."""

@@ -18,11 +18,11 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
-from posttrain.reporting.background import Reporter  # noqa: E402
-from posttrain.reporting.collect import Collector  # noqa: E402
-from posttrain.reporting.page import write_page  # noqa: E402
+from posttrain.tracking.report.background import Reporter  # noqa: E402
+from posttrain.tracking.report.collect import Collector  # noqa: E402
+from posttrain.tracking.report.page import write_page  # noqa: E402
 from scripts.screenshots import browser, find_chromium  # noqa: E402
-from tests.unit.written_runs import many, write_run  # noqa: E402
+from tests.helpers.written_runs import many, write_run  # noqa: E402
 
 STEPS = 100
 READY = "document.documentElement.dataset.ready"

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.config import SandboxConfig
-from posttrain.types import Message
+from posttrain.core.types import Message
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H200, by its datasheet."""
@@ -86,8 +86,8 @@ def check_reward_model(folder: Path, parameters: int) -> list[tuple[str, str]]:
 
 
 def run_rl(out: Path, name: str, *sets: str) -> list[dict[str, float]]:
-    from posttrain import rl
-    from posttrain.presets import resolve
+    from posttrain.config.presets import resolve
+    from posttrain.rl import loop as rl
 
     always = [
         "train.optim.lr=1e-5",
@@ -130,8 +130,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("/tmp/posttrain_bench_rewards"))
     args = parser.parse_args()
-    from posttrain import prep
     from posttrain.cluster.cluster import local_ray
+    from posttrain.prep import command as prep
 
     shutil.rmtree(args.out, ignore_errors=True)
     device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}"

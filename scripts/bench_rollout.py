@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.config import RolloutConfig
+from posttrain.core.types import Prompt, Sample, SamplingParams
 from posttrain.data.chat import ChatDeltas
 from posttrain.data.loader import BatchOrder
 from posttrain.rollout.batches import TrainingBatches
@@ -32,7 +33,6 @@ from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.tools.base import Tool, ToolResult
 from posttrain.tools.formats import PARSERS
-from posttrain.types import Prompt, Sample, SamplingParams
 
 WORDS = "The price of one apple is 3, so that of 12 apples is 36; I check this with the calculator."
 GROUP = 8
@@ -168,7 +168,7 @@ async def through_ray(env: Environment, script: Script, episodes: int) -> float:
     """Seconds with the engine in a Ray actor."""
     import ray
 
-    from posttrain.cluster.peers import Home, Peer, actor_class
+    from posttrain.cluster.actors import Home, Peer, actor_class
     from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 
     class ScriptActor(SamplerActor):

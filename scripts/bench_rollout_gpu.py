@@ -34,11 +34,11 @@ from rich.table import Table
 
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.samplers import RemoteSampler
-from posttrain.cluster.sync import WeightSync
 from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import Config
+from posttrain.core.types import SamplingParams
 from posttrain.models.load import ModelSource
-from posttrain.types import SamplingParams
+from posttrain.weight_sync.publish import WeightSync
 
 NO_STOP = 151_935
 """A token that random weights hardly ever sample."""

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.data.trace_writer import TraceWriter
-from posttrain.data.traces import Traces
-from posttrain.types import Message, Prompt, Trajectory
+from posttrain.core.types import Message, Prompt, Trajectory
+from posttrain.rollout.files import Traces
+from posttrain.rollout.writer import TraceWriter
 
 VOCABULARY, GROUP, REPEATS = 151_643, 8, 5
 

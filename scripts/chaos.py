@@ -99,11 +99,11 @@ def install(killer: Killer) -> None:
     """Let the killer see the moments of the run that this process is the driver of."""
     from posttrain.cluster.cluster import Cluster
     from posttrain.cluster.samplers import RemoteSampler
-    from posttrain.cluster.sync import WeightSync
     from posttrain.cluster.trainers import TrainerGroup
     from posttrain.rollout.batches import TrainingBatches
-    from posttrain.saving import Saves
+    from posttrain.runs.saving import Saves
     from posttrain.train import checkpoint
+    from posttrain.weight_sync.publish import WeightSync
 
     def watch(owner: Any, name: str, moment: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)

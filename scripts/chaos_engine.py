@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from posttrain.engines.hf import HFSampler
 from posttrain.rollout.batches import TrainingBatches
-from posttrain.rollout.hf import HFSampler
 from posttrain.rollout.pool import Seat
 
 _next, _ask, _generate = TrainingBatches.next, Seat.generate, HFSampler.generate

@@ -31,17 +31,17 @@ from posttrain.algos.losses import POLICY_LOSSES as LOSS_FUNCTIONS
 from posttrain.cli import app
 from posttrain.config import ALGO_BUNDLES, Config
 from posttrain.config.describe import default_text, docstrings, own_keys, plural, sections, type_words
-from posttrain.data.card import Card
+from posttrain.config.verl.keys_rl import RL
+from posttrain.config.verl.keys_sft import SFT
+from posttrain.config.verl.rules import Outcome, Rule
 from posttrain.data.preferences import PreferenceRow
 from posttrain.data.schema import ImageField, MessageField, RlhfRow, SftRow, ToolField
-from posttrain.data.traces import TraceRow, trace_schema
-from posttrain.prep import LISTED, listing
+from posttrain.prep.card import Card
+from posttrain.prep.command import LISTED, listing
+from posttrain.rollout.files import TraceRow, trace_schema
 from posttrain.tools.base import TOOLS, docstring_parts
 from posttrain.tools.options import REQUIRED, options_of
 from posttrain.tools.verl import REPLACEMENTS
-from posttrain.verl.keys_rl import RL
-from posttrain.verl.keys_sft import SFT
-from posttrain.verl.rules import Outcome, Rule
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MADE = "<!-- Made by scripts/make_docs.py; do not edit. -->\n"

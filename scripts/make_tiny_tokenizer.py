@@ -24,8 +24,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from posttrain.datasets.arith import Arith, ArithSpec
-from posttrain.types import Message
+from posttrain.core.types import Message
+from posttrain.prep.datasets.arith import Arith, ArithSpec
 
 PYTHON = "3.11.7"
 VOCAB = 1024

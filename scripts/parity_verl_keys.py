@@ -15,10 +15,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from posttrain.errors import ConfigError, DataError
-from posttrain.import_verl import check
-from posttrain.verl.convert import Converted, convert
-from posttrain.verl.rules import Outcome
+from posttrain.config.verl.rules import Outcome
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.interop.verl.command import check
+from posttrain.interop.verl.convert import Converted, convert
 
 
 def read(script: Path, checkout: Path) -> Converted | None:

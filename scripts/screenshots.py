@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rich.console import Console
 
-from posttrain.reporting.folder import RunFolder
-from posttrain.reporting.page import write_page
-from posttrain.track.console import Progress, Work
-from posttrain.track.panel import LivePanel
-from posttrain.track.warnings import newest, read_warnings
+from posttrain.tracking.console import Progress, Work
+from posttrain.tracking.panel import LivePanel
+from posttrain.tracking.report.folder import RunFolder
+from posttrain.tracking.report.page import write_page
+from posttrain.tracking.warnings import newest, read_warnings
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.datasets.base import DATASETS
+from posttrain.prep.datasets.base import DATASETS
 from posttrain.rewards import DATA_SOURCES, GRADERS
 from posttrain.rollout.interaction import INTERACTIONS
 from posttrain.tools.base import TOOLS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from posttrain.text import printable
+from posttrain.core.text import printable
 
 
 def echo(text: object, *, err: bool = False, nl: bool = True) -> None:

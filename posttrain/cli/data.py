@@ -13,7 +13,7 @@ from posttrain.cli.options import (
     PluginOption,
     tools_of,
 )
-from posttrain.errors import ConfigError
+from posttrain.core.errors import ConfigError
 
 
 def prep(
@@ -49,9 +49,9 @@ def prep(
     overwrite: OverwriteOption = False,
 ) -> None:
     """Turn raw data into checked parquet."""
-    from posttrain import prep
-    from posttrain.datasets import DATASETS
-    from posttrain.registry import load_plugins
+    from posttrain.core.registry import load_plugins
+    from posttrain.prep import command as prep
+    from posttrain.prep.datasets import DATASETS
 
     load_plugins(plugin or [])
     if list_:

@@ -19,7 +19,7 @@ def explain(
 ) -> None:
     """Say of a config key what it does: type and bounds, default, which commands read it, its names elsewhere."""
     from posttrain.config.describe import described
-    from posttrain.keys import known_key
+    from posttrain.config.keys import known_key
 
     found = known_key(key)
     if found != key:
@@ -37,7 +37,7 @@ def explain(
 def _explain(one: Any, value: str | None) -> None:
     """Print all that is known of a key; ``value``: in the preset, with its origin."""
     from posttrain.config.aliases import ALIASES
-    from posttrain.verl.names import theirs_of
+    from posttrain.config.verl.names import theirs_of
 
     lines = {
         "type": one.type.replace("`", ""),
@@ -58,7 +58,7 @@ def _values(preset: str) -> dict[str, str]:
     """Each key's value in a preset with its origin, as text."""
     import json
 
-    from posttrain.presets import flatten_config, load_preset, origin, resolve
+    from posttrain.config.presets import flatten_config, load_preset, origin, resolve
 
     command: Any = load_preset(preset).command
     resolved = resolve(command, preset)

@@ -12,9 +12,9 @@ from typing import ParamSpec
 import typer
 
 from posttrain.cli.console import echo
-from posttrain.errors import Interrupted, presented
-from posttrain.quiet import quiet_libraries
-from posttrain.signals import Terminated, termination_raises
+from posttrain.core.errors import Interrupted, presented
+from posttrain.core.quiet import quiet_libraries
+from posttrain.core.signals import Terminated, termination_raises
 
 P = ParamSpec("P")
 

@@ -8,7 +8,7 @@ import typer
 
 from posttrain.cli.console import echo
 from posttrain.cli.options import OverwriteOption
-from posttrain.errors import ConfigError
+from posttrain.core.errors import ConfigError
 
 
 def import_verl(
@@ -31,7 +31,7 @@ def import_verl(
     """Turn a launch script of verl into a preset, and name the keys that have no place in it."""
     import os
 
-    from posttrain import import_verl
+    from posttrain.interop.verl import command as import_verl
 
     variables = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
     for text in env or []:

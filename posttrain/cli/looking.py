@@ -16,7 +16,7 @@ def presets_list(context: typer.Context) -> None:
     """List the shipped presets: name, command, description."""
     if context.invoked_subcommand is not None:
         return
-    from posttrain.presets import list_presets
+    from posttrain.config.presets import list_presets
 
     found = list_presets()
     width = max(len(preset.name) for preset in found)
@@ -29,7 +29,7 @@ def presets_show(
     provenance: Annotated[bool, typer.Option("--provenance", help="Say where each value came from.")] = False,
 ) -> None:
     """Print a preset's resolved config as TOML."""
-    from posttrain.presets import dump_toml, load_preset, resolve
+    from posttrain.config.presets import dump_toml, load_preset, resolve
 
     command: Any = load_preset(name).command
     resolved = resolve(command, name)
@@ -45,8 +45,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
     """Look whether this machine is fit for a run: ok, warn or fail, and what to do. Exit code 1 with a fail."""
-    from posttrain import doctor
-    from posttrain.checks.base import worst
+    from posttrain.doctor import command as doctor
+    from posttrain.doctor.base import worst
 
     found = []
     for finding in doctor.run(dir_, address, quick=quick):
@@ -67,7 +67,7 @@ def report(
     root: Annotated[str, typer.Option("--dir", help="Folder that holds runs (run.dir).")] = "runs",
 ) -> None:
     """Make one HTML page of one or more runs: curves, time, distributions, trajectories, config."""
-    from posttrain import report
+    from posttrain.runs import report
 
     echo(report.run(runs, root, out))
 

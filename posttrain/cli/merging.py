@@ -10,7 +10,7 @@ from posttrain.cli.console import echo
 from posttrain.cli.options import (
     OverwriteOption,
 )
-from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
+from posttrain.core.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
 
 
 def merge_ckpt(

@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from posttrain.registry import nearest, unknown
+from posttrain.core.registry import nearest, unknown
 
 
 class Commands(TyperGroup):
@@ -43,7 +43,7 @@ def _option_hint(option: str, known: Sequence[str]) -> str:
     if close := nearest(option, options):
         return f"did you mean {close}?"
     if "--set" in options:
-        from posttrain.keys import leaf_keys, nearest_key
+        from posttrain.config.keys import leaf_keys, nearest_key
 
         if key := nearest_key(option.strip("-").replace("-", "_"), leaf_keys()):
             return f"did you mean --set {key}=VALUE?"

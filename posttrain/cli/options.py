@@ -10,7 +10,7 @@ from posttrain.algos.bundles import ALGO_BUNDLES
 from posttrain.cli.console import echo
 
 if TYPE_CHECKING:
-    from posttrain.presets import Resolved
+    from posttrain.config.presets import Resolved
 
 PresetOption = Annotated[str | None, typer.Option("--preset", "-p", help="A preset's name, or the path of a .toml.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one key; repeatable.")]
@@ -69,7 +69,7 @@ def resolve_for(
     flags: dict[str, Any],
 ) -> Resolved:
     """The config of a command, by default that of its first-run preset (which a line on stderr names)."""
-    from posttrain.presets import default_preset, resolve
+    from posttrain.config.presets import default_preset, resolve
 
     if preset is None:
         preset, line = default_preset(command)

@@ -15,7 +15,7 @@ from posttrain.cli.options import (
     WorkersOption,
     resolve_for,
 )
-from posttrain.errors import ConfigError
+from posttrain.core.errors import ConfigError
 
 _PLANNED = "give a preset of sft, prefer or rl: `posttrain presets` lists them"
 
@@ -48,9 +48,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
     """Tell what a run will take, without a GPU and without weights: memory, batches, time, and what will not work."""
-    from posttrain import plan
     from posttrain.config import RunConfig
-    from posttrain.presets import load_preset
+    from posttrain.config.presets import load_preset
+    from posttrain.plan import command as plan
 
     asked = plan.Asked(gpu, gpus, nodes, length)
     if run is not None:

@@ -27,7 +27,7 @@ from posttrain.cli.options import (
     run_flags,
     sampling_flags,
 )
-from posttrain.errors import ConfigError
+from posttrain.core.errors import ConfigError
 
 
 def generate(
@@ -51,7 +51,7 @@ def generate(
     flags = run_flags(name, model, seed, overwrite, console, plugin) | {"generate.out": out}
     flags |= sampling_flags(data, limit, endpoint, n, temperature, tools)
     resolved = resolve_for("generate", preset, set_, flags)
-    from posttrain import generate
+    from posttrain.generation import command as generate
 
     echo(generate.run(resolved))
 
@@ -95,10 +95,10 @@ def evaluate(
     With --preset, --model or --data, responses are sampled first, as `posttrain generate` does it; what an earlier
     command of the same settings has sampled is taken as it is.
     """
-    from posttrain import evaluate
-    from posttrain.evaluation.responses import newest_responses
-    from posttrain.presets import resolve
-    from posttrain.registry import load_plugins
+    from posttrain.config.presets import resolve
+    from posttrain.core.registry import load_plugins
+    from posttrain.evaluation import command as evaluate
+    from posttrain.evaluation.rows import newest_responses
 
     try:
         ks = [int(k) for k in pass_at.split(",")]

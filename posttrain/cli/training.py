@@ -52,7 +52,7 @@ def sft(
     flags = run_flags(name, model, seed, overwrite, console, plugin)
     flags |= training_flags(data, steps, workers, resume, profile)
     resolved = resolve_for("sft", preset, set_, flags)
-    from posttrain import sft
+    from posttrain.sft import command as sft
 
     echo(sft.dry_run(resolved) if dry_run else sft.run(resolved))
 
@@ -80,7 +80,7 @@ def prefer(
     flags = run_flags(name, model, seed, overwrite, console, plugin) | {"prefer.method": method}
     flags |= training_flags(data, steps, workers, resume, profile)
     resolved = resolve_for("prefer", preset, set_, flags)
-    from posttrain import prefer
+    from posttrain.preference import command as prefer
 
     echo(prefer.dry_run(resolved) if dry_run else prefer.run(resolved))
 
@@ -117,7 +117,7 @@ def rl(
     flags |= training_flags(data, steps, workers, resume, profile)
     flags |= {"rollout.replay": replay, "rollout.only": rollout_only or None}
     resolved = resolve_for("rl", preset, set_, flags)
-    from posttrain import rl
+    from posttrain.rl import loop as rl
 
     echo(rl.dry_run(resolved) if dry_run else rl.run(resolved))
 

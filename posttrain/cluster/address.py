@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from urllib.parse import urlsplit
 
-from posttrain.errors import ConfigError
+from posttrain.core.errors import ConfigError
 
 
 def check_address(address: str, deadline_s: float) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
-from posttrain.cluster.peers import Look, Peer
-from posttrain.errors import DeadlineError, PosttrainError, RunError, WorkerError, explained
+from posttrain.cluster.actors import Look, Peer
+from posttrain.core.errors import DeadlineError, PosttrainError, RunError, WorkerError, explained
 
 _DEATH_NOTICE_S = 2.0
 """How much later than a peer's error the news of a dead worker may come."""

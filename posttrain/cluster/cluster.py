@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any
 
 from posttrain.config import Config, RewardModelConfig, TrainConfig, tolerance
-from posttrain.errors import ConfigError, DeadlineError, RunError
+from posttrain.core.errors import ConfigError, DeadlineError, RunError
+from posttrain.engines.base import EngineSpec
 from posttrain.models.load import ModelSource
-from posttrain.rollout.base import EngineSpec
 from posttrain.train.spec import WorkerSpec
 
 # Seen before ray is imported: no usage reports, no log shipping of idle services.
@@ -33,11 +33,11 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from posttrain.cluster.actors import Home, Peer, actor_class
 from posttrain.cluster.calls import gather
 from posttrain.cluster.head import Head
-from posttrain.cluster.peers import Home, Peer, actor_class
-from posttrain.cluster.rewards import RemoteRewardModel, RewardActor, RewardModelSpec
-from posttrain.cluster.room import check_total, no_room
+from posttrain.cluster.placement import check_total, no_room
+from posttrain.cluster.reward_models import RemoteRewardModel, RewardActor, RewardModelSpec
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 from posttrain.cluster.trainers import TrainActor, TrainerGroup
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from posttrain.errors import WorkerError
+from posttrain.core.errors import WorkerError
 
 _EVERY_S = 2.0
 _TRY_S = 5.0

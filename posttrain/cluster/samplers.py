@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from posttrain.cluster.actors import Home, Peer, Process, Supervised
 from posttrain.cluster.calls import gather, meet
-from posttrain.cluster.peers import Home, Peer, Process, Supervised
-from posttrain.errors import PosttrainError, RunError
-from posttrain.models.buckets import Bucket, HostFile
-from posttrain.rollout.base import EngineSpec
-from posttrain.rollout.engines import open_engine
-from posttrain.types import Ids, Sample, SamplingParams
+from posttrain.core.errors import PosttrainError, RunError
+from posttrain.core.types import Ids, Sample, SamplingParams
+from posttrain.engines.base import EngineSpec
+from posttrain.engines.start import open_engine
+from posttrain.weight_sync.buckets import Bucket, HostFile
 
 _HEARTBEAT_S = 5.0
 """An engine without an answer to give says so this often, so that silence means trouble."""

@@ -11,14 +11,14 @@ import ray
 import torch
 from torch import Tensor
 
+from posttrain.cluster.actors import PULSE, Home, Peer, Supervised
 from posttrain.cluster.calls import gather, meet
-from posttrain.cluster.peers import PULSE, Home, Peer, Supervised
+from posttrain.core.errors import RunError
+from posttrain.core.registry import some
+from posttrain.core.types import Ids
 from posttrain.data.pack import PackedBatch, Placement, place
-from posttrain.errors import RunError
-from posttrain.models.buckets import Bucket, Where, mapped
-from posttrain.registry import some
 from posttrain.train.spec import LossSpec, WorkerSpec
-from posttrain.types import Ids
+from posttrain.weight_sync.buckets import Bucket, Where, mapped
 
 # Metrics that are not sums over workers.
 _SAME = {"grad_norm", "lr", "skipped"}

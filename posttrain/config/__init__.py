@@ -1,7 +1,7 @@
 """The whole configuration tree. Every default is stated in this package and nowhere else.
 
-The tree is frozen, and a key it does not know is an error. ``posttrain.presets`` fills it from TOML and remembers where
-each value came from. Imports pydantic only, so that ``posttrain --help`` stays fast.
+The tree is frozen, and a key it does not know is an error. ``posttrain.config.presets`` fills it from TOML and
+remembers where each value came from. Imports pydantic only, so that ``posttrain --help`` stays fast.
 """
 
 from posttrain.algos.bundles import ALGO_BUNDLES

@@ -189,8 +189,8 @@ def algo_bundle(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: unknown name.
     """
-    from posttrain.errors import ConfigError
-    from posttrain.registry import unknown
+    from posttrain.core.errors import ConfigError
+    from posttrain.core.registry import unknown
 
     if name not in ALGO_BUNDLES:
         raise ConfigError(f"unknown algo {name!r}", hint=unknown(name, ALGO_BUNDLES))

@@ -1,5 +1,5 @@
 """What other trainers call our keys: Hugging Face's TrainingArguments, TRL, OpenRLHF and verl, by the last part of a
-name. verl's whole keys are in ``posttrain.verl``."""
+name. verl's whole keys are in ``posttrain.interop.verl``."""
 
 from __future__ import annotations
 

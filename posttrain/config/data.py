@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from posttrain.config.base import NaturalInt, PositiveInt, Seconds, Section
-from posttrain.text import printable
+from posttrain.core.text import printable
 
 
 class RunConfig(Section):

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli
 
-from posttrain.errors import ConfigError
+from posttrain.core.errors import ConfigError
 
 _KEY = re.compile(r"\s*([\w.\"'-]+(?:\s*\.\s*[\w\"'-]+)*)\s*=")
 _HEADER = re.compile(r"\s*\[{1,2}\s*([\w.\"'\s-]+?)\s*\]{1,2}\s*(?:#.*)?$")  # and no row of an array of arrays

@@ -16,7 +16,7 @@ from posttrain.config.prefer import PreferConfig
 from posttrain.config.reward import RewardConfig, SandboxConfig
 from posttrain.config.rollout import RolloutConfig, ValConfig
 from posttrain.config.train import TrainConfig
-from posttrain.text import has_login
+from posttrain.core.text import has_login
 
 Command = Literal["sft", "prefer", "rl", "generate", "eval"]
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.errors import DataError, ModelError
+from posttrain.core.types import ToolSchema
 from posttrain.data.frames import frame, keeps_track
 from posttrain.data.messages import AnyMessage, normalize_messages, normalize_tools
 from posttrain.data.spans import AssistantSpans
 from posttrain.data.template import ChatTemplate, Span
-from posttrain.errors import DataError, ModelError
-from posttrain.types import ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

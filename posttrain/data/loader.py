@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.errors import DataError
+from posttrain.core.errors import DataError
 
 Order = np.ndarray[Any, np.dtype[np.int64]]
 """[rows] each row's index once."""

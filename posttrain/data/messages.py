@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from posttrain.errors import DataError
-from posttrain.types import ToolSchema
+from posttrain.core.errors import DataError
+from posttrain.core.types import ToolSchema
 
 AnyMessage = Mapping[str, Any]
 """A message in any of the styles that this module reads."""

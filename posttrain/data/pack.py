@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from posttrain.planning.bins import assign
-from posttrain.types import Ids
+from posttrain.core.types import Ids
+from posttrain.data.bins import assign
 
 Bools = Sequence[bool] | npt.NDArray[np.bool_]
 

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from posttrain.core.errors import DataError
+from posttrain.core.files import replacing
+from posttrain.core.registry import nearest
+from posttrain.core.types import Message, Prompt, ToolSchema
 from posttrain.data import wanted
 from posttrain.data.preferences import Preference, PreferenceRow
 from posttrain.data.schema import BaseRow, Conversation, RlhfRow, RowError, SftRow, parse_row
-from posttrain.errors import DataError
-from posttrain.files import replacing
-from posttrain.registry import nearest
-from posttrain.types import Message, Prompt, ToolSchema
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.core.types import Message, ToolSchema
 from posttrain.data.schema import BaseRow, MessageField, tool_names, typed_message
 from posttrain.data.turns import RowError, check_messages
-from posttrain.types import Message, ToolSchema
 
 
 @dataclass(frozen=True)

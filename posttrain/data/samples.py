@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from posttrain.data.ahead import Rendered, Row
+from posttrain.core.errors import DataError
+from posttrain.core.types import Message
 from posttrain.data.chat import ChatRenderer, RenderedChat
 from posttrain.data.parquet import parse_conversation, parse_preference, refuse_images
+from posttrain.data.prefetch import Rendered, Row
 from posttrain.data.schema import Conversation
 from posttrain.data.shards import Shards, shard_files
-from posttrain.errors import DataError
-from posttrain.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,10 +19,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic takes that of `typing` from Python 3.12 on
 
+from posttrain.core.errors import DataError
+from posttrain.core.types import Message, Prompt, Role, ToolCall, ToolSchema
 from posttrain.data.messages import normalize_messages, normalize_tools
 from posttrain.data.turns import IMAGE, RowError, check_messages
-from posttrain.errors import DataError
-from posttrain.types import Message, Prompt, Role, ToolCall, ToolSchema
 
 Bytes = bytes
 """The type, where a field has its name."""

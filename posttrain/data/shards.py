@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.errors import DataError
 from posttrain.data import wanted
 from posttrain.data.parquet import open_parquet
-from posttrain.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.errors import DataError
+from posttrain.core.registry import some
+from posttrain.core.types import ToolSchema
 from posttrain.data.template import ChatTemplate, Span, Traced, extend, hidden_tools
-from posttrain.errors import DataError
-from posttrain.registry import some
-from posttrain.types import ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.data.ahead import Ahead, Render, Rendered, Renderer, Row
+from posttrain.core.errors import DataError
 from posttrain.data.loader import INTERLEAVE, Order, Window, WindowOrder
+from posttrain.data.prefetch import Ahead, Render, Rendered, Renderer, Row
 from posttrain.data.shards import ShardReader, Shards
-from posttrain.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa

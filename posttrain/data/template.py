@@ -17,8 +17,8 @@ from jinja2 import Environment, Template, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.visitor import NodeTransformer
 
-from posttrain.errors import DataError
-from posttrain.types import ToolSchema
+from posttrain.core.errors import DataError
+from posttrain.core.types import ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,7 @@
 """The order of a conversation: who may speak after whom, which calls have results, and where images belong.
 
 At most one system message comes first, then a user; an assistant answers a user or a tool; a tool message answers a
-call of the assistant's turn before it. Everything here works on typed messages (``posttrain.types.Message``), whose
+call of the assistant's turn before it. Everything here works on typed messages (``core.types.Message``), whose
 content is text; an image in it is the word ``<image>``, and its bytes lie in the row's ``images``, in the same order.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from posttrain.registry import nearest
-from posttrain.types import Message, Role
+from posttrain.core.registry import nearest
+from posttrain.core.types import Message, Role
 
 IMAGE = "<image>"
 """Stands in a message's text where an image belongs, as in verl and LLaMA-Factory."""

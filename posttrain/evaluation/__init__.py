@@ -1,1 +1,1 @@
-"""Scores of responses: statistics, grading, the report, comparisons. `posttrain.evaluate` is the command."""
+"""Scores of responses: statistics, grading, the report, comparisons. `posttrain.evaluation.command` is the command."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from posttrain.errors import DataError
+from posttrain.core.errors import DataError
+from posttrain.core.statistics import difference_interval, mcnemar
+from posttrain.core.text import table
 from posttrain.evaluation.grading import Problem
-from posttrain.evaluation.statistics import difference_interval, mcnemar
-from posttrain.text import table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from posttrain.errors import ConfigError
+from posttrain.core.errors import ConfigError
+from posttrain.core.files import replacing
+from posttrain.core.text import markdown, markdown_block
+from posttrain.core.types import Message, Score
 from posttrain.evaluation.grading import Graded, failure_of
-from posttrain.files import replacing
-from posttrain.text import markdown, markdown_block
-from posttrain.track.examine import conversation
-from posttrain.types import Message, Score
+from posttrain.tracking.examine import conversation
 
 _COLUMNS = (
     "row", "sample", "data_source", "level", "kind", "response", "messages", "expected", "extracted", "score", "error",

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from posttrain.evaluation.responses import Row
+from posttrain.core.types import Score
+from posttrain.evaluation.rows import Row
 from posttrain.rewards.grade import GradeItem, GraderPool
-from posttrain.types import Score
 
 _AT_ONCE = 4096
 """Responses that are graded together, about."""

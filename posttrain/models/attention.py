@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError
+from posttrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from posttrain.models.ulysses import SequenceParallel

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.errors import ModelError
-from posttrain.registry import unknown
+from posttrain.core.errors import ModelError
+from posttrain.core.registry import unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM

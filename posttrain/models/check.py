@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from posttrain.errors import ModelError
+from posttrain.core.errors import ModelError
+from posttrain.core.registry import some
 from posttrain.models.load import ModelSource, build, load_config, load_generation_config
-from posttrain.registry import some
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,7 +26,7 @@ def check_weights(
     """
     import torch
 
-    from posttrain.models.fill import check_files
+    from posttrain.models.weights import check_files
 
     if getattr(load_config(source), "quantization_config", None) is not None:
         return  # names and shapes are those of its method, which the engine that knows it checks

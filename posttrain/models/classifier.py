@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import ModelError
+from posttrain.core.errors import ModelError
 from posttrain.models.load import ModelSource, is_verl, load_config, load_tokenizer
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from posttrain.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE
-from posttrain.errors import DataError
-from posttrain.files import replacing
+from posttrain.core.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE
+from posttrain.core.errors import DataError
+from posttrain.core.files import replacing
 from posttrain.models.classifier import (
     build_classifier,
     classifier_config,
@@ -57,7 +57,7 @@ def save_whole(
     from transformers.dynamic_module_utils import custom_object_save
 
     from posttrain.models import safetensors_writer
-    from posttrain.models.fill import stream
+    from posttrain.models.weights import stream
 
     folder.mkdir(parents=True, exist_ok=True)
     kind: torch.dtype = getattr(torch, dtype)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from posttrain.planning.sizes import GATHER_BYTES
+from posttrain.core.sizes import GATHER_BYTES
 
 _GROUP_BYTES = GATHER_BYTES
 """Of weights that are gathered at once; a larger one is alone."""

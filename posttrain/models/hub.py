@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from posttrain.errors import ConfigError, RunError
+from posttrain.core.errors import ConfigError, RunError
 
 NOT_SENT = ["base.json"]
 """Paths on this machine, see ``models.lora``."""

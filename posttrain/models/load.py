@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from posttrain.errors import ModelError, PosttrainError
+from posttrain.core.errors import ModelError, PosttrainError
 from posttrain.models.config_json import read_config_file
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
     """
     import torch
 
-    from posttrain.models.fill import fill, materialize
+    from posttrain.models.weights import fill, materialize
 
     model = build(source, dtype=dtype)
     materialize(model, torch.device("cpu"))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.planning.sizes import LOGITS_BYTES, logits_rows
+from posttrain.core.sizes import LOGITS_BYTES, logits_rows
 
 BUFFER_BYTES = LOGITS_BYTES
 """Room for logits, which their gradients then overwrite (on a GPU)."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, ModelError
+from posttrain.core.errors import ConfigError, ModelError
 from posttrain.models.gather import whole, whole_many
 from posttrain.models.load import ModelSource, build, digest
 

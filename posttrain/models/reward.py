@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ConfigError, ModelError
+from posttrain.core.errors import ConfigError, ModelError
+from posttrain.core.registry import some
+from posttrain.core.types import Message, Score
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import build_classifier
 from posttrain.models.load import ModelSource, load_config, loading, locate, read_tokenizer
-from posttrain.registry import some
-from posttrain.types import Message, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -182,7 +182,7 @@ def _load(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     """The model with its weights, on the CPU. Raises ``ModelError``, also for weights that the files do not hold."""
     from transformers import AutoModelForSequenceClassification
 
-    from posttrain.models.fill import check_finite  # the driver, which imports this module, is spared it
+    from posttrain.models.weights import check_finite  # the driver, which imports this module, is spared it
 
     with loading(source):
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from posttrain.errors import ModelError
+from posttrain.core.errors import ModelError
 from posttrain.models.load import is_verl
 
 Reader = Callable[[Mapping[str, Tensor]], None]

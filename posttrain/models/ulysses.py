@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from posttrain.errors import ConfigError
+from posttrain.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

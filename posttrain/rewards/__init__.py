@@ -11,10 +11,10 @@ from collections.abc import Callable
 from math import isfinite  # `math` is the name of a grader in this package
 from typing import Any, Protocol, TypeVar
 
-from posttrain.errors import ConfigError
-from posttrain.registry import Registry, nearest
-from posttrain.types import Score
-from posttrain.usercode import described
+from posttrain.core.errors import ConfigError
+from posttrain.core.plugins import described
+from posttrain.core.registry import Registry, nearest
+from posttrain.core.types import Score
 
 __all__ = [
     "DATA_SOURCES",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from posttrain.types import Score, Trajectory
+from posttrain.core.types import Score, Trajectory
 
 
 class EpisodeScorer(Protocol):

@@ -7,9 +7,9 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
+from posttrain.core.types import Score
 from posttrain.rewards import cheap
 from posttrain.rewards.boxed import last_boxed
-from posttrain.types import Score
 
 _LETTERS = r"[A-J](?:\s*+(?:(?:,|、|和|及|与|或|\band\b|\bor\b|&)\s*+)?[A-J])*+"
 _OPENING = r"(?:\\(?:text|textbf|mathrm|mathbf)\s*+\{\s*+)?\(?\s*+"

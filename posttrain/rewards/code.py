@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.core.types import Score
 from posttrain.rewards import item_deadline_s, sandboxed
 from posttrain.sandbox import CallTest, RunResult, Sandbox, TestResult, check_solution, shared_sandbox
 from posttrain.sandbox.same import close
-from posttrain.types import Score
 
 TEST_DEADLINE_S = 10.0
 """Longest time for one test, unless the row's ``extra_info["time_limit_s"]`` says otherwise."""

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from posttrain.config import RewardConfig
-from posttrain.errors import RunError
+from posttrain.core.errors import RunError
+from posttrain.core.types import Score, Trajectory
 from posttrain.rewards.base import EpisodeScorer
 from posttrain.rewards.grade import GradeItem, GraderPool
-from posttrain.types import Score, Trajectory
 
 
 class Rewarder:

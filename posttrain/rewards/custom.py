@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.errors import CodeError, ConfigError
-from posttrain.registry import load_object
+from posttrain.core.errors import CodeError, ConfigError
+from posttrain.core.plugins import definition_of, innermost_is_in_a_file, with_place
+from posttrain.core.registry import load_object
+from posttrain.core.types import Score
 from posttrain.rewards import checked, raised
-from posttrain.types import Score
-from posttrain.usercode import definition_of, innermost_is_in_a_file, with_place
 
 RewardFunction = Callable[..., Any]
 """``(data_source, solution_str, ground_truth, extra_info, **kwargs)``, the signature verl uses; plain or ``async``."""

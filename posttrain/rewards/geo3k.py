@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from posttrain.core.types import Score
 from posttrain.rewards.boxed import last_boxed
 from posttrain.rewards.symbolic import equal, read_answer, read_gold
-from posttrain.types import Score
 
 FORMAT_WEIGHT = 0.1
 

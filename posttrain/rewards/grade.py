@@ -25,11 +25,11 @@ from typing import Any
 import psutil
 
 from posttrain.config import RewardConfig, SandboxConfig
-from posttrain.registry import load_plugins
+from posttrain.core.registry import load_plugins
+from posttrain.core.types import Score
 from posttrain.rewards import compute_score, failed, is_cheap, raised, set_item_deadline
 from posttrain.rewards.custom import RewardFunction, call_function, load_function
 from posttrain.sandbox import configure
-from posttrain.types import Score
 
 START_DEADLINE_S = 60.0
 """Longest wait for a grader process to import the plugins. It does not count against the first item."""

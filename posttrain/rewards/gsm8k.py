@@ -6,8 +6,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from posttrain.core.types import Score
 from posttrain.rewards import cheap
-from posttrain.types import Score
 
 # Digits with or without thousands separators; not part of a fraction, time, power of ten or broken grouping.
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import httpx
 
 from posttrain.config import JudgeConfig
-from posttrain.endpoint import Endpoint, Unanswered, api_key, http_url
-from posttrain.errors import ConfigError, RunError
+from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.http import Endpoint, Unanswered, api_key, http_url
+from posttrain.core.types import Message, Score, Trajectory
 from posttrain.rewards import failed
-from posttrain.types import Message, Score, Trajectory
 
 _PLACEHOLDERS = ("conversation", "response", "question", "ground_truth")
 

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.core.types import Score
 from posttrain.rewards import cheap
 from posttrain.rewards.boxed import after
-from posttrain.types import Score
 
 _ROLE = re.compile(
     r"(?<![\w'])([^\W\d_][\w'-]{0,40})\**\s?(?:(is|:|=|-|\u2013)\s?(not\s)?|(isn't)\s)\**\s?(?:an?\s)?\**(knight|knave)(?![a-z])",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from posttrain.core.types import Score
 from posttrain.rewards import cheap
 from posttrain.rewards.boxed import last_boxed, truth_text
 from posttrain.rewards.normal_form import same_answer
-from posttrain.types import Score
 
 
 @cheap

@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from posttrain.core.types import Score
 from posttrain.rewards import cheap
 from posttrain.rewards.boxed import last_boxed, truth_text
 from posttrain.rewards.normal_form import tidy
-from posttrain.types import Score
 
 WINDOW = 300
 """Characters at the end of a response that are searched for the answer line; DAPO's number."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from posttrain.core.types import Score
 from posttrain.rewards.boxed import after, answer_phrase, last_boxed
 from posttrain.rewards.symbolic import Answer, as_word, equal, find_answer, read_gold
-from posttrain.types import Score
 
 
 def grade(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score:

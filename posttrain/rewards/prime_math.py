@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from posttrain.core.types import Score
 from posttrain.rewards.boxed import last_boxed, truth_text
 from posttrain.rewards.normal_form import same_answer, tidy
 from posttrain.rewards.symbolic import equal, read_answer, read_gold
-from posttrain.types import Score
 
 LONGEST_BARE = 500
 """Characters of the longest response without a box that may be an answer itself."""

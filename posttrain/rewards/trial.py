@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 
 from posttrain.config import RewardConfig, SandboxConfig
-from posttrain.errors import CodeError
+from posttrain.core.errors import CodeError
+from posttrain.core.types import Prompt
 from posttrain.rewards.custom import BrokenFunction, load_function
 from posttrain.rewards.grade import GradeItem, GraderPool
-from posttrain.types import Prompt
 
 
 def try_function(

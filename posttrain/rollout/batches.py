@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.core.errors import RunError
+from posttrain.core.types import ON_POLICY, Prompt, Sampling, Trajectory
 from posttrain.data.loader import BatchOrder
-from posttrain.errors import RunError
 from posttrain.rollout.source import Group, RolloutStats, TrajectorySource
-from posttrain.types import ON_POLICY, Prompt, Sampling, Trajectory
 
 
 @dataclass

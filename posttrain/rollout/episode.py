@@ -15,20 +15,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.config import RolloutConfig
+from posttrain.core.errors import CodeError, PosttrainError, RunError
+from posttrain.core.plugins import described_briefly, expect, user_code
+from posttrain.core.types import ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
 from posttrain.data.chat import ChatDeltas, decode, render_prompt
-from posttrain.errors import CodeError, PosttrainError, RunError
 from posttrain.rollout.interaction import UserTurn
 from posttrain.rollout.record import Record
 from posttrain.rollout.seeds import seed_of
 from posttrain.tools.base import Tool, ToolResult, cut
 from posttrain.tools.formats import ParsedCall, ToolParser
-from posttrain.types import ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
-from posttrain.usercode import described_briefly, expect, user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from posttrain.rollout.base import Generator
+    from posttrain.engines.base import Generator
     from posttrain.rollout.interaction import Interaction
 
 EpisodeState = Literal["pending", "running", "tool_calling", "completed", "failed"]

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from posttrain.errors import ConfigError
-from posttrain.registry import Registry
+from posttrain.core.errors import ConfigError
+from posttrain.core.plugins import user_code
+from posttrain.core.registry import Registry
+from posttrain.core.types import Message, Prompt
 from posttrain.tools.options import check_options
-from posttrain.types import Message, Prompt
-from posttrain.usercode import user_code
 
 
 @dataclass(frozen=True)

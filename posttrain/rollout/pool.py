@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from posttrain.errors import DeadlineError, PosttrainError, RunError, WorkerError
-from posttrain.types import Ids, Sample, SamplingParams
+from posttrain.core.errors import DeadlineError, PosttrainError, RunError, WorkerError
+from posttrain.core.types import Ids, Sample, SamplingParams
 
 if TYPE_CHECKING:
-    from posttrain.rollout.base import Sampler
+    from posttrain.engines.base import Sampler
 
 Restart = Callable[[int], Awaitable["Sampler"]]
 """Starts sampler ``index`` anew, with the current weights."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.types import Sample
+from posttrain.core.types import Sample
 
 
 class Record:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from posttrain.core.types import ON_POLICY, Failure, Prompt, Sampling, Trajectory
 from posttrain.rewards.compose import Rewarder
 from posttrain.rollout.episode import Environment, Episode, EpisodeState, in_flight
-from posttrain.types import ON_POLICY, Failure, Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
     from posttrain.rollout.pool import SamplerPool

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from posttrain.core.types import Prompt, Sampling, Trajectory
 from posttrain.rollout.episode import Environment, Episode, in_flight
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.seeds import seed_of
-from posttrain.types import Prompt, Sampling, Trajectory
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from posttrain.errors import ConfigError, RunError
+from posttrain.core.errors import ConfigError, RunError
 
 RunStatus = Literal["ok", "error", "timeout", "memory", "output", "aborted"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from posttrain.config import SandboxConfig
-from posttrain.endpoint import api_key, http_url
+from posttrain.core.http import api_key, http_url
 from posttrain.sandbox.base import RunResult, SandboxError, SandboxUnavailable, Session
 from posttrain.sandbox.bundle import harness_program
 

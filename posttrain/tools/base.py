@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Union, get_args, get_origin
 
-from posttrain.errors import ConfigError, DataError
-from posttrain.registry import Registry
-from posttrain.types import Prompt, ToolSchema
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.registry import Registry
+from posttrain.core.types import Prompt, ToolSchema
 
 
 @dataclass(frozen=True)

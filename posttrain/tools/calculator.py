@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from posttrain.core.types import ToolSchema
 from posttrain.tools.base import Tool, ToolResult
-from posttrain.types import ToolSchema
 
 Number = int | float
 

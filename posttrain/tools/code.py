@@ -7,12 +7,12 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.errors import ConfigError
+from posttrain.core.errors import ConfigError
+from posttrain.core.types import Prompt, ToolSchema
 from posttrain.sandbox import check_sandbox, configured
 from posttrain.sandbox.base import RunResult
 from posttrain.sandbox.pool import PooledSession, SandboxBusy, SandboxPool
 from posttrain.tools.base import Tool, ToolResult, cut
-from posttrain.types import Prompt, ToolSchema
 
 FUNCTION = "code_interpreter"
 SCHEMA: ToolSchema = {

@@ -15,10 +15,10 @@ from typing import Any, TypeVar, overload
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from posttrain.errors import ConfigError, DataError
-from posttrain.registry import load_object
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.registry import load_object
+from posttrain.core.types import Prompt
 from posttrain.tools.base import TOOLS, Tool, ToolResult, function_schema, row_kwargs
-from posttrain.types import Prompt
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from posttrain.errors import DataError
+from posttrain.core.errors import DataError
+from posttrain.core.types import Prompt, ToolSchema
 from posttrain.rewards.gsm8k import extract, last_number, parse_number
 from posttrain.tools.base import Tool, ToolResult, row_kwargs
-from posttrain.types import Prompt, ToolSchema
 
 FUNCTION = "calc_gsm8k_reward"
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from pydantic import Field
 
-from posttrain.endpoint import api_key, http_url
-from posttrain.errors import ConfigError
-from posttrain.registry import nearest
+from posttrain.core.errors import ConfigError
+from posttrain.core.http import api_key, http_url
+from posttrain.core.registry import nearest
+from posttrain.core.types import ToolSchema
 from posttrain.tools.base import Tool, ToolResult
-from posttrain.types import ToolSchema
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.errors import ConfigError
-from posttrain.registry import nearest
+from posttrain.core.errors import ConfigError
+from posttrain.core.registry import nearest
 from posttrain.tools.base import docstring_parts
 
 REQUIRED = inspect.Parameter.empty

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import httpx
 from pydantic import Field
 
-from posttrain.endpoint import Endpoint, Unanswered, api_key, http_url
+from posttrain.core.http import Endpoint, Unanswered, api_key, http_url
+from posttrain.core.types import ToolSchema
 from posttrain.tools.base import Tool, ToolResult
-from posttrain.types import ToolSchema
 
 PositiveInt = Annotated[int, Field(gt=0)]
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain.config import SandboxConfig
-from posttrain.errors import CodeError, ConfigError
-from posttrain.registry import load_object, nearest
+from posttrain.core.errors import CodeError, ConfigError
+from posttrain.core.plugins import definition_of, described, user_code, with_place
+from posttrain.core.registry import load_object, nearest
+from posttrain.core.types import ToolSchema
 from posttrain.tools.base import TOOLS, Tool
 from posttrain.tools.functions import from_function
 from posttrain.tools.options import check_options
 from posttrain.tools.verl import REPLACEMENTS, Entry, read_tool_file
-from posttrain.types import ToolSchema
-from posttrain.usercode import definition_of, described, user_code, with_place
 
 Tables = Mapping[str, Mapping[str, Any]]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import SandboxConfig
-from posttrain.errors import ConfigError
-from posttrain.types import ToolSchema
+from posttrain.core.errors import ConfigError
+from posttrain.core.types import ToolSchema
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import UserError
-from posttrain.files import remove, sync, write_text
+from posttrain.core.errors import UserError
+from posttrain.core.files import remove, sync, write_text
 
 Digest = dict[str, Any]
 """``bytes`` and ``sha256`` of a file"""
 
 PROBE = "probe.json"
-"""What the trainer said of two fixed texts; see ``posttrain.probe``."""
+"""What the trainer said of two fixed texts; see ``posttrain.runs.probe``."""
 
 _READERS = 8
 """Files that are hashed at the same time."""

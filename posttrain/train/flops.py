@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from posttrain.planning.flops import Flops
-from posttrain.planning.machines import gpu_of_name
+from posttrain.core.flops import Flops
+from posttrain.core.machines import gpu_of_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from posttrain.errors import ModelError
+from posttrain.core.errors import ModelError
 from posttrain.models.attention import Ragged
 from posttrain.models.classifier import VALUE_HEAD
 from posttrain.models.logprobs import TokenLoss, pick_rows, token_logprobs, tokenwise_loss

@@ -21,18 +21,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from posttrain.algos import losses
 from posttrain.algos.gap import gap_sums
+from posttrain.core import rendezvous, sizes
+from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
-from posttrain.errors import RunError
-from posttrain.models import attention, lora, rendezvous
-from posttrain.models.buckets import Bucket, Outlet, Where
-from posttrain.models.fill import fill, materialize
-from posttrain.models.invariant import use_invariant_products
+from posttrain.models import attention, lora
+from posttrain.models.batch_invariant import use_invariant_products
 from posttrain.models.load import build, dropout_settings
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.shards import nonfinite
 from posttrain.models.ulysses import SequenceParallel, check_heads
-from posttrain.planning import sizes
-from posttrain.planning.schedule import learning_rate
+from posttrain.models.weights import fill, materialize
 from posttrain.train import checkpoint, saver
 from posttrain.train.flops import model_flops, peak_flops
 from posttrain.train.microbatch import MicroBatch
@@ -46,7 +44,9 @@ from posttrain.train.optim import (
 )
 from posttrain.train.parallel import parallelize, reshard, sharding_mesh
 from posttrain.train.profile import Profiler
+from posttrain.train.schedule import learning_rate
 from posttrain.train.spec import LossSpec, WorkerSpec, loss_params
+from posttrain.weight_sync.buckets import Bucket, Outlet, Where
 
 
 class TrainWorker:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain import report
+from posttrain.runs import report
 from tests.browser.pages import drawn, opened
-from tests.unit.written_runs import HOSTILE, episode, many, write_run
+from tests.helpers.written_runs import HOSTILE, episode, many, write_run
 
 pytestmark = pytest.mark.browser
 

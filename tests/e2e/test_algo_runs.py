@@ -9,27 +9,27 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain import rl
 from posttrain.algos.catalog import ADVANTAGES
 from posttrain.algos.losses import value
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.config import ALGO_BUNDLES, Config
+from posttrain.config.presets import resolve
+from posttrain.core.errors import ConfigError
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import write_rows
-from posttrain.data.traces import Traces, fingerprint
-from posttrain.errors import ConfigError
 from posttrain.models.builtin import builtin_tokenizer, create_builtin
-from posttrain.models.fill import fill
 from posttrain.models.load import ModelSource, load_model, locate
-from posttrain.presets import resolve
-from posttrain.rl_batch import pack, usable
-from posttrain.rl_learner import Learner, kl_in_reward
-from posttrain.runs import RunDir, StopSignal
-from posttrain.track import Tracker
+from posttrain.models.weights import fill
+from posttrain.rl import loop as rl
+from posttrain.rl.batch import pack, usable
+from posttrain.rl.learner import Learner, kl_in_reward
+from posttrain.rollout.files import Traces, fingerprint
+from posttrain.runs.run import RunDir, StopSignal
+from posttrain.runs.training import TrainingRun
+from posttrain.tracking import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.spec import LossSpec
-from posttrain.training import TrainingRun
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ PLUGIN = """
 import zlib
 
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
-from posttrain.types import Score
+from posttrain.core.types import Score
 
 DATA_SOURCES["test/any"] = "any"
 DATA_SOURCES["test/same"] = "same"

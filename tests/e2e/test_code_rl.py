@@ -10,11 +10,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from posttrain import generate, prep, rl, sft
 from posttrain.cluster.cluster import local_ray
-from posttrain.evaluate import evaluate
-from posttrain.presets import resolve
-from tests.unit.test_sandbox import REASON
+from posttrain.config.presets import resolve
+from posttrain.evaluation.command import evaluate
+from posttrain.generation import command as generate
+from posttrain.prep import command as prep
+from posttrain.rl import loop as rl
+from posttrain.sft import command as sft
+from tests.unit.sandbox.test_sandbox import REASON
 
 pytestmark = [
     pytest.mark.slow,

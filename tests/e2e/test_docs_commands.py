@@ -41,8 +41,8 @@ HERE: dict[str, list[str]] = {
     "posttrain prep gsm8k --source path/to/gsm8k --val-fraction 0.05 --decontaminate test --tokenizer builtin:tiny "
     "--out data/clean": ["--limit", "40"],
     "posttrain prep larger --plugin examples/my_task.py": [],
-    "posttrain import-verl tests/unit/verl_scripts/gsm8k_grpo.sh": [],
-    "posttrain import-verl tests/unit/verl_scripts/sft.sh 8 checkpoints/sft --keys": [],
+    "posttrain import-verl tests/unit/interop/verl/verl_scripts/gsm8k_grpo.sh": [],
+    "posttrain import-verl tests/unit/interop/verl/verl_scripts/sft.sh 8 checkpoints/sft --keys": [],
     "posttrain doctor --quick": [],
     "posttrain plan --preset qwen2.5-0.5b-gsm8k --gpu h200": FRESH,
     "posttrain plan --preset qwen2.5-coder-7b-sft --gpu h100 --gpus 8 --model config.json --length 1200": [],

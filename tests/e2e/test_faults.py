@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain import merge_ckpt, prep, sft
+from posttrain import merge_ckpt
 from posttrain.cluster.trainers import TrainerGroup
-from posttrain.errors import Interrupted
+from posttrain.config.presets import resolve
+from posttrain.core.errors import Interrupted
 from posttrain.models.load import load_model, locate
-from posttrain.presets import resolve
+from posttrain.prep import command as prep
+from posttrain.sft import command as sft
 from posttrain.train import checkpoint
 
 STEPS = 10

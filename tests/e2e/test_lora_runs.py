@@ -15,19 +15,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from posttrain import generate, merge_ckpt, prep, rl, sft
+from posttrain import merge_ckpt
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.cluster.routes import Router
-from posttrain.cluster.sync import publish
 from posttrain.config import Config
+from posttrain.config.presets import resolve
+from posttrain.core.errors import Interrupted
 from posttrain.data.pack import PackedBatch
-from posttrain.errors import Interrupted
+from posttrain.generation import command as generate
 from posttrain.models.builtin import create_builtin
 from posttrain.models.load import ModelSource, load_model, locate
-from posttrain.presets import resolve
+from posttrain.prep import command as prep
+from posttrain.rl import loop as rl
+from posttrain.sft import command as sft
 from posttrain.train import checkpoint
 from posttrain.train.spec import LossSpec
+from posttrain.weight_sync.publish import publish
+from posttrain.weight_sync.transfers import Router
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -307,7 +311,7 @@ def test_rl_on_a_lora_run_with_its_base_as_reference(place, roles):
 
 
 def test_rl_that_was_stopped_goes_on(place, monkeypatch):
-    from posttrain.training import TrainingRun
+    from posttrain.runs.training import TrainingRun
 
     save = TrainingRun.save
 

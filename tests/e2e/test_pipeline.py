@@ -295,7 +295,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.rollout.hf import HFSampler
+from posttrain.engines.hf import HFSampler
 from posttrain.train import worker
 
 FLAG = Path(__file__).with_name("flag")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain import plan
-from posttrain.planning.schedule import learning_rate
+from posttrain.plan import command as plan
+from posttrain.train.schedule import learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 SFT = ("sft", "--preset", "tiny-arith-sft", "--steps", "2", "--set", "train.tokens_per_microbatch=600")

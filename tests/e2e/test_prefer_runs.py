@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from posttrain import merge_ckpt, prefer
+from posttrain import merge_ckpt
 from posttrain.cluster.cluster import Cluster, local_ray
+from posttrain.config.presets import resolve
+from posttrain.core.errors import ConfigError, DataError, Interrupted
 from posttrain.data.parquet import read_preferences, write_rows
-from posttrain.errors import ConfigError, DataError, Interrupted
 from posttrain.models.builtin import builtin_tokenizer, create_builtin
 from posttrain.models.load import load_model, locate
 from posttrain.models.reward import RewardModel
-from posttrain.presets import resolve
+from posttrain.preference import command as prefer
+from posttrain.runs.training import TrainingRun
 from posttrain.train import checkpoint
-from posttrain.training import TrainingRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 

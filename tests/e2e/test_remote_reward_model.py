@@ -11,11 +11,11 @@ from transformers import Qwen2ForSequenceClassification
 
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.config import Config, RewardModelConfig
-from posttrain.errors import DeadlineError, ModelError, WorkerError
+from posttrain.core.errors import DeadlineError, ModelError, WorkerError
+from posttrain.core.types import Prompt, Trajectory
 from posttrain.models.builtin import builtin_config, builtin_tokenizer
 from posttrain.models.reward import RewardModel
 from posttrain.rewards.base import EpisodeScorer
-from posttrain.types import Prompt, Trajectory
 
 pytestmark = pytest.mark.slow
 

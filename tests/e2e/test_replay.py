@@ -6,11 +6,11 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
-from posttrain import rl
 from posttrain.cluster.cluster import local_ray
+from posttrain.config.presets import resolve
+from posttrain.core.errors import Interrupted
 from posttrain.data.parquet import write_rows
-from posttrain.errors import Interrupted
-from posttrain.presets import resolve
+from posttrain.rl import loop as rl
 from posttrain.train import checkpoint
 
 PLUGIN = """
@@ -19,7 +19,7 @@ import zlib
 from pathlib import Path
 
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
-from posttrain.types import Score
+from posttrain.core.types import Score
 
 DATA_SOURCES["test/any"] = "any"
 STOP = Path(__file__).with_name("stop")

@@ -6,18 +6,18 @@ import re
 
 import pytest
 
-from posttrain import rl
 from posttrain.cluster.cluster import local_ray
+from posttrain.config.presets import resolve
+from posttrain.core.errors import ConfigError, PosttrainError, RunError
 from posttrain.data.parquet import write_rows
-from posttrain.errors import ConfigError, PosttrainError, RunError
-from posttrain.presets import resolve
-from posttrain.track.warnings import read_warnings
-from tests.unit.test_sandbox import REASON
+from posttrain.rl import loop as rl
+from posttrain.tracking.warnings import read_warnings
+from tests.unit.sandbox.test_sandbox import REASON
 
 PLUGIN = """
 import time, zlib
 from posttrain.rewards import DATA_SOURCES, GRADERS
-from posttrain.types import Score
+from posttrain.core.types import Score
 
 DATA_SOURCES["test/moody"] = "moody"
 

@@ -9,16 +9,16 @@ import torch
 
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.config import Config
-from posttrain.errors import RunError, WorkerError
+from posttrain.core.errors import RunError, WorkerError
+from posttrain.core.types import Prompt, SamplingParams
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
-from posttrain.rl_batch import pack, usable
+from posttrain.rl.batch import pack, usable
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
-from posttrain.startup import build_environment, open_model
-from posttrain.types import Prompt, SamplingParams
+from posttrain.runs.preflight import build_environment, open_model
 
 SOURCE = ModelSource("builtin:tiny")
 TOKENIZER = builtin_tokenizer("tiny")

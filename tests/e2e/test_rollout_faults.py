@@ -9,17 +9,17 @@ import time
 import psutil
 import pytest
 
-from posttrain import rl
 from posttrain.cluster.cluster import local_ray
+from posttrain.config.presets import resolve
+from posttrain.core.errors import WorkerError
 from posttrain.data.parquet import write_rows
-from posttrain.errors import WorkerError
-from posttrain.presets import resolve
+from posttrain.rl import loop as rl
 
 PLUGIN = """
 import asyncio, os
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.rollout.interaction import INTERACTIONS, Interaction, UserTurn
-from posttrain.types import Score
+from posttrain.core.types import Score
 
 DATA_SOURCES["test/varied"] = "varied"
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from posttrain import prep
 from posttrain.cli import app
 from posttrain.cluster.cluster import local_ray
-from posttrain.reporting.folder import RunFolder
-from posttrain.track.log import DRIVER, worker_log
+from posttrain.prep import command as prep
+from posttrain.tracking.log import DRIVER, worker_log
+from posttrain.tracking.report.folder import RunFolder
 from posttrain.train import checkpoint
-from tests.small_disk import small_disk
+from tests.helpers.small_disk import small_disk
 
 REPO = Path(__file__).parents[2]
 

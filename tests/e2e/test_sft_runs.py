@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 
-from posttrain import sft
 from posttrain.cluster.cluster import local_ray
+from posttrain.config.presets import resolve
+from posttrain.core.errors import ConfigError, RunError
 from posttrain.data.parquet import Conversation, sft_row, write_rows
-from posttrain.errors import ConfigError, RunError
 from posttrain.models.builtin import builtin_tokenizer, create_builtin
-from posttrain.presets import resolve
-from posttrain.track.warnings import read_warnings
+from posttrain.sft import command as sft
+from posttrain.tracking.warnings import read_warnings
 from posttrain.train import checkpoint
 
 

@@ -15,12 +15,12 @@ import ray
 from ray.cluster_utils import Cluster as RayNodes
 
 from posttrain.algos.reduce import token_weights
+from posttrain.cluster.actors import Peer, Supervised, actor_class
 from posttrain.cluster.calls import gather, meet
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.cluster.peers import Peer, Supervised, actor_class
 from posttrain.config import Config
+from posttrain.core.errors import ConfigError, DeadlineError, PosttrainError, WorkerError
 from posttrain.data.pack import PackedBatch
-from posttrain.errors import ConfigError, DeadlineError, PosttrainError, WorkerError
 from posttrain.models.load import ModelSource
 from posttrain.train.spec import LossSpec
 

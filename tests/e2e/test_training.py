@@ -16,31 +16,32 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from posttrain import rl, sft
 from posttrain.algos.reduce import token_weights
+from posttrain.cluster.actors import Peer
 from posttrain.cluster.calls import gather
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.cluster.peers import Peer
-from posttrain.cluster.routes import Router
 from posttrain.cluster.samplers import RemoteSampler
-from posttrain.cluster.sync import publish
 from posttrain.config import AlgoConfig, Config
+from posttrain.config.presets import resolve
+from posttrain.core.errors import DeadlineError, Interrupted, PosttrainError, RunError, WeightSyncError, WorkerError
+from posttrain.core.types import SamplingParams
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import Conversation, sft_row, write_rows
-from posttrain.errors import DeadlineError, Interrupted, PosttrainError, RunError, WeightSyncError, WorkerError
 from posttrain.models.attention import Ragged, choose
-from posttrain.models.buckets import Bucket
 from posttrain.models.builtin import builtin_tokenizer
-from posttrain.models.fill import fill
 from posttrain.models.load import ModelSource, load_model
-from posttrain.presets import resolve
-from posttrain.runs import RunPlace, StopSignal
-from posttrain.track import Tracker
+from posttrain.models.weights import fill
+from posttrain.rl import loop as rl
+from posttrain.runs.run import RunPlace, StopSignal
+from posttrain.runs.training import TrainingRun
+from posttrain.sft import command as sft
+from posttrain.tracking import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.model import PackedLM
 from posttrain.train.spec import LossSpec
-from posttrain.training import TrainingRun
-from posttrain.types import SamplingParams
+from posttrain.weight_sync.buckets import Bucket
+from posttrain.weight_sync.publish import publish
+from posttrain.weight_sync.transfers import Router
 
 SOURCE = ModelSource("builtin:tiny")
 EOS = builtin_tokenizer("tiny").eos_token_id
@@ -659,7 +660,7 @@ def test_a_run_that_was_stopped_twice_equals_one_that_was_not(sft_run, tmp_path)
 INTERRUPTING = """
 import signal
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
-from posttrain.types import Score
+from posttrain.core.types import Score
 
 DATA_SOURCES["test/interrupting"] = "interrupting"
 seen = []

@@ -14,18 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from posttrain import generate, prep
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.cluster.routes import ByBroadcast, Router
-from posttrain.cluster.sync import publish
 from posttrain.config import Config
-from posttrain.errors import RunError, WeightSyncError
-from posttrain.models.buckets import Outlet, views
+from posttrain.config.presets import resolve
+from posttrain.core.errors import RunError, WeightSyncError
+from posttrain.core.types import SamplingParams
+from posttrain.generation import command as generate
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model
-from posttrain.presets import resolve
+from posttrain.prep import command as prep
 from posttrain.rollout.pool import SamplerPool
-from posttrain.types import SamplingParams
+from posttrain.weight_sync.buckets import Outlet, views
+from posttrain.weight_sync.publish import publish
+from posttrain.weight_sync.transfers import ByBroadcast, Router
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 vllm = pytest.importorskip("vllm")

@@ -10,13 +10,13 @@ import psutil
 import pytest
 
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.cluster.routes import ByBroadcast, Router, ThroughTheHost
-from posttrain.cluster.sync import WeightSync, publish
 from posttrain.cluster.trainers import canary_batch
 from posttrain.config import Config
-from posttrain.errors import WeightSyncError
+from posttrain.core.errors import WeightSyncError
+from posttrain.core.types import SamplingParams
 from posttrain.models.load import ModelSource
-from posttrain.types import SamplingParams
+from posttrain.weight_sync.publish import WeightSync, publish
+from posttrain.weight_sync.transfers import ByBroadcast, Router, ThroughTheHost
 
 SOURCE = ModelSource("builtin:tiny")
 CANARY = [list(range(5, 45)), [3, 1, 2], list(range(90, 300, 2))]

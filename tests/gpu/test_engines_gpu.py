@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.cluster.routes import ByBroadcast, OnTheGPU
-from posttrain.cluster.sync import WeightSync
 from posttrain.config import Config
+from posttrain.core.types import SamplingParams
 from posttrain.models.load import ModelSource
-from posttrain.types import SamplingParams
+from posttrain.weight_sync.publish import WeightSync
+from posttrain.weight_sync.transfers import ByBroadcast, OnTheGPU
 
 TOKENIZER = os.environ.get("POSTTRAIN_GPU_TOKENIZER", "")
 GSM8K = os.environ.get("POSTTRAIN_GPU_GSM8K", "")

@@ -29,7 +29,7 @@ PLUGIN = """
 import zlib
 
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
-from posttrain.types import Score
+from posttrain.core.types import Score
 
 DATA_SOURCES["test/any"] = "any"
 

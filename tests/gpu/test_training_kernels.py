@@ -212,7 +212,7 @@ def test_compiled_layers_compute_what_eager_ones_do(folder, param_dtype, activat
     _, compiled = curve(folder, compile="on", **options)
     counters = torch._dynamo.utils.counters
     assert not counters["graph_break"], dict(counters["graph_break"])
-    # One graph for all layers, of any length; tests/unit/test_parallel.py counts exactly.
+    # One graph for all layers, of any length; tests/unit/train/test_parallel.py counts exactly.
     assert counters["stats"]["unique_graphs"] <= 3, dict(counters["stats"])
     _, eager = curve(folder, compile="off", param_dtype=param_dtype)
     for (loss, norm), (eager_loss, eager_norm) in zip(compiled, eager, strict=True):

@@ -1,6 +1,6 @@
 """How models write tool calls: one short file a format, the registry of formats, and a template's format."""
 
-from posttrain.registry import Registry
+from posttrain.core.registry import Registry
 from posttrain.tools.formats.base import ParsedCall, ParsedTurn, ToolParser
 from posttrain.tools.formats.detect import detect
 

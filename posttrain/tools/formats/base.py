@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from posttrain.core.types import ToolSchema
 from posttrain.tools.formats.json_text import BadJson, read_json, write_json
-from posttrain.types import ToolSchema
 
 
 @dataclass(frozen=True)

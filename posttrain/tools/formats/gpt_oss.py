@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from posttrain.core.types import ToolSchema
 from posttrain.tools.formats.base import ParsedCall, ParsedTurn, ToolParser, to_call
 from posttrain.tools.formats.json_text import BadJson, read_json, skip_space, write_json
-from posttrain.types import ToolSchema
 
 _PREFIX = "functions."
 _START = "<|start|>assistant"

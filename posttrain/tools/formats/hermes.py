@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from posttrain.core.types import ToolSchema
 from posttrain.tools.formats.base import BlockFormat, ParsedCall, object_to_call, unreadable
 from posttrain.tools.formats.json_text import BadJson, read_json, skip_space, write_json
-from posttrain.types import ToolSchema
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAG = re.compile(r"</?tool_call>")

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.core.types import ToolSchema
 from posttrain.tools.formats.base import BlockFormat, ParsedCall, object_to_call
 from posttrain.tools.formats.json_text import BadJson, read_json, write_json
-from posttrain.types import ToolSchema
 
 _TAG = "<|python_tag|>"
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from posttrain.core.types import ToolSchema
 from posttrain.tools.formats.base import BlockFormat, ParsedCall, object_to_call, to_call
 from posttrain.tools.formats.json_text import BadJson, read_json, write_json
-from posttrain.types import ToolSchema
 
 _MARK = "[TOOL_CALLS]"
 

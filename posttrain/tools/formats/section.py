@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from posttrain.core.types import ToolSchema
 from posttrain.tools.formats.base import BlockFormat, ParsedCall, to_call, unreadable
 from posttrain.tools.formats.json_text import BadJson, read_json
-from posttrain.types import ToolSchema
 
 
 class SectionFormat(BlockFormat):

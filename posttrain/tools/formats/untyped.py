@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from posttrain.core.types import ToolSchema
 from posttrain.tools.formats.base import BlockFormat, ParsedCall, to_call, unreadable
 from posttrain.tools.formats.json_text import finite, read_json, write_json
-from posttrain.types import ToolSchema
 
 
 class UntypedFormat(BlockFormat):

@@ -1,0 +1,1 @@
+"""What every package needs and none is about: data types, errors, registries, plugins, atomic files, HTTP."""

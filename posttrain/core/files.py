@@ -1,0 +1,103 @@
+"""Files and folders that are there whole or not at all, and what a person is told when one cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from posttrain.core.errors import explained
+
+
+@contextmanager
+def writing(path: str | Path, *, hint: str | None = None) -> Iterator[None]:
+    """Turn what the system says against writing ``path`` into one message with a hint.
+
+    Args:
+        hint: what to do where the path is at fault; None: the general hint for the reason.
+
+    Raises:
+        RunError: the disk is full, over its quota or broken.
+        ConfigError: the path cannot be written to.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = explained(error, path, hint=hint) if _is_about(error, Path(path)) else None
+        if told is None:
+            raise
+        raise told from error
+
+
+def _is_about(error: Exception, path: Path) -> bool:
+    """Whether an error that names a file may come from writing ``path``, and not from reading another one."""
+    named = getattr(error, "filename", None)
+    if not isinstance(named, str | bytes):
+        return True
+    file = Path(os.fsdecode(named))
+    return file.is_relative_to(path.parent) or path.is_relative_to(file)
+
+
+@contextmanager
+def replacing(path: Path, *, hint: str | None = None, synced: bool = False) -> Iterator[Path]:
+    """Give a name beside ``path`` to write a file or a folder to, which is then renamed: a reader finds the old one or
+    the new one, and of several writers the last one wins. On failure nothing is left, ``path`` is as it was, and so
+    is the folder that it was to be in.
+
+    Args:
+        hint: as for ``writing``.
+        synced: bring the file to the disk before it is renamed.
+
+    Raises:
+        RunError, ConfigError: as ``writing``.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    made = not path.parent.exists()
+    with writing(path, hint=hint):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            if synced:
+                sync(temporary)
+            if temporary.is_dir() and path.is_dir():
+                shutil.rmtree(path)
+            os.replace(temporary, path)
+        except BaseException:
+            remove(temporary)
+            if made:
+                with contextlib.suppress(OSError):  # others may have put something into it
+                    path.parent.rmdir()
+            raise
+
+
+def write_bytes(path: Path, content: bytes, *, hint: str | None = None, synced: bool = False) -> None:
+    """Write a file as ``replacing`` does."""
+    with replacing(path, hint=hint, synced=synced) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_text(path: Path, text: str, *, hint: str | None = None, synced: bool = False) -> None:
+    """Write text as UTF-8, as ``replacing`` does."""
+    write_bytes(path, text.encode("utf-8"), hint=hint, synced=synced)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all that is in it, as far as the system lets us."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,136 @@
+"""GPUs by their datasheets, and the machine that a run is planned for."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.registry import unknown
+from posttrain.core.sizes import GIB
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, by NVIDIA's datasheet."""
+
+    name: str
+    """As `--gpu` takes it."""
+    match: str
+    """Part of the name that the driver gives it."""
+    flops: float
+    """Dense bf16 FLOP/s, sums in float32"""
+    memory_gib: float
+    """What the driver lets programs have"""
+    bandwidth: float
+    """Of its memory, bytes a second"""
+    link: float
+    """To its neighbours in the machine, one way, bytes a second"""
+    measured: bool = False
+    """Whether the calibration of this room comes from it."""
+
+
+_TB, _GB, _TERA = 1e12, 1e9, 1e12
+GPUS = (
+    Gpu("h200", "H200", 989 * _TERA, 139.8, 4.8 * _TB, 450 * _GB, measured=True),
+    Gpu("h100-pcie", "H100 PCIe", 756 * _TERA, 79.1, 2.0 * _TB, 64 * _GB),
+    Gpu("h100", "H100", 989 * _TERA, 79.1, 3.35 * _TB, 450 * _GB),
+    Gpu("h800", "H800", 989 * _TERA, 79.1, 3.35 * _TB, 200 * _GB),
+    Gpu("h20", "H20", 148 * _TERA, 95.1, 4.0 * _TB, 450 * _GB),
+    Gpu("b200", "B200", 2250 * _TERA, 178.4, 8.0 * _TB, 900 * _GB),
+    Gpu("b300", "B300", 2250 * _TERA, 267.7, 8.0 * _TB, 900 * _GB),
+    Gpu("a100-40g", "A100-SXM4-40GB", 312 * _TERA, 39.4, 1.555 * _TB, 300 * _GB),
+    Gpu("a100", "A100", 312 * _TERA, 79.2, 2.039 * _TB, 300 * _GB),
+    Gpu("a800", "A800", 312 * _TERA, 79.2, 2.039 * _TB, 200 * _GB),
+    Gpu("l40s", "L40S", 362 * _TERA, 44.4, 0.864 * _TB, 32 * _GB),
+    Gpu("a10", "A10", 125 * _TERA, 22.1, 0.6 * _TB, 32 * _GB),
+    Gpu("l4", "NVIDIA L4", 121 * _TERA, 22.1, 0.3 * _TB, 32 * _GB),
+    Gpu("5090", "RTX 5090", 209.5 * _TERA, 31.4, 1.792 * _TB, 64 * _GB),
+    Gpu("4090", "RTX 4090", 165.2 * _TERA, 23.5, 1.008 * _TB, 32 * _GB),
+    Gpu("3090", "RTX 3090", 71.0 * _TERA, 23.6, 0.936 * _TB, 32 * _GB),
+)
+"""The first whose ``match`` is part of a device's name counts."""
+
+NETWORK = 50 * _GB
+"""Bytes a second from a GPU to other nodes, one way: a 400 Gbit/s adapter for each, as such machines have."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run is to be."""
+
+    gpu: Gpu | None
+    """None: no GPU."""
+    gpus: int = 1
+    """Of each node."""
+    nodes: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.gpus * self.nodes if self.gpu is not None else 0
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a GPU."""
+        return 0.0 if self.gpu is None else self.gpu.memory_gib * GIB
+
+    def link(self, workers: int) -> float:
+        """Bytes a second, one way, between ``workers`` GPUs that work together."""
+        assert self.gpu is not None
+        return self.gpu.link if workers <= self.gpus else min(self.gpu.link, NETWORK)
+
+    def describe(self) -> str:
+        """For the head of a plan."""
+        if self.gpu is None:
+            return "CPU"
+        of = f"{self.nodes} x " if self.nodes > 1 else ""
+        return f"{of}{self.gpus} x {self.gpu.match} ({self.gpu.memory_gib:g} GiB each)"
+
+    def stored(self) -> dict[str, Any] | None:
+        """What `run.json` keeps of the machine of a run's driver; None: it has no GPU."""
+        if self.gpu is None:
+            return None
+        return {"gpu": self.gpu.match, "memory_gib": self.gpu.memory_gib, "gpus": self.gpus}
+
+
+def gpu_of_name(name: str) -> Gpu | None:
+    """The GPU that the driver calls ``name``; None where it is not in the table."""
+    return next((gpu for gpu in GPUS if gpu.match in name), None)
+
+
+def gpu_named(name: str) -> Gpu:
+    """The GPU of `--gpu NAME`. Raises ``ConfigError`` with the nearest name."""
+    key = name.lower().removeprefix("rtx").strip(" -_")
+    for gpu in GPUS:
+        if key == gpu.name:
+            return gpu
+    raise ConfigError(f"unknown GPU {name!r}", hint=unknown(key, [gpu.name for gpu in GPUS]))
+
+
+def this_machine() -> Machine:
+    """What the NVIDIA driver here says of its GPUs. A kind that is not in the table has their memory only, and no
+    speed; without a driver there is no GPU."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return Machine(None)
+    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
+    if done.returncode or not rows:
+        return Machine(None)
+    name, mebibytes = rows[0][0].strip(), rows[0][1].strip()
+    return Machine(_gpu(name, float(mebibytes) / 1024 if mebibytes.isdigit() else 0.0), len(rows))
+
+
+def machine_stored(stored: Mapping[str, Any] | None) -> Machine:
+    """The machine that ``Machine.stored`` gave."""
+    if stored is None:
+        return Machine(None)
+    return Machine(_gpu(str(stored["gpu"]), float(stored["memory_gib"])), int(stored["gpus"]))
+
+
+def _gpu(name: str, memory_gib: float) -> Gpu:
+    """By the driver's name; of a kind that is not in the table the memory is known only."""
+    return gpu_of_name(name) or Gpu(name, name, 0.0, memory_gib, 0.0, 0.0)

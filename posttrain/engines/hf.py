@@ -1,0 +1,253 @@
+"""The embedded engine: transformers' continuous batching, on the same attention as the trainer.
+
+It needs nothing beyond transformers and runs on a CPU. SGLang and vLLM are faster on GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from posttrain.core.errors import RunError, WeightSyncError, WorkerError
+from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
+from posttrain.engines.base import EngineSpec
+from posttrain.engines.hf_sampling import SeededSampling
+from posttrain.models import attention
+from posttrain.models.load import load_model
+from posttrain.models.logprobs import token_logprobs
+from posttrain.weight_sync.buckets import Bucket
+from posttrain.weight_sync.guard import WeightGate
+
+BLOCK = 32
+"""Tokens of a block of the KV cache."""
+_STOP_S = 60.0
+"""Longest wait for the generation thread to end before new weights count."""
+_GREEDY_TEMPERATURE = 1e-6
+"""Stands for temperature 0: at this temperature float32 leaves all probability on the largest logit."""
+
+
+async def open_engine(spec: EngineSpec) -> HFSampler:
+    """Load the model and start the generation thread. Raises ``RunError``, ``ModelError``."""
+    return HFSampler(spec)
+
+
+class HFSampler:
+    """An ``Engine`` over transformers' continuous batching. Create it in the process whose event loop will use it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
+        self.spec = spec
+        self.device = torch.device(spec.device)
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.kernel = attention.choose("auto", self.device, self.dtype)
+        # Any: transformers annotates `to` wrongly, and `init_continuous_batching` not at all.
+        self.model = cast(Any, load_model(spec.source, dtype=self.dtype, seed=spec.seed))
+        self.model.to(self.device).eval()
+        self.model.requires_grad_(False)
+        self.model.set_attn_implementation(f"paged|{attention.NAME}")
+        self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
+        self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.gate = WeightGate("the embedded engine", self.shapes, self._abort_all)
+        self.request_ids = itertools.count()
+        self.futures: dict[str, asyncio.Future[Any]] = {}
+        self.seeded = SeededSampling()
+        self.manager: Any = None
+        # Every restart of the manager collects garbage several times. What has been imported and loaded by now stays
+        # for good, so it need not be looked through each time: a weight update then takes 0.1 s, not 0.45 s.
+        gc.collect()
+        gc.freeze()
+        threading.Thread(target=self._stop_with_process, name="stop-generation", daemon=True).start()
+        self._start(0)
+
+    def _stop_with_process(self) -> None:
+        """The library's generation thread is no daemon: Python waits for it at its end. A worker whose node is gone
+        closes nothing, and would wait, and hold the GPU, for ever."""
+        threading.main_thread().join()
+        if self.manager is not None:
+            self.manager.stop(block=False, hard_stop=True)
+
+    def _start(self, version: int) -> None:
+        """Start the generation thread with an empty KV cache. The seed depends on the version, so that a run resumed at
+        this version samples as the one that was stopped would have."""
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        torch.manual_seed(((self.spec.seed * 1009 + self.spec.replica) * 1_000_003 + version) % 2**63)
+        on_cpu = self.device.type == "cpu"
+        generation = GenerationConfig(
+            do_sample=True,
+            # Values other than 1 make transformers install the processors; each request brings its own values.
+            temperature=0.5,
+            top_p=0.5 if self.spec.truncates else 1.0,
+            top_k=1 if self.spec.truncates else 0,
+            eos_token_id=self.spec.stop_token_ids,
+            pad_token_id=self.spec.stop_token_ids[0],
+        )
+        batching = ContinuousBatchingConfig(
+            block_size=BLOCK,
+            num_blocks=self.spec.kv_tokens // BLOCK if on_cpu else None,
+            max_batch_tokens=4096 if on_cpu else None,
+            max_memory_percent=None if on_cpu else self._share_of_free(),
+            max_requests_per_batch=self.spec.max_concurrent,
+            return_logprobs=True,
+            per_request_processors=True,
+            use_async_batching=False,
+            use_cuda_graph=False,
+        )
+        self.manager = self.model.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=batching
+        )
+        self.seeded.attach(self.manager)
+        self.manager.start()
+
+    def _share_of_free(self) -> float:
+        """The share of the GPU's free memory that the KV cache and activations may take, so that with the weights it
+        is `rollout.memory_fraction` of the whole GPU, at every restart.
+
+        Raises:
+            RunError: other processes hold so much of the GPU that there is no room for it.
+        """
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        weights = sum(p.numel() * p.element_size() for p in self.parameters.values())
+        wanted = self.spec.memory_fraction * total - weights
+        if not 0 < wanted <= 0.95 * free:
+            raise RunError(
+                f"no room for the engine: rollout.memory_fraction = {self.spec.memory_fraction:g} leaves "
+                f"{wanted / 2**30:.1f} GiB beside its weights, and {free / 2**30:.1f} of the GPU's "
+                f"{total / 2**30:.1f} GiB are free",
+                hint="change rollout.memory_fraction, lower train.tokens_per_microbatch, or set train.offload = true",
+            )
+        return float(wanted / free)
+
+    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+        if params.truncated and not self.spec.truncates:
+            raise RunError("top_p and top_k need the processors that `EngineSpec.truncates` asks for")
+        # The library would end the whole engine over a request that cannot fit; it may take a block more than needed.
+        longest = len(prompt_ids) + params.max_new_tokens
+        if self.device.type == "cpu" and longest > self.spec.kv_tokens - BLOCK:
+            raise RunError(
+                f"a request of up to {longest} tokens does not fit into rollout.kv_tokens = {self.spec.kv_tokens}",
+                hint="raise rollout.kv_tokens, or lower rollout.max_response_tokens",
+            )
+        async with self.gate.request() as version:
+            output = await self._run(prompt_ids, params)
+        if output is None:
+            return Sample([], [], "abort", version)  # the library drops what a cancelled request has sampled
+        ids = list(output.generated_tokens)
+        reason: FinishReason = "stop" if ids and ids[-1] in self.spec.stop_token_ids else "length"
+        return Sample(ids, [float(x) for x in output.logprobs], reason, version)
+
+    def _truncation(self, params: SamplingParams) -> dict[str, Any]:
+        if not self.spec.truncates:
+            return {}
+        return {"top_p": params.top_p, "top_k": params.top_k or self.model.config.vocab_size}
+
+    async def _run(self, prompt_ids: Ids, params: SamplingParams) -> Any:
+        """What the library makes of a request; None: it was aborted. Raises ``WorkerError``."""
+        request_id = f"r{next(self.request_ids)}"
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def deliver(output: Any) -> None:
+            if not future.done():
+                future.set_result(output)
+
+        self.manager.register_result_handler(request_id, deliver)
+        if params.seed is not None:
+            self.seeded.seeds[request_id] = params.seed
+        accepted = self.manager.add_request(
+            np.asarray(prompt_ids).tolist(),
+            request_id=request_id,
+            max_new_tokens=params.max_new_tokens,
+            eos_token_id=self.spec.stop_token_ids,
+            temperature=params.temperature or _GREEDY_TEMPERATURE,
+            **self._truncation(params),
+        )
+        if accepted is None:
+            self.seeded.seeds.pop(request_id, None)
+            raise WorkerError(f"the embedded engine has stopped: {self.manager.background_thread_status.fatal_error}")
+        self.futures[request_id] = future
+        try:
+            output = await future
+        except asyncio.CancelledError:
+            self._cancel(request_id)
+            raise
+        finally:
+            del self.futures[request_id]
+            self.seeded.seeds.pop(request_id, None)
+        if output is not None and output.error is not None:
+            raise WorkerError(f"the embedded engine failed: {output.error}")
+        return output
+
+    def _cancel(self, request_id: str) -> None:
+        self.manager.cancel_request(request_id)
+        self.manager.output_router.result_handlers.pop(request_id, None)
+
+    async def _abort_all(self) -> None:
+        for request_id, future in self.futures.items():
+            if not future.done():
+                self._cancel(request_id)
+                future.set_result(None)
+
+    async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
+        lengths = torch.tensor([len(s) for s in sequences])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        ids = torch.cat([torch.as_tensor(s, dtype=torch.int64) for s in sequences]).to(self.device)
+        positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(self.device)
+        with torch.no_grad():
+            hidden = self.model.base_model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                ragged=attention.Ragged.build(offsets, self.device, self.kernel),
+            ).last_hidden_state[0]
+            logprobs, _ = token_logprobs(hidden[:-1], self.model.get_output_embeddings().weight, ids[1:], 1.0)
+        column = torch.cat([torch.zeros(1), logprobs.cpu()])
+        column[offsets[:-1]] = 0.0
+        return [part.tolist() for part in torch.split(column, lengths.tolist())]
+
+    async def sleep(self) -> None:
+        await self.gate.close()
+        await self._stop()
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    async def wake(self) -> None:
+        for name, parameter in self.parameters.items():
+            if parameter.shape != self.shapes[name]:
+                parameter.data = parameter.data.new_empty(self.shapes[name])
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        async with self.gate.loading(bucket):
+            for name, tensor in await asyncio.to_thread(bucket.tensors, 0, self.device):
+                self.parameters[name].copy_(tensor)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # the trainer fills the bucket anew as soon as this has returned
+
+    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
+        async with self.gate.finish(version):
+            # Stopping drops the KV cache. Keeping it, as the library offers, would also keep the hashes of prefixes
+            # computed with the old weights, and serve them to new requests.
+            await self._stop()
+            scores = await self.score(canary) if canary else []
+            self._start(version)
+            return scores
+
+    async def _stop(self) -> None:
+        await asyncio.to_thread(self.manager.stop, block=True, timeout=_STOP_S)
+        if self.manager.is_running():
+            raise WeightSyncError(f"the embedded engine was still generating {_STOP_S:g} s after it was told to stop")
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.manager.stop, block=True, timeout=10.0, hard_stop=True)
+        self.manager = None
+        gc.collect()

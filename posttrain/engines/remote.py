@@ -1,0 +1,130 @@
+"""A model that somebody else serves: continuations by an OpenAI-compatible server, token ids in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+
+from posttrain.config import ServerConfig
+from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.http import Endpoint, Unanswered, api_key, http_url
+from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_KEY = "generate.endpoint"
+
+
+class ServedSampler:
+    """A ``Generator`` by the server's `/completions`, the one call of that protocol that takes token ids.
+
+    vLLM and SGLang are asked for the sampled ids. From a server that gives none, the text is tokenized: the ids may
+    then differ from those that were sampled, and spell the same text.
+
+    Args:
+        stop_token_ids: that end a turn; the first is put where the server says that it stopped and not at which.
+    """
+
+    def __init__(self, cfg: ServerConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
+        self.cfg, self._tokenizer, self._stops = cfg, tokenizer, list(stop_token_ids)
+        self._base = http_url(cfg.url, what=f"{_KEY}.url", example="http://127.0.0.1:8000/v1")
+        self._secret = api_key(cfg.api_key_env, what=f"{_KEY}.api_key_env")
+        self._endpoint = Endpoint(
+            self._at("completions"),
+            deadline_s=cfg.deadline_s,
+            retries=cfg.retries,
+            concurrency=cfg.concurrency,
+            key=self._secret,
+        )
+        self.model = cfg.model
+
+    def _at(self, name: str) -> httpx.URL:
+        return self._base.copy_with(path=f"{self._base.path.rstrip('/')}/{name}")
+
+    async def open(self) -> None:
+        """Ask the server what it serves.
+
+        Raises:
+            ConfigError: it does not answer, or does not serve the model.
+        """
+        headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        try:
+            async with httpx.AsyncClient(headers=headers, timeout=self.cfg.deadline_s) as client:
+                answer = await client.get(self._at("models"))
+            answer.raise_for_status()
+            served = [str(entry["id"]) for entry in answer.json()["data"]]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{_KEY}.url = {self.cfg.url!r}: {self._at('models').path} gives no list of models: "
+                f"{self._endpoint.excerpt(f'{type(error).__name__}: {error}')}",
+                hint="is an OpenAI-compatible server there, and does it want a key (generate.endpoint.api_key_env)?",
+            ) from error
+        if not self.model and len(served) == 1:
+            self.model = served[0]
+        if self.model not in served:
+            raise ConfigError(
+                f"{_KEY}.model = {self.model!r} is not served at {self.cfg.url}",
+                hint=f"--set {_KEY}.model=NAME, one of: {', '.join(sorted(served)[:10])}",
+            )
+
+    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+        body = {
+            "model": self.model,
+            "prompt": np.asarray(prompt_ids).tolist(),
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            # Not OpenAI's, but vLLM's and SGLang's.
+            "stop_token_ids": self._stops,
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+        }
+        if params.top_k:
+            body["top_k"] = params.top_k
+        if params.seed is not None:
+            body["seed"] = params.seed
+        try:
+            response = await self._endpoint.post(body)
+            [choice] = response.json()["choices"]
+            return self._sample(choice)
+        except Unanswered as error:
+            raise RunError(str(error)) from error
+        except (ValueError, LookupError, TypeError) as error:
+            excerpt = self._endpoint.excerpt(response.text)
+            raise RunError(f"{self._endpoint.where}: not a completion: {excerpt}") from error
+
+    def _sample(self, choice: dict[str, Any]) -> Sample:
+        reason: FinishReason = "length" if choice["finish_reason"] == "length" else "stop"
+        ids = choice.get("token_ids")
+        if ids is None:
+            ids = self._tokenizer(str(choice["text"]), add_special_tokens=False)["input_ids"]
+        ids = [int(i) for i in ids]
+        if reason == "stop" and (not ids or ids[-1] not in self._stops):
+            told = choice.get("stop_reason")
+            ids.append(told if told in self._stops else self._stops[0])
+        return Sample(ids, [math.nan] * len(ids), reason, 0)
+
+    async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
+        raise RunError("the log-probabilities of a server's model are not asked for")
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+
+async def open_server(
+    cfg: ServerConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
+) -> ServedSampler:
+    """The sampler of ``cfg``, when its server has answered. Raises ``ConfigError``."""
+    sampler = ServedSampler(cfg, tokenizer, stop_token_ids)
+    try:
+        await sampler.open()
+    except BaseException:
+        await asyncio.shield(sampler.close())
+        raise
+    return sampler

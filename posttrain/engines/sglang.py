@@ -1,0 +1,176 @@
+"""SGLang behind the contract of an ``Engine``: token ids in and out, aborts, weights in place."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.errors import RunError, WeightSyncError, WorkerError
+from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
+from posttrain.engines.base import EngineSpec
+from posttrain.engines.external import arguments, give_own_weights, readable_model, shapes
+from posttrain.weight_sync.broadcast import MemberLost
+from posttrain.weight_sync.buckets import Bucket
+from posttrain.weight_sync.guard import WeightGate
+from posttrain.weight_sync.sglang_worker import LOADER, pack, run_scheduler
+
+_ENVIRONMENT = {
+    # A colocated trainer holds more of some GPUs of a tensor-parallel engine than of others.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
+    # NCCL's own choice, which is the trainer's too; SGLang's is 0. A group whose members differ in it cannot connect
+    # ("invalid argument").
+    "NCCL_CUMEM_ENABLE": "-2",
+}
+"""Read when SGLang is imported. What the user has set stays."""
+
+
+async def open_engine(spec: EngineSpec) -> SGLangEngine:
+    """Start SGLang with the weights of ``spec.source`` as version 0. Raises ``RunError``, ``ModelError``."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    engine = SGLangEngine(spec)
+    await give_own_weights(engine, spec)
+    return engine
+
+
+class SGLangEngine:
+    """One ``sglang.Engine``. Create it in the process whose event loop will use it; its schedulers are processes of
+    their own."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from sglang.srt.entrypoints.engine import Engine
+
+        self.spec = spec
+        self.request_ids, self.seeds = itertools.count(), itertools.count()
+        self.released: set[str] = set()
+        """What is not on the GPU. SGLang's schedulers die when that comes back a second time."""
+        self.gate = WeightGate("SGLang", shapes(spec), self._abort_all)
+        with readable_model(spec) as (path, load_format):
+            ours = {
+                "model_path": path,
+                "load_format": load_format,
+                "trust_remote_code": spec.source.trust_remote_code,
+                "skip_tokenizer_init": True,
+                "dtype": spec.dtype,
+                "random_seed": spec.seed * 1009 + spec.replica,
+                "context_length": spec.max_tokens,
+                "max_running_requests": spec.max_concurrent,
+                "mem_fraction_static": spec.memory_fraction,
+                "tp_size": spec.tensor_parallel,
+                "enable_memory_saver": spec.sleeps,
+                "sampling_backend": "pytorch",
+                "sampling_defaults": "openai",  # not the model's: a request says all there is to say about sampling
+                "custom_weight_loader": [LOADER],
+                "log_level": "error",
+            }
+            if spec.exact:  # its batch-invariant products cannot give logits of another type than the weights'
+                ours |= {"enable_deterministic_inference": True, "enable_fp32_lm_head": True}
+            ours_to_run = {"run_scheduler_process_func": staticmethod(run_scheduler)}
+            try:
+                self.engine = type("Engine", (Engine,), ours_to_run)(**arguments(spec, ours))
+            except (RuntimeError, ValueError, TypeError) as error:
+                raise RunError(
+                    f"SGLang does not start: {error}", hint="its own messages are in the worker's log"
+                ) from error
+        self.manager: Any = self.engine.tokenizer_manager
+
+    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+        sampling = {
+            "max_new_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "stop_token_ids": self.spec.stop_token_ids,
+        }
+        async with self.gate.request() as version:
+            if self.spec.exact:  # only then does SGLang look at seeds
+                sampling["sampling_seed"] = self._seed(version) if params.seed is None else params.seed
+            output = await self._run(prompt_ids, sampling, return_logprob=True)
+        meta = output["meta_info"]
+        ids = list(output.get("output_ids") or [])
+        logprobs = [float(of_token[0]) for of_token in (meta.get("output_token_logprobs") or [])][: len(ids)]
+        reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+        return Sample(ids, logprobs, reasons[meta["finish_reason"]["type"]], version)
+
+    def _seed(self, version: int) -> int:
+        """Of the next request. In its deterministic mode SGLang samples all requests without one with the same."""
+        return zlib.crc32(f"{self.spec.seed} {self.spec.replica} {version} {next(self.seeds)}".encode())
+
+    async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
+        async with self.gate.request():
+            return await self._score(sequences)
+
+    async def _score(self, sequences: Sequence[Ids]) -> list[list[float]]:
+        sampling = {"max_new_tokens": 0, "temperature": 1.0}
+        outputs = await asyncio.gather(
+            *(self._run(ids, sampling, return_logprob=True, logprob_start_len=0) for ids in sequences)
+        )
+        return [[0.0, *(float(x[0]) for x in o["meta_info"]["input_token_logprobs"][1:])] for o in outputs]
+
+    async def _run(self, ids: Ids, sampling: Mapping[str, Any], **more: Any) -> Any:
+        """The output of a request, which is aborted if this is cancelled. Raises ``RunError``, ``WorkerError``."""
+        request_id = f"r{next(self.request_ids)}"
+        try:
+            return await self.engine.async_generate(
+                input_ids=np.asarray(ids).tolist(), sampling_params=dict(sampling), rid=request_id, **more
+            )
+        except asyncio.CancelledError:
+            self.manager.abort_request(rid=request_id)
+            raise
+        except ValueError as error:
+            raise RunError(f"SGLang refuses a request of {len(ids)} tokens: {error}") from error
+        except RuntimeError as error:
+            raise WorkerError(f"SGLang's engine has died: {error}") from error
+
+    async def _abort_all(self) -> None:
+        self.manager.abort_request(abort_all=True)
+
+    async def sleep(self) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self.gate.close()
+        if not self.released:
+            self.released = {"kv_cache", "weights"}
+            request = ReleaseMemoryOccupationReqInput(tags=sorted(self.released))
+            await self.manager.release_memory_occupation(request, None)
+
+    async def wake(self) -> None:
+        await self._bring_back("weights")
+
+    async def _bring_back(self, tag: str) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        if tag in self.released:
+            self.released.remove(tag)
+            await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]), None)
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        async with self.gate.loading(bucket):
+            request = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[pack(bucket, rank) for rank in range(self.spec.tensor_parallel)],
+                load_format=LOADER,
+                flush_cache=False,
+            )
+            good, message = await self.manager.update_weights_from_tensor(request, None)
+            if not good:
+                kind = MemberLost if MemberLost.__name__ in message else WeightSyncError
+                raise kind(f"SGLang did not take the weights: {message}")
+
+    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
+        async with self.gate.finish(version):
+            await self._bring_back("kv_cache")
+            flushed = await self.manager.flush_cache()
+            if not flushed.success:
+                raise WeightSyncError("SGLang did not drop the prefixes that it computed with the old weights")
+            return await self._score(canary)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.engine.shutdown)

@@ -1,0 +1,186 @@
+"""vLLM behind the contract of an ``Engine``: token ids in and out, aborts, weights in place."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.errors import RunError, WeightSyncError, WorkerError
+from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
+from posttrain.engines.base import EngineSpec
+from posttrain.engines.external import arguments, dtype, give_own_weights, readable_model, shapes
+from posttrain.models.load import load_config
+from posttrain.weight_sync.broadcast import MemberLost
+from posttrain.weight_sync.buckets import Bucket
+from posttrain.weight_sync.guard import WeightGate
+
+_ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other processes of a run are on these cores too
+}
+"""Read when vLLM is imported. What the user has set stays."""
+
+
+async def open_engine(spec: EngineSpec) -> VLLMEngine:
+    """Start vLLM with the weights of ``spec.source`` as version 0. Raises ``RunError``, ``ModelError``."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if spec.exact:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if spec.threads:
+        os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    engine = VLLMEngine(spec)
+    await give_own_weights(engine, spec)
+    return engine
+
+
+class VLLMEngine:
+    """One ``AsyncLLM``. Create it in the process whose event loop will use it; vLLM adds processes of its own."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.spec = spec
+        self.request_ids = itertools.count()
+        self.asleep = False
+        self.gate = WeightGate("vLLM", shapes(spec), lambda: self.llm.pause_generation(mode="abort"))
+        with readable_model(spec) as (path, load_format):
+            ours = dict(
+                model=path,
+                load_format=load_format,
+                trust_remote_code=spec.source.trust_remote_code,
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # not the model's: a request says all there is to say about sampling
+                dtype=spec.dtype,
+                seed=spec.seed * 1009 + spec.replica,
+                max_model_len=spec.max_tokens,
+                max_num_seqs=spec.max_concurrent,
+                tensor_parallel_size=spec.tensor_parallel,
+                distributed_executor_backend="mp" if spec.tensor_parallel > 1 else "uni",  # never Ray's, which it finds
+                logprobs_mode="processed_logprobs",  # of the distribution that it samples from
+                worker_extension_cls="posttrain.weight_sync.vllm_worker.WeightReceiver",
+                disable_log_stats=True,
+                **self._memory(),
+            )
+            try:
+                self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, ours)))
+            except (RuntimeError, ValueError, TypeError) as error:
+                raise RunError(
+                    f"vLLM does not start: {error}", hint="its own messages are in the worker's log"
+                ) from error
+
+    def _memory(self) -> dict[str, Any]:
+        if self.spec.device == "cuda":
+            return {"gpu_memory_utilization": self.spec.memory_fraction, "enable_sleep_mode": self.spec.sleeps}
+        config = load_config(self.spec.source)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        of_token = 2 * config.num_hidden_layers * heads * width * dtype(self.spec).itemsize
+        # Prompts in one piece: of a piece that is not the last, vLLM takes back what it drew from the request's own
+        # generator, and a CPU's generator cannot go back.
+        return {
+            "kv_cache_memory_bytes": self.spec.kv_tokens * of_token,
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(2048, self.spec.max_tokens),
+        }
+
+    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+        async with self.gate.request() as version:
+            output = await self._run(
+                prompt_ids,
+                max_tokens=params.max_new_tokens,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                seed=params.seed,
+                stop_token_ids=self.spec.stop_token_ids,
+                logprobs=0,  # of the sampled token alone
+            )
+        [done] = output.outputs
+        ids = list(done.token_ids)
+        logprobs = [float(of_token[i].logprob) for i, of_token in zip(ids, done.logprobs or [], strict=True)]
+        reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+        return Sample(ids, logprobs, reasons[done.finish_reason], version)
+
+    async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
+        async with self.gate.request():
+            return await self._score(sequences)
+
+    async def _score(self, sequences: Sequence[Ids]) -> list[list[float]]:
+        outputs = await asyncio.gather(
+            *(self._run(ids, max_tokens=1, temperature=1.0, prompt_logprobs=0) for ids in sequences)
+        )
+        scores = []
+        for ids, output in zip(sequences, outputs, strict=True):
+            found = output.prompt_logprobs[1:]
+            scores.append([0.0, *(float(of[int(i)].logprob) for i, of in zip(ids[1:], found, strict=True))])
+        return scores
+
+    async def _run(self, ids: Ids, **params: Any) -> Any:
+        """The output of a request. Raises ``WorkerError`` when the engine has died, ``RunError`` when it refuses."""
+        from vllm import SamplingParams as Params
+        from vllm import TokensPrompt, exceptions
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        request = Params(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params)
+        prompt = TokensPrompt(prompt_token_ids=np.asarray(ids).tolist())
+        try:
+            outputs = [output async for output in self.llm.generate(prompt, request, f"r{next(self.request_ids)}")]
+        except EngineDeadError as error:
+            raise WorkerError(f"vLLM's engine has died: {error}") from error
+        except (ValueError, getattr(exceptions, "VLLMValidationError", ValueError)) as error:
+            raise RunError(f"vLLM refuses a request of {len(ids)} tokens: {error}") from error
+        if not outputs:
+            raise WorkerError("vLLM ended a request without an answer")
+        return outputs[-1]
+
+    async def sleep(self) -> None:
+        await self.gate.close()
+        if self.asleep:
+            return
+        self.asleep = True
+        if self.spec.device == "cuda":
+            await self.llm.sleep(level=2)  # without a copy of the weights: new ones come
+        else:
+            await self.llm.collective_rpc("drop_weights")
+
+    async def wake(self) -> None:
+        if not self.asleep:
+            return
+        if self.spec.device == "cuda":
+            await self.llm.wake_up(tags=["weights"])
+        else:
+            await self.llm.collective_rpc("make_room")
+
+    async def load_bucket(self, bucket: Bucket) -> None:
+        async with self.gate.loading(bucket):
+            try:
+                await self.llm.collective_rpc("load_bucket", args=(pickle.dumps(bucket),))
+            except Exception as error:  # vLLM passes on the text of what its workers raise, and nothing else
+                if MemberLost.__name__ in str(error):
+                    raise MemberLost(str(error)) from error
+                raise
+
+    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
+        async with self.gate.finish(version):
+            if self.asleep and self.spec.device == "cuda":
+                await self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+            if not await self.llm.reset_prefix_cache():
+                raise WeightSyncError("vLLM did not drop the prefixes that it computed with the old weights")
+            await self.llm.resume_generation()
+            return await self._score(canary)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.llm.shutdown)

@@ -1,0 +1,97 @@
+"""A responses file: `data_source`, `reward_model {ground_truth}`, `responses` (a list of text) and, where they are
+there, `prompt`, `extra_info`, `conversations` and `errors` (a list, null where the episode went well)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.errors import DataError
+from posttrain.core.types import Message
+from posttrain.data.parquet import read_rows
+
+NEEDED = ("data_source", "reward_model", "responses")
+_OPTIONAL = ("extra_info", "errors", "prompt", "conversations")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem of a responses file, checked."""
+
+    number: int
+    data_source: str
+    ground_truth: Any
+    responses: list[str]
+    errors: list[str | None]
+    extra_info: dict[str, Any]
+    prompt: list[Message]
+    """Empty where the file has none."""
+    conversations: list[str]
+    """JSON of all messages, for each response; empty where the file has none."""
+
+    @property
+    def level(self) -> str | None:
+        """How hard it is, as its data set says."""
+        level = self.extra_info.get("level")
+        return None if level is None else str(level)
+
+    @property
+    def by_index(self) -> str | None:
+        """Its identity in the data set: source, split and `extra_info.index`."""
+        index = self.extra_info.get("index")
+        return None if index is None else json.dumps([self.data_source, self.extra_info.get("split"), index])
+
+    @property
+    def by_prompt(self) -> str | None:
+        """Its identity by what is asked: a hash of source and prompt."""
+        if not self.prompt:
+            return None
+        text = json.dumps([self.data_source, self.prompt], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_responses(file: Path) -> Iterator[Row]:
+    """The rows of a responses file, one after the other. Raises ``DataError`` naming file, row and column."""
+    rows = read_rows(file, NEEDED, _OPTIONAL, made_by="posttrain generate")
+    return (_row(file, number, raw) for number, raw in rows)
+
+
+def newest_responses(root: Path = Path("runs")) -> Path:
+    """The newest ``responses.parquet`` of a run. Raises ``DataError`` when there is none."""
+    found = sorted(root.glob("*/responses.parquet"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise DataError(f"no responses.parquet in the runs under {root}/", hint="make one: posttrain generate")
+    return found[-1]
+
+
+def _row(file: Path, number: int, raw: dict[str, Any]) -> Row:
+    def wrong(column: str, needs: str, value: Any) -> DataError:
+        return DataError(f"{file}: row {number}, column {column!r} is not {needs}", hint=f"it holds {repr(value)[:80]}")
+
+    source, model, responses = raw["data_source"], raw["reward_model"], raw["responses"]
+    if not isinstance(source, str) or not source:
+        raise wrong("data_source", "text", source)
+    if not isinstance(model, dict) or model.get("ground_truth") is None:
+        raise wrong("reward_model", "a struct with ground_truth", model)
+    if not isinstance(responses, list) or not responses:
+        raise wrong("responses", "a list with at least one response", responses)
+    errors = raw.get("errors")
+    errors = [None] * len(responses) if errors is None else errors
+    if not isinstance(errors, list) or len(errors) != len(responses):
+        raise wrong("errors", f"a list of {len(responses)}, one for each response", errors)
+    for response, error in zip(responses, errors, strict=True):
+        if error is None and not isinstance(response, str):
+            raise wrong("responses", "a list of text", response)
+    extra = raw.get("extra_info") or {}
+    if not isinstance(extra, dict):
+        raise wrong("extra_info", "a struct", extra)
+    conversations = raw.get("conversations") or []
+    if not isinstance(conversations, list) or len(conversations) not in (0, len(responses)):
+        raise wrong("conversations", f"a list of {len(responses)}, one for each response", conversations)
+    prompt = raw.get("prompt")
+    prompt = prompt if isinstance(prompt, list) else []
+    return Row(number, source, model["ground_truth"], responses, errors, extra, prompt, conversations)

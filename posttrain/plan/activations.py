@@ -1,0 +1,102 @@
+"""What the backward pass needs of the forward pass, in bytes a token.
+
+The terms follow what autograd saves, operator by operator; a test counts that on the real code. Shape legend as in
+``shape``, and b bytes of an element of the compute type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.plan.shape import ModelShape
+
+Checkpointing = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What of a layer is kept for the backward pass, and how it is computed."""
+
+    checkpointing: Checkpointing = "none"
+    compiled: bool = True
+    repeats_heads: bool = False
+    """The attention kernel has as many key heads as query heads (core torch's in torch 2.11)."""
+    itemsize: int = 2
+    """b"""
+    lora_rank: int = 0
+
+
+def of_layer(shape: ModelShape, policy: Policy) -> float:
+    """Bytes that one decoder layer saves for each token."""
+    b = policy.itemsize
+    if policy.checkpointing == "full":
+        return b * shape.hidden  # its input
+    if policy.checkpointing == "selective":
+        return _selective(shape, policy)
+    return (_compiled(shape, policy) if policy.compiled else _eager(shape, policy)) + _adapters(shape, policy)
+
+
+def _attention(shape: ModelShape, policy: Policy) -> float:
+    """Queries, keys and values as they go in, the result, and a float32 for each head."""
+    kv = shape.q if policy.repeats_heads else shape.kv
+    return policy.itemsize * (2 * shape.q + 2 * kv) + 4 * shape.heads
+
+
+def _compiled(shape: ModelShape, policy: Policy) -> float:
+    """The partitioner keeps inputs of matrix products and of attention, and fuses what lies between."""
+    b, h = policy.itemsize, shape.hidden
+    # Twice: the sum that enters a norm, the normalised, a float32 of its scale. The MLP: gate, up, their product.
+    saved = b * 4 * h + 8 + _attention(shape, policy) + b * 3 * shape.intermediate
+    if shape.qk_norm:
+        saved += b * (shape.q + shape.kv) + 4 * (shape.heads + shape.kv_heads)
+    return saved
+
+
+def _eager(shape: ModelShape, policy: Policy) -> float:
+    """Every operator keeps its own: a norm its input and the normalised in float32 and in b, SwiGLU four tensors."""
+    b, h = policy.itemsize, shape.hidden
+    saved = 2 * ((4 + 2 * b) * h + 4) + _attention(shape, policy) + b * 4 * shape.intermediate
+    if shape.qk_norm:
+        saved += (4 + b) * (shape.q + shape.kv) + 4 * (shape.heads + shape.kv_heads)
+    return saved
+
+
+def _selective(shape: ModelShape, policy: Policy) -> float:
+    """The layer's input, results of matrix products, attention's result with a float32 for each head."""
+    b, h = policy.itemsize, shape.hidden
+    kv = 2 * shape.kv
+    saved = b * (h + shape.q + kv + shape.q + h + 2 * shape.intermediate) + 4 * shape.heads
+    return saved if policy.compiled else saved + b * h  # the last product too, which nothing needs
+
+
+def _adapters(shape: ModelShape, policy: Policy) -> float:
+    """What goes between the two factors of each adapter."""
+    return policy.itemsize * policy.lora_rank * sum(m.count for m in shape.matrices)
+
+
+def outside(shape: ModelShape, policy: Policy) -> float:
+    """Bytes a token that the rest of the model saves: the last norm with its input, and rotary embeddings."""
+    b = policy.itemsize
+    norm = (4 + b) * shape.hidden + 4  # eager also where layers are compiled
+    return norm + 2 * b * shape.head_dim + 8
+
+
+def in_flight(shape: ModelShape, policy: Policy) -> float:
+    """Bytes a token of the most that the backward pass of one layer holds beside what was saved: gradients of the MLP,
+    and what a checkpointed layer computes again."""
+    b = policy.itemsize
+    gradients = b * (3 * shape.intermediate + 2 * shape.hidden)
+    if policy.checkpointing == "none":
+        return gradients
+    again = _compiled(shape, policy) if policy.compiled else _eager(shape, policy)
+    kept = of_layer(shape, policy)
+    if policy.checkpointing == "selective":  # what is saved is not computed again
+        return gradients + max(0.0, again - kept)
+    return gradients + again - kept
+
+
+def forward_only(shape: ModelShape, policy: Policy) -> float:
+    """Bytes a token of the most that a layer holds without a backward pass: its input, the normalised, and the MLP."""
+    b = policy.itemsize
+    return b * (2 * shape.hidden + max(3 * shape.intermediate, 2 * shape.q + 2 * shape.kv))

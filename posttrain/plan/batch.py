@@ -1,0 +1,172 @@
+"""How a step divides: over ranks, micro-batches and optimizer steps. By the functions that a run divides with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.config import Config
+from posttrain.data.bins import assign
+from posttrain.plan.speed import Work
+from posttrain.train.schedule import learning_rate
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the sequences that are trained on."""
+
+    mean: float
+    longest: int
+    """That the config allows"""
+    prompt: float = 0.0
+    """Mean of those that carry no loss, which are part of ``mean``: in `rl` the prompt"""
+    source: str = ""
+    """Where the mean comes from, in words"""
+
+    @property
+    def loss_share(self) -> float:
+        """Share of the tokens that carry loss."""
+        return 1.0 - self.prompt / self.mean if self.mean else 1.0
+
+
+def longest_of(cfg: Config) -> int:
+    """Most tokens of a sequence."""
+    if cfg.command in ("sft", "prefer"):
+        return cfg.data.max_length
+    return cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens
+
+
+def assumed_lengths(cfg: Config, mean: float | None = None) -> Lengths:
+    """Without data: all sequences are as long as the config allows, or of a ``mean`` that somebody gives."""
+    longest = longest_of(cfg)
+    of_rl = cfg.command not in ("sft", "prefer")
+    share = cfg.rollout.max_prompt_tokens / longest if of_rl else 0.0
+    if mean is None:
+        return Lengths(longest, longest, longest * share, "assumed: the longest that the config allows")
+    mean = min(mean, longest)
+    return Lengths(mean, longest, min(mean * share, cfg.rollout.max_prompt_tokens) if of_rl else 0.0, "--length")
+
+
+def sequences_of_step(cfg: Config) -> int:
+    """Sequences that a step trains on, over all workers."""
+    factor = {"sft": 1, "prefer": 2}.get(cfg.command, cfg.rollout.n)
+    return cfg.data.batch_size * factor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arithmetic of one step."""
+
+    sequences: int
+    """Of a step, over all workers"""
+    groups: int
+    """Prompts (`rl`), pairs or rows of them"""
+    updates: int
+    """Optimizer steps of a step"""
+    groups_per_update: tuple[int, ...]
+    ranks: int
+    """Data-parallel: workers that get different sequences"""
+    tokens: int
+    """Of a step, over all ranks"""
+    micro_batches: int
+    """Of an optimizer step, on each rank; the most of its updates"""
+    largest: int
+    """Tokens of its largest micro-batch"""
+    worst: int
+    """Tokens that a micro-batch can have at most"""
+    work: Work
+    """Of the rank with the most tokens, in its largest optimizer step"""
+    steps: int | None
+    """Of the run; None: the data is not there to count them"""
+    rates: tuple[tuple[int, float], ...]
+    """(optimizer step, learning rate) of some of them"""
+
+    @property
+    def tokens_per_rank(self) -> float:
+        return self.tokens / self.ranks
+
+    @property
+    def total_updates(self) -> int | None:
+        return None if self.steps is None else self.steps * self.updates
+
+
+def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence[int] | None = None) -> Batch:
+    """The arithmetic of a step.
+
+    Args:
+        lengths: what is known of them.
+        of_step: tokens of each sequence of a step, in order; None: all of the mean.
+    """
+    train = cfg.train
+    ranks = max(1, cfg.cluster.workers // train.sequence_parallel)
+    updates = cfg.algo.updates_per_step if cfg.command == "rl" else 1
+    sequences = list(of_step) if of_step is not None else [round(lengths.mean)] * sequences_of_step(cfg)
+    members = cfg.rollout.n if cfg.command == "rl" else 1
+    groups = len(sequences) // members
+    sizes = _split(groups, updates)
+    parts, start = [], 0
+    for size in sizes:
+        part = sequences[start : start + size * members]
+        start += size * members
+        if part:
+            parts.append(_placed(tuple(part), ranks, train.tokens_per_microbatch, train.sequences_per_microbatch))
+    works = [max(ranks_of, key=lambda work: work.tokens) for ranks_of in parts]
+    work = max(works, key=lambda work: work.tokens, default=Work(()))
+    most = max((len(work.micro_batches) for work in works), default=0)
+    share = -(-sum(sequences) // ranks) if sequences else 0
+    return Batch(
+        sequences=len(sequences),
+        groups=groups,
+        updates=updates,
+        groups_per_update=tuple(sizes),
+        ranks=ranks,
+        tokens=sum(sequences),
+        micro_batches=most,
+        largest=max((w.largest for ranks_of in parts for w in ranks_of), default=0),
+        worst=_worst(cfg, lengths, share, ranks, max(sizes, default=0) * members),
+        work=Work(work.micro_batches, lengths.loss_share),
+        steps=steps,
+        rates=_rates(cfg, steps, updates),
+    )
+
+
+def _split(groups: int, updates: int) -> list[int]:
+    """Groups of each optimizer step, as numpy's ``array_split`` divides them."""
+    each, more = divmod(groups, updates)
+    return [each + (i < more) for i in range(updates)]
+
+
+@functools.lru_cache(maxsize=256)
+def _placed(lengths: tuple[int, ...], ranks: int, budget: int, limit: int | None) -> list[Work]:
+    """Of each rank. Kept, because most settings that a plan tries leave it as it is."""
+    if len(set(lengths)) == 1:
+        return _alike(lengths[0], len(lengths), ranks, min(max(1, budget // lengths[0]), limit or len(lengths)))
+    placed = assign(lengths, ranks=ranks, token_budget=budget, sequence_limit=limit)
+    return [Work(tuple(tuple(lengths[i] for i in micro) for micro in of_rank)) for of_rank in placed]
+
+
+def _alike(length: int, count: int, ranks: int, most: int) -> list[Work]:
+    """What ``assign`` does with ``count`` sequences of one length, of which ``most`` fit into a micro-batch: all share
+    as evenly as they can. It would take seconds for thousands of them."""
+    shares = _split(count, ranks)
+    bins = max(1, -(-shares[0] // most))
+    return [Work(tuple((length,) * size for size in _split(share, bins))) for share in shares]
+
+
+def _worst(cfg: Config, lengths: Lengths, share: int, ranks: int, sequences: int) -> int:
+    """Tokens of the largest micro-batch that this config can make of an update."""
+    limit = cfg.train.sequences_per_microbatch or sequences
+    budget = min(cfg.train.tokens_per_microbatch, limit * lengths.longest)
+    of_rank = -(-sequences // ranks) * lengths.longest
+    return max(lengths.longest, min(budget, of_rank)) if of_rank else share
+
+
+def _rates(cfg: Config, steps: int | None, updates: int) -> tuple[tuple[int, float], ...]:
+    """Learning rates of the first optimizer step, the first after warm-up, and the last."""
+    if steps is None:
+        return ()
+    total, optim = steps * updates, cfg.train.optim
+    warmup = round(optim.warmup_ratio * total) if optim.warmup_steps is None else optim.warmup_steps
+    shown = dict.fromkeys((1, min(warmup + 1, total), total))
+    return tuple((step, learning_rate(optim, step - 1, total)) for step in shown)

@@ -1,0 +1,81 @@
+"""What was predicted beside what a run has measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from posttrain.config import Config
+from posttrain.core.sizes import GIB
+from posttrain.plan.batch import Lengths, longest_of, sequences_of_step
+from posttrain.plan.estimate import Plan
+
+Row = Mapping[str, float]
+"""The metrics of a step"""
+
+WARM_UP = 2
+"""Steps that compile kernels and grow memory, and are left out where there are more"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One figure."""
+
+    name: str
+    """Of the metric"""
+    predicted: float
+    measured: float
+
+    @property
+    def off(self) -> float:
+        """How far the prediction is from what was measured, as a share of that."""
+        return self.predicted / self.measured - 1.0 if self.measured else 0.0
+
+    def describe(self) -> str:
+        return f"{self.name} {self.predicted:.4g} / {self.measured:.4g} ({self.off:+.0%})"
+
+
+def median(rows: Sequence[Row], name: str) -> float | None:
+    """Of the steps after the first ones; None: nobody logged it."""
+    later = rows[WARM_UP:] or rows
+    values = [float(row[name]) for row in later if name in row]
+    return statistics.median(values) if values else None
+
+
+def lengths_of(cfg: Config, rows: Sequence[Row]) -> Lengths | None:
+    """Of the sequences that a run has trained on; None: it has logged none."""
+    tokens = median(rows, "perf/total_num_tokens" if cfg.command == "rl" else "train/tokens")
+    if not tokens:
+        return None
+    mean = tokens / sequences_of_step(cfg)
+    prompt = median(rows, "prompt_length/mean") or 0.0
+    if (loss_tokens := median(rows, "train/loss_tokens")) is not None:
+        prompt = (tokens - loss_tokens) / sequences_of_step(cfg)
+    return Lengths(mean, longest_of(cfg), min(prompt, mean), "measured")
+
+
+def compare(plan: Plan, rows: Sequence[Row]) -> list[Pair]:
+    """All that is both predicted and measured. Times and memory only where there is a GPU."""
+    found: list[Pair] = []
+
+    def pair(name: str, predicted: float | None, key: str = "") -> None:
+        measured = median(rows, key or name)
+        if predicted is not None and measured:
+            found.append(Pair(name, predicted, measured))
+
+    rl = plan.question.cfg.command == "rl"
+    pair("perf/total_num_tokens" if rl else "train/tokens", float(plan.batch.tokens))
+    if rl:
+        pair("actor/updates", float(plan.batch.updates))
+    if not plan.question.machine.memory:
+        return found
+    updates = [m for m in plan.moments if m.name in ("update", "update_actor")]
+    for moment in updates:
+        pair("perf/memory_gib", moment.allocated / GIB)
+    load = [m for m in plan.moments if m.name == "load"]
+    for moment in load:
+        pair("sync/gpu_used_gib", moment.total / GIB)
+    for name, phase in plan.phases.items():
+        pair(f"timing_s/{name}", phase.total)
+    return found

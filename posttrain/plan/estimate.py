@@ -1,0 +1,155 @@
+"""A plan: everything that is reckoned about one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from posttrain.config import Config
+from posttrain.core.machines import Machine
+from posttrain.plan import calibration as known
+from posttrain.plan import speed
+from posttrain.plan.batch import Batch, Lengths, batch_of
+from posttrain.plan.layout import Kernels, Layout, Moment, Shapes, lay_out, moments, scoring
+from posttrain.plan.memory import Terms
+from posttrain.plan.speed import Seconds
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan is about."""
+
+    cfg: Config
+    shapes: Shapes
+    machine: Machine
+    kernels: Kernels
+    lengths: Lengths
+    steps: int | None = None
+    """Of the run; None: not known, because the data is not there"""
+    of_step: tuple[int, ...] | None = None
+    """Tokens of each sequence of a step, where they are known"""
+    typical: bool = False
+    """Memory is that of the micro-batches to be expected, and not of the largest that there may be"""
+    notes: tuple[str, ...] = field(default=())
+    """What had to be assumed"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer, but for what is wrong with it (``problems``)."""
+
+    question: Question
+
+    @cached_property
+    def batch(self) -> Batch:
+        q = self.question
+        batch = batch_of(q.cfg, q.lengths, q.steps, q.of_step)
+        return replace(batch, worst=batch.largest) if q.typical else batch
+
+    @cached_property
+    def layout(self) -> Layout:
+        q = self.question
+        return lay_out(q.cfg, q.shapes, q.machine, q.kernels, self.batch)
+
+    @cached_property
+    def moments(self) -> list[Moment]:
+        """Empty without a GPU: what a CPU's processes hold is not predicted."""
+        return moments(self.layout) if self.question.machine.gpu is not None else []
+
+    @property
+    def worst(self) -> Moment | None:
+        """The moment at which a GPU holds most."""
+        return max(self.moments, key=lambda moment: moment.total, default=None)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every moment does, as far as the GPU is known."""
+        memory = self.question.machine.memory
+        return not memory or all(moment.total <= memory for moment in self.moments)
+
+    def moment(self, name: str) -> Moment:
+        """By its name."""
+        return next(moment for moment in self.moments if moment.name == name)
+
+    @cached_property
+    def host(self) -> Terms:
+        """Bytes of host memory of one training worker of each group, added up."""
+        cfg, terms = self.question.cfg, dict[str, float]()
+        for trainer in self.layout.trainers:
+            of = trainer.host(background_saves=cfg.checkpoint.background, offload=cfg.train.offload)
+            for name, size in of.items():
+                terms[name] = terms.get(name, 0.0) + size
+        return terms
+
+    @cached_property
+    def phases(self) -> dict[str, Seconds]:
+        """Of one step, by the names of `timing_s/`; empty where the GPU's speed is not known."""
+        machine, layout, cfg = self.question.machine, self.layout, self.question.cfg
+        if machine.gpu is None or not machine.gpu.flops:
+            return {}
+        found: dict[str, Seconds] = {}
+        if layout.engine is not None:
+            found["gen"] = self._generation()
+        step = replace(self.batch.work, micro_batches=self.batch.work.micro_batches * self.batch.updates)
+        fixed = Seconds(fixed=known.CALL_S)
+        for trainer, name in scoring(cfg, layout.trainers) if layout.trainers else ():
+            found[name] = _added(speed.forward_seconds(trainer, machine, step), fixed)
+        for trainer in layout.trainers:
+            if trainer.trainable:
+                one = speed.update_seconds(trainer, machine, self.batch.work)
+                name = "update" if cfg.command != "rl" else f"update_{trainer.role}"
+                found[name] = _added(_times(one, self.batch.updates), fixed)
+        if layout.engine is not None and layout.trainers:
+            found["sync"] = speed.sync_seconds(layout.actor, machine, layout.transfer, cfg.rollout.engine)
+        return found
+
+    def _generation(self) -> Seconds:
+        cfg, lengths, engine = self.question.cfg, self.question.lengths, self.layout.engine
+        assert engine is not None
+        more = 1.0 + cfg.rollout.over_sample_rate
+        return speed.generation_seconds(
+            engine,
+            self.question.machine,
+            episodes=max(1, round(cfg.data.batch_size * cfg.rollout.n * more / cfg.rollout.replicas)),
+            prompt=lengths.prompt,
+            response=lengths.mean - lengths.prompt,
+            longest=min(float(cfg.rollout.max_response_tokens), 1.0 * lengths.longest),
+        )
+
+    @property
+    def save_seconds(self) -> float:
+        """That training waits for a save."""
+        rate = known.SNAPSHOT if self.question.cfg.checkpoint.background else known.DISK
+        return sum(t.state() for t in self.layout.trainers if t.trainable) / rate
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of a step without validation and saving; None: not known."""
+        return sum(phase.total for phase in self.phases.values()) if self.phases else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Of the updates, as a run reports it."""
+        gpu = self.question.machine.gpu
+        update = next((self.phases[name] for name in ("update", "update_actor") if name in self.phases), None)
+        if update is None or gpu is None:
+            return None
+        train = self.question.cfg.train
+        flops = self.layout.actor.shape.flops(train.lora).training(self.batch.work.lengths) * self.batch.updates
+        return flops / train.sequence_parallel / update.total / gpu.flops
+
+
+def _added(one: Seconds, other: Seconds) -> Seconds:
+    return Seconds(
+        one.compute + other.compute,
+        one.memory + other.memory,
+        one.communication + other.communication,
+        one.host + other.host,
+        one.fixed + other.fixed,
+    )
+
+
+def _times(one: Seconds, count: int) -> Seconds:
+    return Seconds(
+        one.compute * count, one.memory * count, one.communication * count, one.host * count, one.fixed * count
+    )

@@ -1,0 +1,259 @@
+"""What a training process and an engine hold on their GPU at each moment, term by term, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.config import RolloutConfig, TrainConfig
+from posttrain.core.sizes import (
+    CANARIES,
+    CANARY_TOKENS,
+    DEVICE_BUCKET_BYTES,
+    GATHER_BYTES,
+    HOST_BUCKET_BYTES,
+    SENT_BUCKET_BYTES,
+    bucket_bytes,
+    logits_rows,
+)
+from posttrain.plan import activations
+from posttrain.plan.activations import Policy
+from posttrain.plan.calibration import CONTEXT_BYTES, ENGINE_BYTES, NCCL_BYTES
+from posttrain.plan.shape import ModelShape
+
+Terms = dict[str, float]
+"""Bytes by what they are for."""
+
+_FLOAT32 = 4
+
+
+def total(terms: Terms) -> float:
+    """Of all terms."""
+    return sum(terms.values())
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One process of a group of training workers (actor, critic, reference, teacher)."""
+
+    role: str
+    shape: ModelShape
+    train: TrainConfig
+    world: int = 1
+    """Workers of the group"""
+    itemsize: int = 2
+    """Of the compute type"""
+    trainable: bool = True
+    compiled: bool = True
+    repeats_heads: bool = False
+    """See ``Policy``"""
+    tokens: int = 0
+    """Of its largest micro-batch, on all workers that share it"""
+    micro_batches: int = 1
+    """Of an optimizer step"""
+
+    @property
+    def shards(self) -> int:
+        return self.train.shard_size or self.world
+
+    @property
+    def adapted(self) -> bool:
+        return self.trainable and self.train.lora.rank is not None
+
+    @property
+    def master(self) -> int:
+        """Bytes of an element that the optimizer steps."""
+        if not self.trainable:
+            return self.itemsize
+        return 2 if self.train.param_dtype == "bfloat16" else _FLOAT32
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 is used."""
+        return self.world > 1 or self.master != self.itemsize or self.train.cpu_offload
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained, of the whole model."""
+        if not self.trainable:
+            return 0
+        return self.shape.lora_parameters(self.train.lora) if self.adapted else self.shape.parameters
+
+    @property
+    def mine(self) -> int:
+        """Tokens of the largest micro-batch that go through this process."""
+        return -(-self.tokens // self.train.sequence_parallel)
+
+    @property
+    def policy(self) -> Policy:
+        # Exchanges of sequence parallelism break the graph, and a checkpoint around them is then not compiled.
+        whole = self.train.sequence_parallel == 1 or self.train.activation_checkpointing == "none"
+        return Policy(
+            self.train.activation_checkpointing,
+            self.compiled and whole,
+            self.repeats_heads,
+            self.itemsize,
+            (self.train.lora.rank or 0) if self.adapted else 0,
+        )
+
+    # ------------------------------------------------------------------ terms
+
+    def _parameters(self) -> float:
+        """Bytes of all weights."""
+        if self.adapted:
+            return self.itemsize * self.shape.parameters + self.master * self.trained
+        return self.master * self.shape.parameters
+
+    def moments(self) -> float:
+        """Bytes of the optimizer's state on this process, wherever it is kept."""
+        # 8 bits an element, and a float32 scale for each block of 256 of them
+        each = 2 * (1 + _FLOAT32 / 256) if self.train.optim.name == "adamw_8bit" else 2 * self.master
+        return each * self.trained / self.shards
+
+    def state(self) -> float:
+        """Bytes of weights and optimizer state on this process, wherever they are kept."""
+        return self._parameters() / self.shards + self.moments()
+
+    def fresh(self) -> Terms:
+        """Loaded, before the first step."""
+        if self.train.cpu_offload:
+            return {"parameters": 0.0}
+        return {"parameters": self._parameters() / self.shards}
+
+    def idle(self) -> Terms:
+        """Between steps."""
+        if self.train.cpu_offload:
+            return {"parameters": 0.0, "optimizer": 0.0}
+        return self.fresh() | {"optimizer": self.moments()}
+
+    def _whole(self) -> float:
+        """Weights that FSDP2 has gathered during a pass."""
+        if not self.sharded:
+            return 0.0
+        if self.train.gather_weights == "step":
+            return self.itemsize * float(self.shape.parameters)
+        return self.itemsize * (self.shape.outside + 2.0 * self.shape.layer_parameters)  # one layer ahead
+
+    def _logits(self, tokens: int) -> float:
+        if self.shape.values:
+            return 0.0
+        return 4.0 * logits_rows(tokens, self.shape.vocabulary) * self.shape.vocabulary
+
+    def forward(self, tokens: int | None = None) -> Terms:
+        """The most of a pass without gradients over a micro-batch."""
+        mine = self.mine if tokens is None else tokens
+        work = mine * activations.forward_only(self.shape, self.policy)
+        head = self._logits(mine) + 2.0 * self.itemsize * self.shape.hidden * mine
+        return self.idle() | {"gathered weights": self._whole(), "activations": max(work, head)}
+
+    def update(self) -> Terms:
+        """The most of an optimizer step: in the output head, in the backward pass of the last layer, or at its end."""
+        several = self.micro_batches > 1
+        keeps = self.mine * (
+            self.shape.layers * activations.of_layer(self.shape, self.policy)
+            + activations.outside(self.shape, self.policy)
+            + 3.0 * self.itemsize * self.shape.hidden  # the last ones, those that predict, and their gradient
+        )
+        head_gradient = 0.0 if self.adapted else self.itemsize * float(self.shape.head_gradient)
+        common = self.idle() | {"gathered weights": self._whole(), "activations": keeps}
+        before = self._gradients() if several else 0.0
+        # The head adds its gradient up in float32, and rounds it when the logits are gone.
+        rounded = head_gradient if self.itemsize < _FLOAT32 else 0.0
+        in_head = common | {
+            "gradients": before + head_gradient * _FLOAT32 / self.itemsize,
+            "logits": max(self._logits(self.mine), rounded),
+        }
+        in_layer = common | {
+            "gradients": before + (head_gradient if self.sharded or not several else 0.0),
+            "in flight": self.mine * activations.in_flight(self.shape, self.policy),
+        }
+        at_end = self.idle() | {
+            "gathered weights": self._whole(),
+            "gradients": self._gradients() + self._last_reduction(),
+        }
+        return max((in_head, in_layer, at_end), key=total)
+
+    def _gradients(self) -> float:
+        """Those of the micro-batches before."""
+        if self.sharded and self.train.reduce_gradients == "step":
+            return _FLOAT32 * float(self.trained)
+        if self.train.cpu_offload:
+            return 0.0
+        return self.master * self.trained / self.shards
+
+    def _last_reduction(self) -> float:
+        """Gradients of what belongs to no layer, in the compute type, in float32 to be reduced, and reduced."""
+        if not self.sharded or self.adapted:
+            return 0.0
+        return self.shape.outside * (self.itemsize + _FLOAT32 + _FLOAT32 / self.shards)
+
+    def handing_out(self, transfer: str) -> Terms:
+        """Buckets of weights for engines, and what stays of the canary's forward pass."""
+        whole = self.itemsize * self.shape.parameters
+        most = {"device": DEVICE_BUCKET_BYTES, "broadcast": SENT_BUCKET_BYTES}.get(transfer, HOST_BUCKET_BYTES)
+        embedding = self.itemsize * self.shape.embedding
+        bucket = max(bucket_bytes(whole, most), embedding)
+        buckets = 2.0 * bucket if transfer != "host" else 0.0
+        gathered = 0.0
+        if self.shards > 1:
+            group = GATHER_BYTES * self.itemsize / self.master + GATHER_BYTES / self.shards
+            gathered = max(group, embedding * (1.0 + 1.0 / self.shards))
+        # The canary's pass ends before, and its memory stays with torch.
+        canary = self.forward(CANARIES * CANARY_TOKENS)
+        left = canary["gathered weights"] + canary["activations"]
+        return self.idle() | {"buckets": buckets, "gathered weights": gathered, "left of the canary": left}
+
+    def beside(self) -> float:
+        """Bytes beside torch's allocations."""
+        return CONTEXT_BYTES + (NCCL_BYTES if self.world > 1 else 0.0)
+
+    def host(self, *, background_saves: bool, offload: bool) -> Terms:
+        """Bytes of host memory of this process."""
+        state = self.state() if self.trainable else 0.0
+        return {
+            "process": 3.0 * 2**30,  # torch, CUDA's libraries, compiled kernels: resident size of such a process
+            "state kept there": self.state() if self.train.cpu_offload or offload else 0.0,
+            "copy for saves": state if background_saves else 0.0,
+        }
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """One GPU of an engine."""
+
+    shape: ModelShape
+    rollout: RolloutConfig
+    itemsize: int
+    gpu_bytes: float
+    """That `rollout.memory_fraction` is a share of"""
+
+    @property
+    def weights(self) -> float:
+        return self.itemsize * self.shape.parameters / self.rollout.tensor_parallel
+
+    @property
+    def of_token(self) -> float:
+        """Bytes of the KV cache for a token. GPUs beyond the number of key heads hold copies."""
+        heads = max(1.0, self.shape.kv_heads / self.rollout.tensor_parallel)
+        return 2.0 * self.shape.layers * heads * self.shape.head_dim * self.itemsize
+
+    @property
+    def cache(self) -> float:
+        """Bytes of the KV cache. Less than 0: the weights alone are too large."""
+        return self.rollout.memory_fraction * self.gpu_bytes - self.weights
+
+    @property
+    def tokens(self) -> int:
+        """That fit into the cache."""
+        return max(0, int(self.cache / self.of_token))
+
+    def asleep(self) -> Terms:
+        """What its processes keep."""
+        return {"engine process": CONTEXT_BYTES if self.rollout.engine == "hf" else ENGINE_BYTES}
+
+    def loading(self) -> Terms:
+        """Weights are there, the cache is not yet."""
+        return self.asleep() | {"engine weights": self.weights}
+
+    def awake(self) -> Terms:
+        """It samples."""
+        return self.loading() | {"KV cache": max(0.0, self.cache)}

@@ -1,0 +1,194 @@
+"""The sizes of a model, from its config.json alone.
+
+Shape legend: h hidden size, q width of all query heads, kv width of all key heads, i width of the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config import LoraConfig
+from posttrain.core.errors import ModelError
+from posttrain.core.flops import Flops
+
+_KNOWN = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+"""Model types whose parameters are counted exactly, and tested to be."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear layer, or several of one shape."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    count: int = 1
+
+    @property
+    def parameters(self) -> int:
+        return self.count * (self.inputs * self.outputs + self.outputs * self.bias)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer."""
+
+    kind: str
+    """`model_type` of its config"""
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    """The output head is the embedding."""
+    matrices: tuple[Matrix, ...]
+    """Linear layers of a decoder layer, experts apart"""
+    expert: tuple[Matrix, ...] = ()
+    """Linear layers of one expert"""
+    experts: int = 0
+    experts_per_token: int = 0
+    intermediate: int = 0
+    """Width of the MLP that a token goes through: of all its experts together"""
+    qk_norm: bool = False
+    """Queries and keys are normalised, each head for itself."""
+    max_length: int | None = None
+    values: bool = False
+    """One value a token instead of logits (a critic, a reward model)"""
+
+    @property
+    def q(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def known(self) -> bool:
+        """Whether parameters of this kind are counted exactly."""
+        return self.kind in _KNOWN
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one decoder layer."""
+        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        experts = self.experts * sum(m.parameters for m in self.expert)
+        return norms + experts + sum(m.parameters for m in self.matrices)
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the token embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def head(self) -> int:
+        """Parameters of the output head, where it is not the embedding."""
+        if self.values:
+            return self.hidden
+        return 0 if self.tied else self.embedding
+
+    @property
+    def head_gradient(self) -> int:
+        """Elements of the gradient that the output head gives."""
+        return self.hidden if self.values else self.embedding
+
+    @property
+    def outside(self) -> int:
+        """Parameters that belong to no layer."""
+        return self.embedding + self.head + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.outside
+
+    def lora_parameters(self, lora: LoraConfig) -> int:
+        """Of adapters beside all linear layers (`all-linear`), or beside those whose last name is in the list."""
+        if lora.rank is None:
+            return 0
+        given = lora.target_modules
+        names = None if given == "all-linear" or isinstance(given, str) else {name.rsplit(".", 1)[-1] for name in given}
+        adapted = [m for m in self.matrices if names is None or m.name in names]
+        return self.layers * sum(m.count * lora.rank * (m.inputs + m.outputs) for m in adapted)
+
+    def flops(self, lora: LoraConfig | None = None) -> Flops:
+        """As ``train.flops.model_flops`` counts them of the model itself."""
+        active = self.experts_per_token / self.experts if self.experts else 1.0
+        experts = self.layers * self.experts * sum(m.parameters for m in self.expert)
+        looked_up = 0 if self.tied and not self.values else self.embedding
+        forward = 2.0 * (self.parameters - looked_up - experts * (1.0 - active))
+        trained = forward
+        if lora is not None and lora.rank is not None:
+            trained = 2.0 * self.lora_parameters(lora)
+            forward += trained
+        return Flops(forward, trained, 2.0 * self.layers * self.q)
+
+    def as_values(self) -> ModelShape:
+        """The same with one value a token."""
+        return ModelShape(**{**self.__dict__, "values": True, "tied": False})
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape of the model that a config.json describes.
+
+    Raises:
+        ModelError: it lacks a size.
+    """
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = text
+    try:
+        return _shape(config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"the config of {name} does not give the sizes of a decoder: {type(error).__name__}: {error}",
+            hint="plan knows models like Llama, Qwen and Mistral",
+        ) from error
+
+
+def _shape(c: Mapping[str, Any]) -> ModelShape:
+    kind = str(c.get("model_type", ""))
+    hidden, layers, heads = int(c["hidden_size"]), int(c["num_hidden_layers"]), int(c["num_attention_heads"])
+    kv_heads = int(c.get("num_key_value_heads") or heads)
+    head_dim = int(c.get("head_dim") or hidden // heads)
+    q, kv = heads * head_dim, kv_heads * head_dim
+    biased = bool(c.get("attention_bias", False))
+    qkv_bias, out_bias = (True, False) if kind == "qwen2" else (biased, biased)
+    mlp_bias = bool(c.get("mlp_bias", False))
+    matrices = [
+        Matrix("q_proj", hidden, q, qkv_bias),
+        Matrix("k_proj", hidden, kv, qkv_bias),
+        Matrix("v_proj", hidden, kv, qkv_bias),
+        Matrix("o_proj", q, hidden, out_bias),
+    ]
+    experts = int(c.get("num_experts") or c.get("num_local_experts") or 0)
+    width = int((c.get("moe_intermediate_size") if experts else None) or c["intermediate_size"])
+    mlp = (
+        Matrix("gate_proj", hidden, width, mlp_bias),
+        Matrix("up_proj", hidden, width, mlp_bias),
+        Matrix("down_proj", width, hidden, mlp_bias),
+    )
+    each = int(c["num_experts_per_tok"]) if experts else 1
+    if experts:
+        matrices.append(Matrix("gate", hidden, experts))
+    return ModelShape(
+        kind=kind,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=int(c["vocab_size"]),
+        tied=bool(c.get("tie_word_embeddings", False)),
+        matrices=(*matrices, *(() if experts else mlp)),
+        expert=mlp if experts else (),
+        experts=experts,
+        experts_per_token=each if experts else 0,
+        intermediate=width * each,
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        max_length=c.get("max_position_embeddings"),
+    )

@@ -1,0 +1,1 @@
+"""The command `prefer`: training on preference pairs, and reward models."""

@@ -1,0 +1,27 @@
+"""Datasets that ``posttrain prep`` knows: one short file each."""
+
+from posttrain.prep.datasets.base import (
+    DATASETS,
+    Dataset,
+    FileSet,
+    Refusal,
+    WordProblems,
+    available_splits,
+    fault,
+    open_dataset,
+    raw_rows,
+    refusal,
+)
+
+__all__ = [
+    "DATASETS",
+    "Dataset",
+    "FileSet",
+    "Refusal",
+    "WordProblems",
+    "available_splits",
+    "fault",
+    "open_dataset",
+    "raw_rows",
+    "refusal",
+]

@@ -1,0 +1,142 @@
+"""Conversations to imitate: files of messages in any of the field's styles, and Glaive's function calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+from posttrain.core.errors import DataError
+from posttrain.core.types import Message, Score
+from posttrain.data.messages import normalize_messages, normalize_tools
+from posttrain.data.parquet import Conversation, sft_row
+from posttrain.data.schema import RowError, SftRow, parse_row
+from posttrain.prep.datasets.base import FileSet, Kind, RawRow
+from posttrain.prep.datasets.problems import first
+
+_ROLES = {"developer": "system", "function": "tool"}
+"""OpenAI's names for roles that chat templates know by another."""
+_COLUMNS = ("messages", "conversations", "conversation")
+_PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output"))
+
+
+class Messages(FileSet):
+    """Any file of conversations. Raw rows ``{"messages", "tools"}``, both also as JSON text:
+
+    - OpenAI's messages: ``role``, ``content`` (text, null, or a list of typed parts), ``tool_calls`` with arguments as
+      objects or JSON text, ``tool_call_id``, ``reasoning_content``; the older ``function_call`` and role ``function``;
+      ``train`` or ``weight`` (0 leaves a message out of the loss);
+    - ShareGPT's turns: ``conversations: [{"from", "value"}]``, with ``function_call`` and ``observation``, and the
+      system message perhaps in a column ``system``;
+    - ``tools`` as OpenAI schemas or bare functions; also named ``functions``;
+    - a user's text and the assistant's answer, in ``prompt`` and ``response``, ``question`` and ``answer``, or
+      ``instruction`` and ``output``, which may stand in ``extra_info``.
+
+    A file without a split in its name is ``train``.
+    """
+
+    name = "messages"
+    data_source = ""
+    licence = "that of your file"
+    hub_id: str | None = None
+    splits: tuple[str, ...] = ("train",)
+    kinds: tuple[Kind, ...] = ("sft",)
+    patterns: ClassVar[Mapping[str, tuple[str, ...]]] = {"train": ("train", "train-*", "data/train-*", "*")}
+
+    def to_rlhf(self, row: RawRow, index: int, split: str) -> None:
+        """There is no answer to grade."""
+
+    def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
+        """The conversation, checked.
+
+        Raises:
+            DataError: the row is of no known style, or the conversation is out of order, or calls a tool that is not
+                declared. The message is the same for every row with this fault.
+        """
+        conversation = self.conversation(row)
+        try:
+            return parse_row(SftRow, sft_row(conversation)).typed(index)
+        except RowError as error:
+            raise DataError(error.message, hint=f"{error.field}: {error.hint}") from error
+
+    def conversation(self, row: RawRow) -> Conversation:
+        """The messages and tools of a row, in OpenAI's shape. Raises ``DataError`` where they are of no known style."""
+        raw = first(row, _COLUMNS)
+        messages = json_list(raw) or _pair(row)
+        if not messages:
+            raise DataError(
+                "there are no messages",
+                hint=f"looked for {', '.join(_COLUMNS)}, and prompt with response; the row has {list(row)}",
+            )
+        system = row.get("system")
+        if isinstance(system, str) and system.strip() and role_of(messages[0]) != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        try:
+            normal = normalize_messages([modern(message) for message in messages])
+            tools = normalize_tools(first(row, ("tools", "functions")))
+        except DataError as error:
+            # "message 3: it has no role": what is wrong is the reason, where it is wrong the detail.
+            reason = error.message.partition(": ")[2] if error.message.startswith("message ") else error.message
+            raise DataError(reason.partition(": ")[0], hint=error.message) from error
+        return Conversation(cast(list[Message], normal), tools or [])
+
+    def check(self, row: RawRow) -> Score:
+        """Right where the conversation can be read and is in order."""
+        self.to_sft(row, 0, "train")
+        return Score(score=1.0, correct=True)
+
+
+class GlaiveToolcall(Messages):
+    """Glaive's function calling v2 in ShareGPT's style: ``{"conversations": [{"from": "human" | "gpt" |
+    "function_call" | "observation", "value"}], "tools": JSON text}``."""
+
+    name = "glaive-toolcall"
+    licence = "Apache-2.0"
+    hub_id: str | None = "hiyouga/glaive-function-calling-v2-sharegpt"
+    patterns: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "train": ("glaive_toolcall_en*", "glaive*", "train", "train-*", "data/train-*")
+    }
+
+
+def json_list(value: Any) -> list[Any]:
+    """A list, also of JSON text; empty for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return []
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+
+
+def role_of(message: Any) -> Any:
+    """Who speaks in a message of any style; None where it does not say."""
+    return (message.get("role") or message.get("from")) if isinstance(message, Mapping) else None
+
+
+def modern(message: Any) -> dict[str, Any]:
+    """An OpenAI message without what newer versions of that API call by another name. Others as they are."""
+    if not isinstance(message, Mapping):
+        raise DataError("a message is not an object", hint=f"it is {str(message)[:80]!r}")
+    turn = {key: value for key, value in message.items() if key not in ("function_call", "weight")}
+    if not isinstance(turn.get("role"), str | None):
+        raise DataError("the role of a message is no text", hint=f"it is {str(turn['role'])[:80]}")
+    if turn.get("role") in _ROLES:
+        turn["role"] = _ROLES[turn["role"]]
+    if message.get("function_call"):
+        turn["tool_calls"] = [message["function_call"]]
+    if message.get("weight") is not None and role_of(turn) in ("assistant", "gpt"):
+        turn["train"] = bool(message["weight"])
+    return turn
+
+
+def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A prompt and its response as messages; empty where the row has no such two texts."""
+    inner = row.get("extra_info")
+    for place in (row, inner if isinstance(inner, Mapping) else {}):
+        for names in _PAIRS:
+            texts = [place.get(name) for name in names]
+            if all(isinstance(text, str) and text.strip() for text in texts):
+                return [
+                    {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
+                ]
+    return []

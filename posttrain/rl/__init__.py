@@ -1,0 +1,1 @@
+"""The command `rl`: rollouts, advantages and policy updates, step by step."""

@@ -1,0 +1,180 @@
+"""From the trajectories of a step to batches with advantages and loss weights.
+
+The formulas are in ``posttrain.algos``. What depends on more than one token is computed here, for all trajectories of a
+step or of an update, and goes to the workers as columns; so no result depends on how these cut it into micro-batches.
+
+Shape legend: T tokens of all trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.algos import losses
+from posttrain.algos.advantages import ESTIMATORS, AdvantageParams, Episodes
+from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
+from posttrain.algos.reduce import token_weights
+from posttrain.algos.segments import owners
+from posttrain.core.errors import RunError
+from posttrain.data.pack import PackedBatch
+from posttrain.rl.metrics import spread
+from posttrain.train.spec import loss_params
+
+if TYPE_CHECKING:
+    from posttrain.config import AlgoConfig, Config
+    from posttrain.core.types import Trajectory
+
+Groups = Sequence[Sequence["Trajectory"]]
+
+
+def usable(groups: Groups) -> list[Trajectory]:
+    """The episodes that can be trained on, and whose rewards count in their groups. Raises ``RunError`` where there is
+    none."""
+    kept = [t for group in groups for t in group if t.trainable]
+    if not kept:
+        errors = {t.error for group in groups for t in group if t.error}
+        raise RunError(f"no episode of this step can be trained on: {'; '.join(sorted(errors)[:3]) or 'all are empty'}")
+    return kept
+
+
+def pack(kept: Sequence[Trajectory]) -> PackedBatch:
+    """The episodes side by side, with the engine's log-probabilities."""
+    batch = PackedBatch.from_sequences([t.tokens for t in kept], [t.loss_mask for t in kept])
+    batch.rollout_logprobs = torch.cat([torch.from_numpy(t.logprobs) for t in kept])
+    return batch
+
+
+def stale_tokens(kept: Sequence[Trajectory], version: int) -> Tensor:
+    """[T] true where other weights than those of ``version`` sampled the token (`rollout.carry_cancelled`)."""
+    versions = torch.from_numpy(np.concatenate([t.weight_version for t in kept]))
+    return (versions >= 0) & (versions != version)
+
+
+def fill_advantages(
+    batch: PackedBatch,
+    kept: Sequence[Trajectory],
+    groups: Groups,
+    cfg: Config,
+    *,
+    penalties: Tensor | None = None,
+    baselines: Mapping[int, float] | None = None,
+    teacher_log_ratio: Tensor | None = None,
+) -> dict[str, float]:
+    """Give the batch ``advantages`` and, where the estimator has them, ``returns``. Returns metrics.
+
+    Args:
+        kept: the episodes of the batch, in order.
+        groups: all episodes by prompt.
+        penalties: [T] KL in the reward, times its coefficient.
+        baselines: row of a prompt -> reward of its greedy episode.
+        teacher_log_ratio: [T] log-probability under the teacher less that under the policy.
+    """
+    algo = cfg.algo
+    group_of = {id(t): number for number, group in enumerate(groups) for t in group}
+    rewards = torch.tensor([t.reward for t in kept])
+    parts = {}
+    if ADVANTAGES[algo.advantage].parts:
+        if missing := {name for t in kept for name in cfg.reward.weights.keys() - t.reward_parts.keys()}:
+            raise RunError(f"reward.weights names {', '.join(sorted(missing))}, and not every episode has it")
+        parts = {name: torch.tensor([t.reward_parts[name] for t in kept]) for name in cfg.reward.weights}
+    episodes = Episodes(
+        rewards,
+        torch.tensor([group_of[id(t)] for t in kept]),
+        batch.loss_mask,
+        owners(batch.cu_seqlens),
+        penalties=penalties,
+        parts=parts,
+        baselines=None if baselines is None else torch.tensor([baselines[t.prompt.index] for t in kept]),
+        values=batch.values,
+        teacher_log_ratio=teacher_log_ratio,
+    )
+    params = AdvantageParams(algo.gamma, algo.lam, algo.normalize_by_std, cfg.reward.weights)
+    result = ESTIMATORS[algo.advantage](episodes, params)
+    batch.advantages, batch.returns = result.advantages, result.returns
+    own = batch.loss_mask
+    metrics = spread("critic/score", rewards) | spread("critic/rewards", episodes.scores())
+    metrics |= spread("critic/advantages", batch.advantages[own])
+    if batch.returns is not None:
+        metrics |= spread("critic/returns", batch.returns[own])
+    if batch.values is not None and batch.returns is not None:
+        metrics |= spread("critic/values", batch.values[own])
+        metrics["critic/vf_explained_var"] = explained_variance(batch.values[own], batch.returns[own])
+    return metrics
+
+
+def keep_advantages(batch: PackedBatch, kept: Sequence[Trajectory]) -> None:
+    """Give each episode the advantages of its tokens, for those who look at it later."""
+    assert batch.advantages is not None
+    parts = batch.advantages.float().split([len(t.tokens) for t in kept])
+    for trajectory, part in zip(kept, parts, strict=True):
+        trajectory.advantages = part.numpy()
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one; 0 where all returns are
+    equal."""
+    spread_of_returns = float(returns.double().var(correction=0))
+    left = float((returns.double() - values.double()).var(correction=0))
+    return 1.0 - left / spread_of_returns if spread_of_returns > 0.0 else 0.0
+
+
+def minibatches(batch: PackedBatch, kept: Sequence[Trajectory], cfg: Config) -> list[PackedBatch]:
+    """The batches of a step's optimizer updates, with their loss weights. Groups stay whole, and each update has a loss
+    of its own."""
+    if cfg.algo.updates_per_step == 1:
+        return [_weighted(batch, cfg)]
+    rows = list(dict.fromkeys(t.prompt.index for t in kept))
+    parts = []
+    for prompts in np.array_split(np.asarray(rows), cfg.algo.updates_per_step):
+        members = [i for i, t in enumerate(kept) if t.prompt.index in set(prompts.tolist())]
+        if members:
+            parts.append(_weighted(batch.select(members), cfg))
+    return parts
+
+
+def _weighted(batch: PackedBatch, cfg: Config) -> PackedBatch:
+    norm_length = cfg.algo.norm_length or cfg.rollout.max_response_tokens
+    weights = token_weights(batch.loss_mask, batch.cu_seqlens, cfg.algo.loss_agg, norm_length=norm_length)
+    return replace(batch, loss_weights=weights if batch.correction is None else weights * batch.correction)
+
+
+def for_critic(part: PackedBatch) -> PackedBatch:
+    """The batch of the critic's update: every token has the same say in it."""
+    return replace(part, loss_weights=token_weights(part.loss_mask, part.cu_seqlens, "token-mean"))
+
+
+def fill_columns(part: PackedBatch, current: Tensor, algo: AlgoConfig, seed: int) -> None:
+    """Give the batch of an update what its policy loss reads besides log-probabilities.
+
+    Args:
+        current: [T] log-probabilities under the policy before the update.
+        seed: of a random selection.
+    """
+    facts, params = POLICY_LOSSES[algo.policy_loss], loss_params(algo)
+    assert part.advantages is not None
+    old = current if part.old_logprobs is None else part.old_logprobs
+    if facts.sequences:
+        sequence = owners(part.cu_seqlens)
+        part.sequence_log_ratio = losses.sequence_log_ratio(
+            algo.policy_loss, current - old, part.advantages, sequence, part.loss_mask, params
+        )
+    elif algo.policy_loss == "clip_cov":
+        part.selected = losses.clip_cov_selection(
+            current,
+            old,
+            part.advantages,
+            part.loss_mask,
+            params,
+            share=algo.clip_cov_share,
+            low=algo.clip_cov_low,
+            high=algo.clip_cov_high,
+            generator=torch.Generator().manual_seed(seed),
+        )
+    elif algo.policy_loss == "kl_cov":
+        part.selected = losses.kl_cov_selection(current, part.advantages, part.loss_mask, share=algo.kl_cov_share)

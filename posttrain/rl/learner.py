@@ -1,0 +1,237 @@
+"""The models of an `rl` run, and what a step does with its trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
+from posttrain.algos.corrections import CorrectionParams, correct
+from posttrain.algos.kl import AdaptiveKl, FixedKl, kl_penalty
+from posttrain.algos.segments import owners
+from posttrain.cluster.cluster import Cluster
+from posttrain.config import LoraConfig
+from posttrain.data.pack import PackedBatch
+from posttrain.rl.batch import (
+    Groups,
+    fill_advantages,
+    fill_columns,
+    for_critic,
+    keep_advantages,
+    minibatches,
+    pack,
+    stale_tokens,
+    usable,
+)
+from posttrain.rl.metrics import critic_metrics, update_metrics
+from posttrain.runs.preflight import find_model
+from posttrain.runs.training import TrainingRun, update_speed
+from posttrain.train.spec import LossSpec
+
+if TYPE_CHECKING:
+    from posttrain.cluster.trainers import TrainerGroup
+    from posttrain.config import AlgoConfig
+    from posttrain.core.types import Trajectory
+
+
+@dataclass
+class Learner:
+    """Which models there are depends on `algo`. With LoRA the reference is the actor without its adapter, and ``ref``
+    is None."""
+
+    run: TrainingRun
+    actor: TrainerGroup
+    critic: TrainerGroup | None
+    ref: TrainerGroup | None
+    teacher: TrainerGroup | None
+    kl: FixedKl | AdaptiveKl
+    """Coefficient of a KL in the reward."""
+
+    @staticmethod
+    async def open(cluster: Cluster, run: TrainingRun) -> Learner:
+        """Start the models that the algorithm needs."""
+        cfg, algo, source = run.cfg, run.cfg.algo, run.source
+        temperature, updates = cfg.rollout.temperature, run.total_steps * algo.updates_per_step
+        actor = await cluster.trainer("actor", source, temperature=temperature, total_steps=updates)
+        run.describe(actor)
+        critic = ref = teacher = None
+        if ADVANTAGES[algo.advantage].critic:
+            train = cfg.train.model_copy(update={"optim": cfg.critic.optim, "lora": LoraConfig()})
+            start = find_model(cfg, cfg.critic.path) if cfg.critic.path else source
+            critic = await cluster.trainer("critic", start, total_steps=updates, train=train, values=True)
+        if algo.kl_coef > 0 and cfg.train.lora.rank is None:
+            ref = await cluster.trainer("reference", source, temperature=temperature, trainable=False)
+        if ADVANTAGES[algo.advantage].teacher:
+            start = find_model(cfg, algo.teacher)
+            teacher = await cluster.trainer("teacher", start, temperature=temperature, trainable=False)
+        return Learner(run, actor, critic, ref, teacher, kl_in_reward(algo))
+
+    @property
+    def models(self) -> list[TrainerGroup]:
+        """All that take turns with the samplers on the same GPUs."""
+        return [group for group in (self.actor, self.critic, self.ref, self.teacher) if group is not None]
+
+    @property
+    def trained(self) -> dict[str, TrainerGroup]:
+        """Those that a checkpoint holds, by the name of their folder in it."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides them, as JSON."""
+        return {"kl_coef": self.kl.value}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.kl.value = float(state["kl_coef"])
+
+    async def learn(
+        self, groups: Groups, *, version: int | None, baselines: Mapping[int, float] | None = None
+    ) -> tuple[list[Trajectory], dict[str, float]]:
+        """The optimizer updates of a step.
+
+        Args:
+            groups: episodes of the same prompts.
+            version: of the actor's weights. Ratios are taken to its own log-probabilities where they sampled, and to
+                the engine's recorded ones where others did. None: others sampled everything.
+            baselines: row of a prompt -> reward of its greedy episode, for an estimator that needs it. Episodes of a
+                prompt that has none are left out.
+
+        Returns:
+            The episodes that were trained on, which now have their ``advantages``, and metrics.
+
+        Raises:
+            RunError: there is no such episode, or updates were skipped too often.
+        """
+        played = len(groups)
+        if baselines is not None:
+            groups = [group for group in groups if group[0].prompt.index in baselines]
+        kept = usable(groups)
+        batch = pack(kept)
+        own, metrics = await self._score(batch, kept, version)
+        if baselines is not None:
+            metrics["rollout/missing_baselines"] = float(played - len(groups))
+        teacher = await self._teacher_log_ratio(batch, own)
+        with self.run.tracker.phase("adv"):
+            penalties, of_kl = self._kl_penalties(batch, own)
+            metrics |= of_kl | fill_advantages(
+                batch, kept, groups, self.run.cfg, penalties=penalties, baselines=baselines, teacher_log_ratio=teacher
+            )
+            keep_advantages(batch, kept)
+            parts = minibatches(batch, kept, self.run.cfg)
+        if self.critic is not None:
+            metrics |= await self._update_critic(self.critic, parts)
+        if self.critic is None or self.run.step >= self.run.cfg.critic.warmup_steps:
+            metrics |= await self._update_actor(parts, version, own)
+        metrics["perf/total_num_tokens"] = float(batch.num_tokens)
+        metrics["actor/skipped_steps"] = float(self.run.skipped_steps)
+        return kept, metrics
+
+    # ------------------------------------------------------------------ before the updates
+
+    async def _score(
+        self, batch: PackedBatch, kept: Sequence[Trajectory], version: int | None
+    ) -> tuple[Tensor | None, dict[str, float]]:
+        """Fill the columns that models give: what ratios are taken to, the reference's log-probabilities, values, and
+        the correction. Returns the actor's own log-probabilities [T], where something reads them, and metrics.
+
+        In a step of one update by the policy that sampled, all ratios are 1, and ``old_logprobs`` stay None.
+        """
+        algo, tracker = self.run.cfg.algo, self.run.tracker
+        engine = batch.rollout_logprobs
+        assert engine is not None
+        stale = torch.ones_like(batch.loss_mask) if version is None else stale_tokens(kept, version)
+        moves = algo.updates_per_step > 1 or bool(stale.any())
+        own = None
+        if (moves and version is not None) or self._reads_own:
+            with tracker.phase("old_log_prob"):
+                own = await self.actor.logprobs(batch)
+        if moves:
+            batch.old_logprobs = engine if own is None else torch.where(stale, engine, own)
+        metrics: dict[str, float] = {}
+        if algo.correction.active:
+            assert own is not None
+            # The ratio of a stale token is taken to the engine, and has the correction in it.
+            gap = torch.where(stale, 0.0, own - engine)
+            sequence = owners(batch.cu_seqlens)
+            batch.correction, metrics = correct(gap, sequence, batch.loss_mask, _correction(algo))
+        if algo.kl_coef > 0:
+            with tracker.phase("ref"):
+                batch.ref_logprobs = await (
+                    self.ref.logprobs(batch) if self.ref else self.actor.logprobs(batch, adapter=False)
+                )
+        if self.critic is not None:
+            with tracker.phase("values"):
+                batch.values = await self.critic.values(batch)
+        return own, metrics
+
+    @property
+    def _reads_own(self) -> bool:
+        """Whether the algorithm reads the actor's log-probabilities before its first update."""
+        algo = self.run.cfg.algo
+        selects = POLICY_LOSSES[algo.policy_loss].selection
+        return selects or algo.correction.active or algo.kl_in == "reward" or self.teacher is not None
+
+    def _kl_penalties(self, batch: PackedBatch, own: Tensor | None) -> tuple[Tensor | None, dict[str, float]]:
+        """[T] KL in the reward, times its coefficient, which then adapts; and metrics."""
+        algo = self.run.cfg.algo
+        if algo.kl_in != "reward":
+            return None, {}
+        assert own is not None
+        assert batch.ref_logprobs is not None
+        kl = kl_penalty(own, batch.ref_logprobs, algo.kl_estimator) * batch.loss_mask
+        mean = float(kl.double().sum() / batch.loss_mask.sum())
+        metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": self.kl.value}
+        penalties = self.kl.value * kl
+        self.kl.update(mean, batch.num_sequences)
+        return penalties, metrics
+
+    async def _teacher_log_ratio(self, batch: PackedBatch, own: Tensor | None) -> Tensor | None:
+        """[T] log-probability under the teacher, where there is one, less that under the actor."""
+        if self.teacher is None:
+            return None
+        assert own is not None
+        with self.run.tracker.phase("teacher"):
+            return await self.teacher.logprobs(batch) - own
+
+    # ------------------------------------------------------------------ the updates
+
+    async def _update_critic(self, critic: TrainerGroup, parts: Sequence[PackedBatch]) -> dict[str, float]:
+        loss = LossSpec(value_clip=self.run.cfg.critic.value_clip)
+        with self.run.tracker.phase("update_critic"):
+            results = [await self.run.update(critic, for_critic(part), loss) for part in parts]
+        return critic_metrics(results)
+
+    async def _update_actor(
+        self, parts: Sequence[PackedBatch], version: int | None, own: Tensor | None
+    ) -> dict[str, float]:
+        """``own``: the actor's log-probabilities [T] of the whole step before its first update, if they are known."""
+        algo, results = self.run.cfg.algo, []
+        facts = POLICY_LOSSES[algo.policy_loss]
+        loss = LossSpec(algo, off_policy=version is None)
+        async with self.run.profiled(self.actor):
+            with self.run.tracker.phase("update_actor"):
+                for number, part in enumerate(parts):
+                    if facts.selection or (facts.sequences and part.old_logprobs is not None):
+                        current = own if len(parts) == 1 and own is not None else await self.actor.logprobs(part)
+                        seed = (self.run.cfg.run.seed << 32) + (self.run.step << 10) + number
+                        fill_columns(part, current, algo, seed)
+                    results.append(await self.run.update(self.actor, part, loss))
+        tokens = sum(part.num_tokens for part in parts)
+        metrics = update_metrics(results) | update_speed(results, tokens, self.actor)
+        # Fewer than algo.updates_per_step where fewer prompts than that are left: groups stay whole.
+        return metrics | {"actor/updates": float(len(parts))}
+
+
+def kl_in_reward(algo: AlgoConfig) -> FixedKl | AdaptiveKl:
+    """The coefficient of a KL in the reward."""
+    if algo.kl_target is None:
+        return FixedKl(algo.kl_coef)
+    return AdaptiveKl(algo.kl_coef, algo.kl_target, algo.kl_horizon)
+
+
+def _correction(algo: AlgoConfig) -> CorrectionParams:
+    cfg = algo.correction
+    return CorrectionParams(cfg.weight, cfg.upper, cfg.lower, cfg.reject, cfg.reject_above)

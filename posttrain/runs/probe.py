@@ -1,0 +1,154 @@
+"""Proof that a merged folder is the trained model: what the trainer said of two fixed texts when it was saved.
+
+Each checkpoint of ours holds it as ``probe.json``:
+
+    {"ids": [[...], [...]], "logprobs": [[...], [...]], "dtype": "bfloat16"}
+
+the texts' first tokens, the log-probability of each token but the first (temperature 1), and the type that the trainer
+computed in. A reward model has ``"scores": [..]`` in the place of ``logprobs``, one a text.
+
+They are texts and not random tokens, because their log-probabilities are small: on SmolLM2-135M computing in bfloat16
+moves those of texts by 0.05 on average and of random tokens by 0.08, while a single wrong matrix moves either by 0.5 or
+more. The tolerances are ``config.tolerance``, as when an engine is compared with the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.config import tolerance
+from posttrain.core.errors import ConfigError, ModelError, RunError
+from posttrain.models.load import ModelSource, load_tokenizer
+from posttrain.train.checkpoint import PROBE, all_finite
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from posttrain.cluster.trainers import TrainerGroup
+
+_TEXTS = (
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did "
+    "Natalia sell altogether in April and May? In May she sold 48 / 2 = 24 clips. Altogether she sold 48 + 24 = 72 "
+    "clips in April and May.",
+    "def is_prime(n):\n    if n < 2:\n        return False\n    for d in range(2, int(n ** 0.5) + 1):\n"
+    "        if n % d == 0:\n            return False\n    return True\n\nprint(sum(map(is_prime, range(99))))\n",
+)
+_TOKENS = 64
+
+
+# ---------------------------------------------------------------------- when it is saved
+
+
+async def take(actor: TrainerGroup, source: ModelSource, *, scores: bool, consequence: str) -> dict[str, Any]:
+    """What ``actor`` says of the texts with its present weights: the content of ``probe.json``.
+
+    Args:
+        source: whose tokenizer it has.
+        scores: it is a reward model.
+        consequence: what is not done where that is not finite, for the message.
+
+    Raises:
+        RunError: it is not finite. Weights may be finite, and so large that nothing else is.
+    """
+    from posttrain.cluster.trainers import canary_batch, not_finite  # Ray is here where there are trainers
+
+    ids, end = _tokens(source)
+    # A value is of what precedes its token: a score of the whole text needs one more behind it.
+    given = [[*text, end] for text in ids] if scores else ids
+    column = await actor.logprobs(canary_batch(given), temperature=1.0)
+    parts = [part.tolist() for part in column.split([len(text) for text in given])]
+    said = {"scores": [part[-1] for part in parts]} if scores else {"logprobs": [part[1:] for part in parts]}
+    if not all_finite(said):
+        raise not_finite(f"the {actor.role} gives {next(iter(said))} of plain text that are not finite", consequence)
+    return {"ids": ids, **said, "dtype": actor.facts["dtype"]}
+
+
+@lru_cache(maxsize=4)
+def _tokens(source: ModelSource) -> tuple[list[list[int]], int]:
+    """The texts' token ids, and the id that ends a turn."""
+    tokenizer: Any = load_tokenizer(source)
+    return [tokenizer(text, add_special_tokens=False)["input_ids"][:_TOKENS] for text in _TEXTS], tokenizer.eos_token_id
+
+
+# ---------------------------------------------------------------------- when it is merged
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a checkpoint's ``probe.json`` says."""
+
+    ids: list[list[int]]
+    expected: list[list[float]]
+    """Log-probabilities of a text's tokens but the first; of a reward model its one score."""
+    scores: bool
+    dtype: str
+
+    def prove(self, load: Callable[[], PreTrainedModel], *, dtype: str) -> None:
+        """Compare a model, computing in float32 on the CPU, with what the trainer said; tells the differences on
+        stderr.
+
+        Args:
+            load: opens it in float32.
+            dtype: in which its weights are stored.
+
+        Raises:
+            RunError: it cannot be opened, or says something else.
+        """
+        import torch
+
+        try:
+            model = load()
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RunError(f"the merged model cannot be loaded: {first}") from error
+        with torch.no_grad():
+            found = torch.cat([self._said(model.eval(), torch.tensor(text)) for text in self.ids])
+        gaps = (found - torch.tensor([x for values in self.expected for x in values])).abs()
+        exact = dtype == self.dtype == "float32"
+        allowed = tolerance("float32" if exact else "bfloat16")
+        mean, largest = gaps.mean().item(), gaps.max().item()
+        what = "scores" if self.scores else "log-probabilities"
+        difference = f"mean |difference| {mean:.2g}, largest {largest:.2g}"
+        if not mean <= allowed:  # nor if it is not a number
+            raise RunError(
+                f"the merged model is not the one that was trained: of {len(gaps)} {what}, {difference}; allowed "
+                f"is a mean of {allowed:g}",
+                hint="nothing was written; try an earlier checkpoint",
+            )
+        print(f"checked: {len(gaps)} {what} of the trainer ({self.dtype}), {difference}", file=sys.stderr)
+
+    def _said(self, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+        """Of a text [L] the log-probabilities [L - 1], or its score [1]."""
+        logits: torch.Tensor = model(input_ids=ids[None]).logits[0].float()
+        if self.scores:
+            return logits
+        return logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+def read(checkpoint: Path) -> Probe:
+    """The probe of a checkpoint folder.
+
+    Raises:
+        ConfigError: it has none.
+        ModelError: it cannot be read.
+    """
+    file = checkpoint / PROBE
+    if not file.is_file():
+        raise ConfigError(
+            f"--check: {checkpoint} has no {PROBE}, which says what the trainer computed",
+            hint="verl's checkpoints have none: merge without --check",
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        scores = "scores" in content
+        expected = [[score] for score in content["scores"]] if scores else content["logprobs"]
+        return Probe(content["ids"], expected, scores, content["dtype"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{file} cannot be read: {error}", hint="use an earlier checkpoint") from error

@@ -1,0 +1,153 @@
+"""From where a run goes on, and in what its config may differ from the one that it goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from posttrain.config.presets import Resolved, flatten_config, flatten_tree
+from posttrain.core.errors import ConfigError
+from posttrain.core.registry import nearest
+from posttrain.train import checkpoint
+from posttrain.train.checkpoint import Checkpoint
+
+MAY_CHANGE = frozenset(
+    {
+        *("description", "run.dir", "run.resume", "run.restarts", "run.overwrite", "run.logger"),
+        *("run.console", "run.report", "run.traces", "run.trace_every", "run.profile", "reward.examine"),
+        *("train.steps", "train.save_every", "train.val_every", "train.max_skipped_steps"),
+        *("data.workers", "data.prefetch", "data.deadline_s"),
+        *("checkpoint.keep", "checkpoint.best", "checkpoint.best_mode", "checkpoint.save_hf", "checkpoint.background"),
+        *("cluster.address", "cluster.workers", "cluster.start_deadline_s", "cluster.step_deadline_s"),
+        *("cluster.silence_deadline_s", "cluster.sampler_restarts", "train.sequence_parallel", "train.shard_size"),
+    }
+)
+"""Keys in which a resumed run may differ from the run it goes on with."""
+
+MUST_AGREE = (
+    *("command", "model.path", "train.lora.", "train.optim.name", "prefer.method"),
+    *("data.train", "data.shuffle", "data.batch_size", "run.seed"),
+)
+"""Keys, or beginnings of keys, in which a new run must agree with the checkpoint that it begins with: what the weights
+are, and what its place in the data means."""
+
+
+def find_start(resume: str) -> Checkpoint | None:
+    """The checkpoint that `run.resume` names. Raises ``UserError``."""
+    if resume in ("auto", "never"):
+        return None
+    if not Path(resume).exists() and Path(resume).name != "best":
+        close = nearest(resume, ["auto", "never"])
+        hint = f"did you mean {close!r}?" if close else "give auto, never, or the folder of a run or a checkpoint"
+        raise ConfigError(f"run.resume = {resume!r}: there is no such folder", hint=hint)
+    return checkpoint.find(resume)
+
+
+def check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> list[str]:
+    """Raise ``ConfigError`` where the run in ``path`` is not one that this config goes on with. Changes that do no
+    harm."""
+    config = resolved.config
+    again = "--overwrite to start it again, or --name NAME for another folder"
+    if state.get("status") == "finished":
+        raise ConfigError(f"output folder exists: {path} holds a finished run", hint=_further(path, again))
+    if config.run.resume == "never":
+        raise ConfigError(f"output folder exists: {path} holds an unfinished run", hint=f"--resume auto, {again}")
+    if state.get("command") != config.command:
+        raise ConfigError(f"output folder exists: {path} is a run of `posttrain {state.get('command')}`", hint=again)
+    changes = _changes(_stored_config(path), resolved)
+    if refused := _harmful(changes):
+        learned = checkpoint.last_step(path / "checkpoints") is not None
+        begin = f" (--resume {path} begins there with what this run has learned)" if learned else ""
+        raise ConfigError(
+            f"{path} holds an unfinished run of another config:\n{_shown(refused)}",
+            hint=f"give the same values, {again}{begin}",
+        )
+    return list(changes.values())
+
+
+def _further(path: Path, again: str) -> str:
+    """What can be done where a finished run is started again."""
+    step = checkpoint.last_step(path / "checkpoints")
+    if step is None:
+        return again
+    return (
+        f"to train it further: --resume {path} --steps N, with N above {step}; "
+        f"to start from its weights: --model run:{path.name} --name OTHER; {again}"
+    )
+
+
+def begun_by_overwrite(path: Path, state: Mapping[str, Any], resolved: Resolved) -> tuple[str, ...] | None:
+    """Return what changes against the unfinished run in ``path`` where the same command, with its `--overwrite`, has
+    begun that: it is what the command goes on with, after Ctrl-C or when a scheduler starts it again. None: it is
+    another run, or `run.resume` is ``never``."""
+    unfinished = state.get("status") != "finished" and state.get("command") == resolved.config.command
+    if not unfinished or resolved.config.run.resume == "never":
+        return None
+    try:
+        stored = _stored_config(path)
+    except ConfigError:  # then it is no run to go on with
+        return None
+    changes = _changes(stored, resolved)
+    return tuple(changes.values()) if stored.get("run.overwrite") and not _harmful(changes) else None
+
+
+def is_barren(path: Path) -> bool:
+    """Whether a run has left nothing that would have to be learned or sampled again: no checkpoint, no trajectories."""
+    return checkpoint.last_step(path / "checkpoints") is None and not any(path.glob("traces/*"))
+
+
+def _harmful(changes: Mapping[str, str]) -> dict[str, str]:
+    """Those in which a resumed run must not differ."""
+    return {key: text for key, text in changes.items() if key not in MAY_CHANGE}
+
+
+def go_back(path: Path, start: Checkpoint, resolved: Resolved) -> tuple[str, ...]:
+    """A run goes on, by name of its own checkpoint: only from the last one, because it would write the later ones
+    again."""
+    newest, _ = checkpoint.newest(path / "checkpoints")
+    if newest is not None and newest.step > start.step:
+        raise ConfigError(
+            f"run.resume = {str(start.path)!r}: run {path} has gone on to step {newest.step} since",
+            hint="give --name NAME for a run that branches off there, or remove the later checkpoints",
+        )
+    return branch(start, resolved)
+
+
+def branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
+    """What changes against the config of the checkpoint that a run begins with. Raises ``ConfigError`` where that would
+    make the result meaningless."""
+    if start is None:
+        return ()
+    stored = {key: value for key, value in flatten_tree(start.read("meta.json")["config"]).items() if value is not None}
+    changes = _changes(stored, resolved)
+    refused = {key: text for key, text in changes.items() if key.startswith(MUST_AGREE)}
+    if refused:
+        raise ConfigError(
+            f"{start.path} was made with another config:\n{_shown(refused)}",
+            hint="give the same values; to train its weights on something else, start from them: --model PATH",
+        )
+    return tuple(text for key, text in changes.items() if not key.startswith(("run.", "description")))
+
+
+def _stored_config(path: Path) -> dict[str, Any]:
+    try:
+        return flatten_tree(tomli.loads((path / "config.toml").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path / 'config.toml'} cannot be read: {error}", hint="--overwrite or --name NAME"
+        ) from error
+
+
+def _changes(old: Mapping[str, Any], resolved: Resolved) -> dict[str, str]:
+    """key -> `key: old -> new` for each key that differs from the stored config."""
+    new = flatten_config(resolved.config)
+    keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+    return {key: f"{key}: {old.get(key, 'none')!r} -> {new.get(key, 'none')!r}" for key in keys}
+
+
+def _shown(changes: Mapping[str, str], count: int = 5) -> str:
+    lines = [f"  {text}" for text in changes.values()]
+    return "\n".join(lines[:count] + ([f"  and {len(lines) - count} more"] if len(lines) > count else []))

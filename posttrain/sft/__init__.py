@@ -1,0 +1,1 @@
+"""The command `sft`, and the loop over supervised batches that `prefer` shares."""

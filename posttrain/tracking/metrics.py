@@ -1,0 +1,78 @@
+"""Where metrics go: the interface, and `metrics.jsonl`, one JSON object a step, appended and flushed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from posttrain.core.files import writing
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsSink(Protocol):
+    """What takes the metrics of a run, step by step."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take those of a finished step. A reader of the running run sees them."""
+
+    def rewind(self, step: int) -> None:
+        """The run goes on after ``step``: later steps that were written come again, and must not be there twice."""
+
+    def close(self) -> None:
+        """Finish. Safe to call twice."""
+
+
+class MetricsFile:
+    """``metrics.jsonl`` in the run's folder. The reader of a running run sees whole lines only.
+
+    Raises:
+        ConfigError: it cannot be written to.
+        RunError: the disk is full, also in ``write``.
+    """
+
+    def __init__(self, run_path: Path) -> None:
+        self._path = run_path / FILE_NAME
+        with writing(self._path, hint="make it writable, or give --name NAME"):
+            self._file: TextIO = self._path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {"step": step, "time": round(time.time(), 3)} | {key: _plain(value) for key, value in metrics.items()}
+        with writing(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Keep the lines up to ``step``, and drop a last line that a killed process left unfinished.
+
+        The file is shortened in place, since it is open already: what is appended must end up here.
+        """
+        kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+        with self._path.open("r+", encoding="utf-8") as file:
+            file.write("".join(line + "\n" for line in kept))  # the lines that stay come first: nothing moves
+            file.truncate()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what a full disk did not take, ``write`` has told
+            self._file.close()
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinity, so that it is dropped, for one that is not whole."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def _plain(value: float) -> float | int | str:
+    """numpy's numbers to Python's; JSON has no nan and inf, so these become text that ``float()`` reads back."""
+    if isinstance(value, int):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else str(number)

@@ -1,0 +1,177 @@
+"""The trajectories that the page shows whole: their words in JSON, their tokens in columns of bytes.
+
+Shape legend: K sampled tokens of all trajectories shown, in their order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from posttrain.core.errors import DataError
+from posttrain.rollout.advantage_files import advantages_file, read_advantages
+from posttrain.tracking.report.episodes import FileNumbers, Place
+from posttrain.tracking.report.pieces import Pieces, Splitter
+
+HEAVY = (
+    "group", "row", "data_source", "ground_truth", "tokens", "loss_mask", "logprobs", "weight_version", "messages",
+    "prompt", "tool_calls", "stop_reason", "seconds", "tool_seconds", "reward", "correct", "extracted", "reward_parts",
+    "error", "prompt_length",
+)  # fmt: skip
+MOST_CHARACTERS = 20_000
+"""Of one message; a longer one is cut in the middle."""
+LOGPROB_SCALE = 48.0
+"""A log-probability l is stored as round(48 sqrt(-l)): 0.0004 apart near 0, and down to -28."""
+
+
+@dataclass
+class Tokens:
+    """Columns over the K tokens."""
+
+    piece: list[npt.NDArray[np.uint32]] = field(default_factory=list)
+    """Number in the table of pieces."""
+    logprob: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    """See ``LOGPROB_SCALE``."""
+    advantage: list[npt.NDArray[np.int8]] = field(default_factory=list)
+    """By its trajectory's largest one, times 127."""
+    count: int = 0
+
+    def add(self, piece: Sequence[int], logprobs: npt.NDArray[Any], advantage: npt.NDArray[Any], scale: float) -> None:
+        self.piece.append(np.asarray(piece, dtype=np.uint32))
+        quantized = LOGPROB_SCALE * np.sqrt(np.clip(-np.nan_to_num(logprobs), 0.0, None))
+        self.logprob.append(np.clip(quantized.round(), 0, 255).astype(np.uint8))
+        self.advantage.append((advantage / (scale or 1.0) * 127.0).round().astype(np.int8))
+        self.count += len(piece)
+
+    def planes(self) -> bytes:
+        """Three bytes of the piece, then log-probability, then advantage: K bytes each, equal bytes side by side."""
+        piece = np.concatenate([*self.piece, np.empty(0, np.uint32)])
+        planes = [((piece >> shift) & 255).astype(np.uint8) for shift in (0, 8, 16)]
+        planes.append(np.concatenate([*self.logprob, np.empty(0, np.uint8)]))
+        planes.append(np.concatenate([*self.advantage, np.empty(0, np.int8)]).view(np.uint8))
+        return b"".join(plane.tobytes() for plane in planes)
+
+
+def read_shown(
+    files: Sequence[FileNumbers],
+    places: Sequence[Place],
+    run: int,
+    splitters: Mapping[str, Splitter],
+    pieces: Pieces,
+    tokens: Tokens,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The chosen trajectories as JSON, and what was wrong with files that are left out.
+
+    Args:
+        splitters: by fingerprint; a file of another tokenizer is shown as text, without colours.
+    """
+    episodes: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for number, places_of_file in groupby(places, key=lambda place: place[0]):
+        file = files[number]
+        try:
+            rows = _read_rows(file, [row for _, row in places_of_file])
+            advantages = read_advantages(advantages_file(file.path))
+        except (OSError, DataError) as error:
+            problems.append(str(error))
+            continue
+        for at, row in rows:
+            splitter = splitters.get(file.tokenizer)
+            facts = {"run": run, "kind": file.kind, "step": file.step, "at": at}
+            episodes.append(facts | _episode(row, advantages.get(at), splitter, tokens))
+    return episodes, problems
+
+
+def _read_rows(file: FileNumbers, wanted: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+    try:
+        table = pq.read_table(file.path, columns=list(HEAVY)).take(pa.array(wanted, pa.int64()))
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{file.path}: unreadable: {error}", hint="the file is damaged") from error
+    columns: dict[str, Sequence[Any]] = {}
+    for name in HEAVY:
+        column = table[name].combine_chunks()
+        if pa.types.is_list(column.type):  # twenty times as fast as Python's own lists
+            columns[name] = np.split(np.asarray(column.flatten()), np.cumsum(column.value_lengths())[:-1])
+        else:
+            columns[name] = column.to_pylist()
+    return [(at, {name: columns[name][i] for name in HEAVY}) for i, at in enumerate(wanted)]
+
+
+def _episode(
+    row: Mapping[str, Any], advantages: npt.NDArray[np.float32] | None, splitter: Splitter | None, tokens: Tokens
+) -> dict[str, Any]:
+    messages = _messages(row["messages"])
+    asked = len(_messages(row["prompt"]))
+    turns = _turns(row["loss_mask"])
+    own = [i for i, message in enumerate(messages) if i >= asked and message.get("role") == "assistant"]
+    facts = {name: row[name] for name in ("group", "row", "stop_reason", "extracted", "error", "correct")}
+    facts |= {
+        "source": row["data_source"],
+        "truth": _cut(row["ground_truth"]),
+        "reward": round(float(row["reward"]), 6),
+        "parts": {name: round(float(value), 6) for name, value in row["reward_parts"] or ()},
+        "seconds": round(row["seconds"], 3),
+        "tool_seconds": round(row["tool_seconds"], 3),
+        "prompt_tokens": row["prompt_length"],
+        "tokens": len(row["tokens"]) - row["prompt_length"],
+        "sampled": int(row["loss_mask"].sum()),
+        "tool_calls": row["tool_calls"],
+    }
+    shown = [_shown(message) for message in messages]
+    coloured = splitter is not None and len(own) == len(turns)
+    scale = 0.0 if advantages is None else float(np.abs(np.nan_to_num(advantages)).max(initial=0.0))
+    if splitter is not None and coloured:
+        split = [splitter.split(row["tokens"][first:last].tolist()) for first, last in turns]
+        for message, (first, last), numbers in zip(own, turns, split, strict=True):
+            shown[message].pop("text", None)
+            shown[message] |= {"first": tokens.count, "count": last - first, "versions": _versions(row, first, last)}
+            weighed = np.zeros(last - first) if advantages is None else np.nan_to_num(advantages[first:last])
+            tokens.add(numbers, row["logprobs"][first:last], weighed, scale)
+    return facts | {"messages": shown, "prompt": asked, "scale": None if advantages is None else scale}
+
+
+def _versions(row: Mapping[str, Any], first: int, last: int) -> list[int]:
+    """Of the weights that sampled a turn."""
+    found: list[int] = np.unique(row["weight_version"][first:last]).tolist()
+    return found
+
+
+def _turns(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """First token of each run of sampled tokens, and the one after its last."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _messages(text: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return [{"role": "?", "content": text}]
+    return [m for m in found if isinstance(m, dict)] if isinstance(found, list) else []
+
+
+def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
+    shown = {"role": str(message.get("role", "?")), "text": _cut(text)}
+    if isinstance(name := message.get("name"), str):
+        shown["name"] = name
+    for key in ("reasoning_content", "tool_calls"):
+        if value := message.get(key):
+            shown[key] = _cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return shown
+
+
+def _cut(text: str) -> str:
+    half = MOST_CHARACTERS // 2
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    return f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"

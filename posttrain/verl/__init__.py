@@ -1,2 +1,0 @@
-"""verl's launch scripts, read without running them: the shell (``shell``), Hydra's overrides (``hydra``), what each key
-means here (``keys``, ``keys_rl``, ``keys_sft``). ``posttrain import-verl`` makes presets of them."""

