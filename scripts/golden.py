@@ -200,7 +200,7 @@ def _read_table(file: Path) -> pa.Table:
 
     if file.suffix == ".parquet":
         return pq.read_table(file)
-    with pa.ipc.open_stream(file) as reader:
+    with pa.ipc.open_file(file) as reader:
         return reader.read_all()
 
 
@@ -218,8 +218,9 @@ def _table(table: pa.Table, name: str) -> Iterator[tuple[str, str]]:
 def _read_shards(folder: Path) -> dict[str, Any]:
     """Return the whole content of a folder of torch.distributed.checkpoint, whatever world size wrote it."""
     import torch
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     content: dict[str, Any] = {
