@@ -110,14 +110,14 @@ RUNS: dict[str, Golden] = {
     "resume-2-to-1": Golden(
         (
             training("sft", "resume-2-to-1", 2, *SFT, workers=2),
-            training("sft", "resume-2-to-1", 4, *SFT, workers=1),
+            training("sft", "resume-2-to-1", 4, *SFT, "--resume", "runs/resume-2-to-1", workers=1),
         ),
         ("prep",),
     ),
     "resume-1-to-2": Golden(
         (
             training("rl", "resume-1-to-2", 1, *RL, workers=1),
-            training("rl", "resume-1-to-2", 3, *RL, workers=2),
+            training("rl", "resume-1-to-2", 3, *RL, "--resume", "runs/resume-1-to-2", workers=2),
         ),
         ("sft",),
     ),
