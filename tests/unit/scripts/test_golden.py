@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
-FILE = Path(__file__).parents[2] / "scripts" / "golden.py"
+FILE = Path(__file__).parents[3] / "scripts" / "golden.py"
 
 
 @pytest.fixture(scope="module")
