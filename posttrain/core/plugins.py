@@ -58,7 +58,7 @@ def place_of(error: BaseException) -> Place | None:
 
 
 def innermost_is_in_a_file(error: BaseException) -> bool:
-    """Whether an error was raised by a line of a file, and not by code that was made meanwhile (``eval``)."""
+    """Return whether an error was raised by a line of a file, and not by code that was made meanwhile (``eval``)."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and os.path.isfile(frames[-1].f_code.co_filename)
 

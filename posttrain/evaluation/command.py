@@ -105,7 +105,7 @@ def sample(resolved: Resolved) -> Path:
 
 
 def run_name(model: str, data: str) -> str:
-    """Of the run that `eval` samples in: by model and data, so that those of two models are two."""
+    """Return the name of the run that `eval` samples in, from model and data: two models have two runs."""
     folder = Path(data)
     return f"eval-{_slug(model)}-{_slug(f'{folder.parent.name}-{folder.stem}')}"
 

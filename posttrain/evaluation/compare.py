@@ -100,7 +100,7 @@ def _numbered(keys: Sequence[str | None]) -> list[tuple[str | None, int]]:
 
 
 def solved(problem: Problem) -> bool:
-    """Whether more than half of its graded responses are right; of one response: whether it is."""
+    """Return whether more than half of its graded responses are right; of one response: whether it is."""
     return problem.share > 0.5
 
 

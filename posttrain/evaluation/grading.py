@@ -23,7 +23,7 @@ class Graded:
 
     row: Row
     scores: list[Score | None]
-    """Of each response; None: its episode failed, there is nothing to grade. ``Score.error``: the grader failed."""
+    """Score of each response; None: its episode failed, nothing to grade. ``Score.error``: the grader failed."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Problem:
     level: str | None
     responses: int
     right: tuple[bool, ...]
-    """Of the graded responses. Those that their grader did not finish are among them, and wrong; those whose episode
-    failed, or whose grader did, count neither as right nor as wrong."""
+    """Verdicts of the graded responses. Those that their grader did not finish are among them, and wrong; those whose
+    episode failed, or whose grader did, count neither as right nor as wrong."""
     answers: tuple[str | None, ...]
     """That the grader found in these."""
     unfinished: int
-    """Of the graded responses, those that their grader did not finish."""
+    """Number of graded responses that their grader did not finish."""
     grader_errors: int
     generation_errors: int
     by_index: str | None
@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def share(self) -> float:
-        """Of graded responses that are right. There is at least one."""
+        """Return the share of graded responses that are right. There is at least one."""
         return sum(self.right) / len(self.right)
 
 

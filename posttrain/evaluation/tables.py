@@ -91,7 +91,7 @@ def make_report(
 
 
 def score_names(pass_at: Sequence[int], n: int) -> list[str]:
-    """Of the columns of ``problem_values``."""
+    """Return the names of the columns of ``problem_values``."""
     names = [*(f"pass@{k}" for k in dict.fromkeys(pass_at)), f"mean@{n}"]
     return names if n == 1 else [*names, f"best@{n}", f"maj@{n}"]
 

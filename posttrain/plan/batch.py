@@ -59,7 +59,7 @@ class Batch:
     """The arithmetic of one step."""
 
     sequences: int
-    """Of a step, over all workers"""
+    """Sequences of a step, over all workers"""
     groups: int
     """Prompts (`rl`), pairs or rows of them"""
     updates: int
@@ -68,17 +68,17 @@ class Batch:
     ranks: int
     """Data-parallel: workers that get different sequences"""
     tokens: int
-    """Of a step, over all ranks"""
+    """Tokens of a step, over all ranks"""
     micro_batches: int
-    """Of an optimizer step, on each rank; the most of its updates"""
+    """Micro-batches of an optimizer step on each rank; the most of its updates"""
     largest: int
     """Tokens of its largest micro-batch"""
     worst: int
     """Tokens that a micro-batch can have at most"""
     work: Work
-    """Of the rank with the most tokens, in its largest optimizer step"""
+    """Work of the rank with the most tokens, in its largest optimizer step"""
     steps: int | None
-    """Of the run; None: the data is not there to count them"""
+    """Steps of the run; None: the data is not there to count them"""
     rates: tuple[tuple[int, float], ...]
     """(optimizer step, learning rate) of some of them"""
 
@@ -139,7 +139,7 @@ def _split(groups: int, updates: int) -> list[int]:
 
 @functools.lru_cache(maxsize=256)
 def _placed(lengths: tuple[int, ...], ranks: int, budget: int, limit: int | None) -> list[Work]:
-    """Of each rank. Kept, because most settings that a plan tries leave it as it is."""
+    """Return the work of each rank. Cached, because most settings that a plan tries leave it as it is."""
     if len(set(lengths)) == 1:
         return _alike(lengths[0], len(lengths), ranks, min(max(1, budget // lengths[0]), limit or len(lengths)))
     placed = assign(lengths, ranks=ranks, token_budget=budget, sequence_limit=limit)

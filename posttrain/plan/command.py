@@ -62,7 +62,7 @@ class Known:
     prompt: float = 0.0
     """Mean tokens of a sequence that carry no loss: in `rl` its prompt"""
     steps: int | None = None
-    """Of the run"""
+    """Steps of the run"""
 
 
 def show(cfg: Config, asked: Asked | None = None, as_json: bool = False, *, known: Known | None = None) -> str:
@@ -326,7 +326,7 @@ def _card_mean(cfg: Config) -> float | None:
 
 
 def _steps(cfg: Config) -> int | None:
-    """Of the run; None where the data is not here."""
+    """Return the steps of the run; None where the data is not here."""
     if cfg.train.steps is not None:
         return cfg.train.steps
     if cfg.rollout.replay or not cfg.data.train:

@@ -142,9 +142,9 @@ class Moment:
     gpu: str
     """`trainers`, `engines`, or `all`: both on one"""
     terms: Terms
-    """Of all its processes"""
+    """Memory of all its processes"""
     allocated: float = 0.0
-    """Of the training process that works, by torch's count (`perf/memory_gib`)"""
+    """Memory of the training process that works, by torch's count (`perf/memory_gib`)"""
 
     @property
     def total(self) -> float:
@@ -152,7 +152,7 @@ class Moment:
 
 
 def moments(layout: Layout) -> list[Moment]:
-    """In the order in which a run comes to them."""
+    """Return the moments in the order in which a run comes to them."""
     found = list(_of_trainers(layout)) if layout.trainers else []
     if layout.engine is not None and not layout.colocated:
         terms = _times(layout.engine.awake(), layout.engines_per_gpu)
@@ -230,7 +230,7 @@ def scoring(cfg: Config, trainers: Iterable[Trainer]) -> Iterable[tuple[Trainer,
 
 
 def reads_old(cfg: Config) -> bool:
-    """Whether a step asks for the actor's own log-probabilities before its first update (``Learner._score``)."""
+    """Return whether a step asks for the actor's own log-probabilities before its first update (``Learner._score``)."""
     algo = cfg.algo
     moves = algo.updates_per_step > 1 and not cfg.rollout.replay
     own = POLICY_LOSSES[algo.policy_loss].selection or algo.correction.active or algo.kl_in == "reward"

@@ -27,7 +27,7 @@ _FLOAT32 = 4
 
 
 def total(terms: Terms) -> float:
-    """Of all terms."""
+    """Return the sum of all terms."""
     return sum(terms.values())
 
 
@@ -41,15 +41,15 @@ class Trainer:
     world: int = 1
     """Workers of the group"""
     itemsize: int = 2
-    """Of the compute type"""
+    """Bytes of the compute type"""
     trainable: bool = True
     compiled: bool = True
     repeats_heads: bool = False
     """See ``Policy``"""
     tokens: int = 0
-    """Of its largest micro-batch, on all workers that share it"""
+    """Tokens of its largest micro-batch, on all workers that share it"""
     micro_batches: int = 1
-    """Of an optimizer step"""
+    """Micro-batches of an optimizer step"""
 
     @property
     def shards(self) -> int:
@@ -68,7 +68,7 @@ class Trainer:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 is used."""
+        """Return whether FSDP2 is used."""
         return self.world > 1 or self.master != self.itemsize or self.train.cpu_offload
 
     @property

@@ -45,7 +45,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a phase, by what takes them."""
+    """Seconds of a phase, by what takes them."""
 
     compute: float = 0.0
     """matrix products and attention"""
@@ -125,7 +125,7 @@ def _efficiency(inner: int) -> float:
 
 
 def _products(shape: ModelShape, gpu: Gpu, tokens: float, passes: float) -> float:
-    """Of the linear layers."""
+    """Return the FLOPs' seconds of the linear layers."""
     active = shape.experts_per_token / shape.experts if shape.experts else 0.0
     weights = sum(m.parameters for m in shape.matrices) + active * shape.experts * sum(
         m.parameters for m in shape.expert
@@ -195,7 +195,7 @@ def _exchanged_bytes(trainer: Trainer, tokens: float, passes: float) -> float:
 
 
 def _host(trainer: Trainer, micro_batches: int, *, forward: float, backward: bool) -> float:
-    """Of so many passes forward, and one backward."""
+    """Return the host's seconds of so many passes forward, and one backward."""
     each = forward * known.HOST_FORWARD_S + backward * known.HOST_BACKWARD_S
     if trainer.sharded:
         kept = trainer.train.gather_weights == "step"

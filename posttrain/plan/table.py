@@ -20,7 +20,7 @@ _COLUMNS = {
     "engine": ("engine weights", "engine process"),
     "KV cache": ("KV cache",),
 }
-"""Of the memory table: what is added up in each; all else is in `other`."""
+"""Columns of the memory table: what is added up in each; all else is in `other`."""
 
 
 def render(plan: Plan, found: Sequence[Problem]) -> str:

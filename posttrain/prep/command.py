@@ -84,7 +84,7 @@ class Options:
     test_rows: int | None = None
     """The same for the test split."""
     seed: int = 0
-    """Of generated data."""
+    """Seed of generated data."""
     splits: Sequence[str] = ()
     """Only these; none: all."""
     template: str | None = None

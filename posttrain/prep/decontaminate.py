@@ -81,7 +81,7 @@ def _affixes(group: Sequence[Words]) -> tuple[int, int]:
 
 
 def _common(a: Words, b: Words) -> int:
-    """Of the first and the last of sorted lists: how many first words all share."""
+    """Return how many first words all of some sorted lists share, given the first and the last list."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 

@@ -25,7 +25,7 @@ _SECTIONS = (
     "rollout",
     "val", "reward", "reward.overlong", "reward.model", "sandbox", "cluster", "checkpoint",
 )  # fmt: skip
-"""In this order; keys of others come after them."""
+"""Sections in the order in which they are written; keys of others come after them."""
 
 
 def run(

@@ -23,7 +23,7 @@ class Converted:
     name: str
     command: Literal["sft", "rl"]
     module: str
-    """Of verl."""
+    """Module of verl."""
     draft: Draft
     findings: list[Finding] = field(default_factory=list)
     """One for each key of the script, in its order and by its names."""
