@@ -9,7 +9,7 @@ from posttrain.config import Config
 from posttrain.core.machines import Machine
 from posttrain.plan import calibration as known
 from posttrain.plan import speed
-from posttrain.plan.batch import Batch, Lengths, batch_of
+from posttrain.plan.batch import Lengths, StepBatch, batch_of
 from posttrain.plan.layout import Kernels, Layout, Moment, Shapes, lay_out, moments, scoring
 from posttrain.plan.memory import Terms
 from posttrain.plan.speed import Seconds
@@ -41,7 +41,7 @@ class Plan:
     question: Question
 
     @cached_property
-    def batch(self) -> Batch:
+    def batch(self) -> StepBatch:
         q = self.question
         batch = batch_of(q.cfg, q.lengths, q.steps, q.of_step)
         return replace(batch, worst=batch.largest) if q.typical else batch

@@ -9,7 +9,7 @@ from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
 from posttrain.config import Config, LoraConfig, TrainConfig
 from posttrain.core.machines import Machine
 from posttrain.core.sizes import SENT_BUCKET_BYTES, bucket_bytes
-from posttrain.plan.batch import Batch
+from posttrain.plan.batch import StepBatch
 from posttrain.plan.calibration import CONTEXT_BYTES, FRAGMENTATION
 from posttrain.plan.memory import EngineMemory, Terms, Trainer, total
 from posttrain.plan.shape import ModelShape
@@ -73,7 +73,7 @@ class Layout:
         return "device" if self.colocated else "broadcast"
 
 
-def lay_out(cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, batch: Batch) -> Layout:
+def lay_out(cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, batch: StepBatch) -> Layout:
     """The processes that `sft`, `prefer` or `rl` start with this config."""
     trainers = tuple(_trainers(cfg, shapes, kernels, batch)) if cfg.trains else ()
     colocated = cfg.cluster.placement == "colocated"
@@ -97,7 +97,7 @@ def lay_out(cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, bat
     )
 
 
-def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: Batch) -> Iterable[Trainer]:
+def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: StepBatch) -> Iterable[Trainer]:
     """As ``Learner.open`` and ``prefer`` start them."""
 
     def trainer(role: str, shape: ModelShape, *, trainable: bool = True, train: TrainConfig | None = None) -> Trainer:
