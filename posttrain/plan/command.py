@@ -229,12 +229,12 @@ def shapes_of(cfg: Config) -> tuple[Shapes, list[str]]:
         notes.extend(note)
         return shape_of(found, path)
 
-    facts = ADVANTAGES[cfg.algo.advantage]
+    advantage = ADVANTAGES[cfg.algo.advantage]
     rl = cfg.command == "rl"
     shapes = Shapes(
         shape(cfg.model.path),
-        critic=shape(cfg.critic.path, "critic.path") if rl and facts.critic and cfg.critic.path else None,
-        teacher=shape(cfg.algo.teacher, "algo.teacher") if rl and facts.teacher else None,
+        critic=shape(cfg.critic.path, "critic.path") if rl and advantage.critic and cfg.critic.path else None,
+        teacher=shape(cfg.algo.teacher, "algo.teacher") if rl and advantage.teacher else None,
         reward=shape(cfg.reward.model.path, "reward.model.path") if rl and cfg.reward.model.path else None,
     )
     return shapes, list(dict.fromkeys(notes))

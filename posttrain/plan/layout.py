@@ -121,13 +121,13 @@ def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: StepBatch) -
         yield trainer("reference", shapes.actor, trainable=False)
     if cfg.command != "rl":
         return
-    facts = ADVANTAGES[cfg.algo.advantage]
-    if facts.critic:
+    advantage = ADVANTAGES[cfg.algo.advantage]
+    if advantage.critic:
         train = cfg.train.model_copy(update={"optim": cfg.critic.optim, "lora": LoraConfig()})
         yield trainer("critic", (shapes.critic or shapes.actor).as_values(), train=train)
     if cfg.algo.kl_coef > 0 and not adapted:
         yield trainer("reference", shapes.actor, trainable=False)
-    if facts.teacher:
+    if advantage.teacher:
         yield trainer("teacher", shapes.teacher or shapes.actor, trainable=False)
 
 
