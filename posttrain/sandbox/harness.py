@@ -60,6 +60,7 @@ else:
 for _part in ("effects", "proxy", "reading", "same", "serving", "wire"):
     sys.modules.pop(_part, None)  # a program that has a module of such a name must find its own
 
+_libc = ctypes.CDLL(None)
 _PR_SET_DUMPABLE = 4
 _FIRST_START_S = 5.0
 """How long the first process may take to be forked, where a test's deadline is shorter."""
@@ -68,7 +69,7 @@ _DETAILS = 50
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # the solution has our user id: it must not attach to us
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # the solution has our user id: it must not attach to us
     solution = json.loads(_read_stdin_frame())
     ours, theirs = socket.socketpair()
     try:
