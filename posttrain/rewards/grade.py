@@ -41,7 +41,7 @@ _LOOK_S = 0.1
 """Between two looks at the memory of a grader process."""
 _BEYOND = 1.5
 """Where the kernel refuses allocations, as a multiple of `reward.memory_mb`: libraries take a ``MemoryError`` for an
-answer that they cannot read, so the process should be found, and its item named, before it meets one."""
+answer that they cannot read, so a process that grows until it meets one has to have passed its limit before."""
 
 
 @dataclass(frozen=True)
@@ -179,11 +179,10 @@ class _Grader:
             pipe = self._pipe or self._start()
             pipe.send(list(items))
             for _ in items:
-                problem = self._wait_verdict(pipe, deadline_s)
-                if problem is not None:
+                verdict = self._wait_verdict(pipe, deadline_s)
+                if isinstance(verdict, str):
                     self.kill()
-                    return [*verdicts, failed(problem, unfinished=True)]
-                verdict = pipe.recv()
+                    return [*verdicts, failed(verdict, unfinished=True)]
                 verdicts.append(
                     verdict if isinstance(verdict, Score) else failed(f"the grader sent {type(verdict).__name__}")
                 )
@@ -198,15 +197,20 @@ class _Grader:
             return [*verdicts, failed(f"the grader could not be asked: {type(error).__name__}: {error}")]
         return verdicts
 
-    def _wait_verdict(self, pipe: Connection, deadline_s: float) -> str | None:
-        """Wait until there is a verdict, or the process has died. Returns why no longer is waited for it, or None."""
+    def _wait_verdict(self, pipe: Connection, deadline_s: float) -> object:
+        """Return the verdict; or, as a string, why the process has to be replaced instead.
+
+        Raises:
+            EOFError, OSError: the process has died.
+        """
         end = time.monotonic() + deadline_s
         while not pipe.poll(max(0.0, min(_LOOK_S, end - time.monotonic()))):
-            if self._resident() > self._spec.memory_mb << 20:
-                return f"took more memory than reward.memory_mb = {self._spec.memory_mb}"
+            # With a verdict there by now, the process may have been seen at work on the next item.
+            if self._resident() > self._spec.memory_mb << 20 and not pipe.poll():
+                return _too_much(self._spec)
             if time.monotonic() >= end:
                 return f"timed out after {deadline_s:g} s"
-        return None
+        return pipe.recv()
 
     def _resident(self) -> int:
         """Bytes of the process's resident set; 0 where it has ended."""
@@ -256,7 +260,6 @@ def _serve(pipe: Connection, spec: GraderSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
     sys.stdout = sys.stderr  # stdout is for the command's data
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    _limit_data(int(_BEYOND * spec.memory_mb) << 20)
     function: RewardFunction | None = None
     try:
         load_plugins(spec.plugins)
@@ -266,6 +269,11 @@ def _serve(pipe: Connection, spec: GraderSpec) -> None:
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
+    most = spec.memory_mb << 20
+    if _own_memory("VmHWM") > most:
+        pipe.send(f"its process {_too_much(spec)} as it started")
+        return
+    _limit_data(_own_memory("VmData") + int(_BEYOND * most))
     pipe.send(True)
     while True:
         try:
@@ -273,8 +281,14 @@ def _serve(pipe: Connection, spec: GraderSpec) -> None:
         except EOFError:
             return
         for item in items:
+            verdict = _verdict(item, function, spec)
+            # Seen here and not by the driver, whose looks miss what comes and goes between two of them. A process
+            # whose peak passes the limit ends, so the peak is of this item.
+            if _own_memory("VmHWM") > most:
+                pipe.send(_too_much(spec))
+                return
             try:
-                pipe.send(_verdict(item, function, spec))
+                pipe.send(verdict)
             except Exception as error:  # parts of a Score that cannot be pickled
                 pipe.send(failed(f"the verdict cannot be sent: {type(error).__name__}: {error}"))
 
@@ -287,6 +301,20 @@ def _verdict(item: GradeItem, function: RewardFunction | None, spec: GraderSpec)
         return call_function(function, spec.function_kwargs, *row)
     except Exception as error:
         return raised("the grader", error)
+
+
+def _too_much(spec: GraderSpec) -> str:
+    return f"took more memory than reward.memory_mb = {spec.memory_mb}"
+
+
+def _own_memory(field: str) -> int:
+    """Return a size in bytes of /proc/self/status: "VmHWM", the peak of this process's resident set, or "VmData", what
+    counts against its ``RLIMIT_DATA``.
+
+    ``ru_maxrss`` is not the peak: a process inherits it from the one that started it.
+    """
+    with open("/proc/self/status", encoding="utf-8") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(f"{field}:"))
 
 
 def _limit_data(most: int) -> None:

@@ -7,10 +7,13 @@ verdict:
       fork server           ``serving``; forked before the tests are read
         solution            ``serving``; runs the solution, and is started again when it has ended
 
+Where nothing is started again, the process that is forked before the tests are read is the solution's.
+
 ``wire`` is what passes between the first and the last: plain data.
 
 Stdin holds two frames (a line with the number of bytes, then the bytes) of JSON: the solution, ``prelude`` and
-``source``, which run one after the other in one namespace; and, read by the tests' process alone,
+``source``, which run one after the other in one namespace, and ``once``, whether the first process of it that ends ends
+the tests; and, read by the tests' process alone,
 
     secret      comes back with the verdict
     setup       source run before each test
@@ -57,6 +60,7 @@ else:
 for _part in ("effects", "proxy", "reading", "same", "serving", "wire"):
     sys.modules.pop(_part, None)  # a program that has a module of such a name must find its own
 
+_libc = ctypes.CDLL(None)
 _PR_SET_DUMPABLE = 4
 _FIRST_START_S = 5.0
 """How long the first process may take to be forked, where a test's deadline is shorter."""
@@ -65,7 +69,7 @@ _DETAILS = 50
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # the solution has our user id: it must not attach to us
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # the solution has our user id: it must not attach to us
     solution = json.loads(_read_stdin_frame())
     ours, theirs = socket.socketpair()
     try:
@@ -76,6 +80,8 @@ def main() -> None:
     if pid == 0:
         ours.close()
         _leave_input_and_output()
+        if solution["once"]:
+            serving.serve(theirs, open_streams)
         serving.fork_solutions(theirs, open_streams)
     theirs.close()
     job = json.loads(_read_stdin_frame())
@@ -83,7 +89,8 @@ def main() -> None:
     answer: dict[str, Any] = {"refused": refused}
     if not refused:
         try:
-            answer = {"results": _Tests(ours, solution, job).run()}
+            first = proxy.Solution(ours, pid) if solution["once"] else None
+            answer = {"results": _Tests(ours, solution, job, first).run()}
         except _Refused as error:
             answer = {"refused": str(error)}
     data = memoryview(json.dumps({"secret": job["secret"], **answer}).encode())
@@ -166,10 +173,15 @@ class _Refused(Exception):
 
 
 class _Tests:
-    """Runs tests against solutions that it starts as it needs them."""
+    """Runs tests against solutions that it starts as it needs them.
 
-    def __init__(self, control: socket.socket, source: Mapping[str, str], job: Mapping[str, Any]) -> None:
-        self.control, self.source, self.job = control, source, job
+    ``only``: the one solution, where no other is started.
+    """
+
+    def __init__(
+        self, control: socket.socket, source: Mapping[str, str], job: Mapping[str, Any], only: proxy.Solution | None
+    ) -> None:
+        self.control, self.source, self.job, self.only = control, source, job, only
         self.end = time.monotonic() + job["budget_s"]
         self.solution: proxy.Solution | None = None
         self.started = False
@@ -238,7 +250,8 @@ class _Tests:
         if self.solution is not None:
             self.solution.deadline = deadline
             return self.solution
-        self.solution = self._start(deadline)
+        self.solution = self.only or self._start(deadline)
+        self.solution.deadline = deadline
         try:
             self.solution.load(self.source["prelude"], self.source["source"])
         except Exception as error:
@@ -257,7 +270,7 @@ class _Tests:
             (pid,) = struct.unpack("<i", self.control.recv(4))
             if pid > 0:
                 self.started = True
-                return proxy.Solution(ours, pid, deadline)
+                return proxy.Solution(ours, pid)
             problem = f"no process for it: {os.strerror(-pid)}"
         except (OSError, struct.error) as error:
             self.control.close()  # it may be stopped, and answer when something else is asked

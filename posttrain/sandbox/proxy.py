@@ -59,8 +59,10 @@ _TYPES = {
 class Solution:
     """A connection to one process that runs the solution."""
 
-    def __init__(self, connection: socket.socket, pid: int, deadline: float) -> None:
-        self.connection, self.pid, self.deadline = connection, pid, deadline
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.connection, self.pid = connection, pid
+        self.deadline: float | None = None
+        """On the monotonic clock, of the test that asks."""
         self.failure: BaseException | None = None
         """Why it answers no more. A test in which that happens does not pass, whatever the test makes of it."""
         self.broken_promise: BaseException | None = None

@@ -43,13 +43,14 @@ def fork_solutions(control: socket.socket, prepare: Callable[[], None]) -> NoRet
             pid = -(error.errno or 1)
         if pid == 0:
             control.close()
-            _serve(socket.socket(fileno=fds[0]), prepare)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            serve(socket.socket(fileno=fds[0]), prepare)
         os.close(fds[0])
         control.sendall(struct.pack("<i", pid))
 
 
-def _serve(connection: socket.socket, prepare: Callable[[], None]) -> NoReturn:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+def serve(connection: socket.socket, prepare: Callable[[], None]) -> NoReturn:
+    """Be the process of a solution, whose questions come over ``connection``. ``prepare`` runs first."""
     prepare()
     server = _Server(connection)
     while True:

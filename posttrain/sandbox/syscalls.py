@@ -115,6 +115,8 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _PR_SET_SECCOMP, _MODE_FILTER, _GET_ACTION_AVAIL = 22, 2, 2
 _SYS_SECCOMP = (317, 277)
 
+_libc = ctypes.CDLL(None, use_errno=True)  # once, and not in each program
+
 _Instruction = tuple[int, int, int, int]
 """Operation, jump if true, jump if false (both relative), constant."""
 
@@ -140,7 +142,7 @@ class SyscallFilter:
         column, architecture = machine
         action = ctypes.c_uint32(_ERRNO)
         number = ctypes.c_long(_SYS_SECCOMP[column])
-        if ctypes.CDLL(None).syscall(number, _GET_ACTION_AVAIL, 0, ctypes.byref(action)) != 0:
+        if _libc.syscall(number, _GET_ACTION_AVAIL, 0, ctypes.byref(action)) != 0:
             return None
         return cls(column, architecture)
 
@@ -150,8 +152,7 @@ class SyscallFilter:
         Raises:
             OSError: the kernel refused it.
         """
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(self._program), 0, 0) != 0:
+        if _libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(self._program), 0, 0) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"seccomp: {os.strerror(number)}")
 

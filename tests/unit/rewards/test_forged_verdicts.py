@@ -288,6 +288,16 @@ def test_a_verdict_without_the_secret_is_none():
     assert len(_verdict(RunResult("ok", 0, more, "", 0.1), "secret", 1)) == 1
 
 
+@pytest.mark.parametrize(("tests", "stop"), [(1, False), (3, True)])
+def test_a_solution_that_is_not_started_again_takes_one_process_beside_the_tests(tests, stop):
+    sandbox = open_sandbox(SandboxConfig(processes=2))
+    try:
+        results = check_solution(sandbox, "def f(x): return x", ["assert f(1) == 1"] * tests, deadline_s=5.0, stop=stop)
+    finally:
+        sandbox.close()
+    assert [result.status for result in results] == ["passed"] * tests
+
+
 def test_where_nothing_can_be_forked_the_sandbox_has_failed_and_not_the_solution():
     sandbox = open_sandbox(SandboxConfig(processes=1))
     try:

@@ -34,6 +34,8 @@ def moody(response, ground_truth, extra_info):
                 held.append(bytearray(b"x") * 10_000_000)
             except Exception:  # as libraries do
                 return Score(0.0, False)
+    if response == "eat and forget":
+        del [b"x" * 400_000_000][:]
     if response == "eat at once":
         bytearray(10 ** 12)
     if response == "raise":
@@ -201,15 +203,23 @@ def test_stuck_and_dying_graders_cost_their_own_item_only(plugin, capfd):
 
 
 def test_a_grader_that_takes_too_much_memory_costs_its_own_item_only(plugin):
-    """Also where a library takes the end of memory for an answer, and where one allocation is too large."""
-    responses = ["a", "eat", "bb", "eat at once", "ccc"]
+    """Also where a library takes the end of memory for an answer, where the memory is free again by then, and where one
+    allocation is too large."""
+    responses = ["a", "eat", "bb", "eat at once", "ccc", "eat and forget", "dddd"]
     items = [GradeItem("test/moody", response, None) for response in responses]
     with GraderPool(RewardConfig(memory_mb=300, workers=1), plugins=[plugin]) as pool:
         scores = dict(zip(responses, asyncio.run(pool.grade(items)), strict=True))
-    assert [scores[r].score for r in ("a", "bb", "ccc")] == [1.0, 2.0, 3.0]
-    assert scores["eat"].error == "took more memory than reward.memory_mb = 300"
+    assert [scores[r].score for r in ("a", "bb", "ccc", "dddd")] == [1.0, 2.0, 3.0, 4.0]
+    assert scores["eat"].error == scores["eat and forget"].error == "took more memory than reward.memory_mb = 300"
     assert scores["eat at once"].error == "grader 'moody' needs more memory for this response than reward.memory_mb"
-    assert [scores[r].unfinished for r in responses] == [False, True, False, True, False]
+    assert {r for r, score in scores.items() if score.unfinished} == {"eat", "eat at once", "eat and forget"}
+
+
+def test_a_grader_process_that_is_too_large_before_its_first_item_says_so(plugin):
+    with GraderPool(RewardConfig(memory_mb=10, workers=1), plugins=[plugin]) as pool:
+        (score,) = asyncio.run(pool.grade([GradeItem("test/moody", "a", None)]))
+    assert "its process took more memory than reward.memory_mb = 10 as it started" in (score.error or "")
+    assert not score.unfinished  # it is not the response's doing
 
 
 def test_items_that_are_sent_together_fail_alone(plugin):
