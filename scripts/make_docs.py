@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
+from posttrain.algos.advantages import ESTIMATORS
 from pydantic import BaseModel, TypeAdapter
 from typing_extensions import is_typeddict
 
-from posttrain.algos.advantages import ESTIMATORS
 from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
 from posttrain.algos.losses import POLICY_LOSSES as LOSS_FUNCTIONS
 from posttrain.cli import app

@@ -13,63 +13,59 @@ Shape legend: T tokens of a packed batch, all of it. ``sequence`` and ``mask`` a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from posttrain.algos.ops import bounded
 from posttrain.algos.segments import last_tokens, sequence_max, sequence_mean, sequence_sum
-
-MAX_LOG_RATIO = 20.0
 
 WEIGHTS = ("none", "token", "sequence")
 REJECTIONS = ("none", "geometric_mean", "max_token")
 
 
-@dataclass(frozen=True)
-class CorrectionParams:
-    """Which correction, and its bounds."""
-
-    weight: str = "none"
-    """``token``: the token's ratio (TIS, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl). ``sequence``: the
-    product of the sequence's, unbiased and of large variance. ``none``: 1."""
-    upper: float = math.inf
-    """A weight above it is cut to it, or is 0 where ``lower`` is given."""
-    lower: float | None = None
-    """Weights outside [lower, upper] become 0, the others stay (IcePop, Ring-1T, arXiv:2510.18855)."""
-    reject: str = "none"
-    """Sequences to leave out altogether. ``geometric_mean``: those whose geometric mean of ratios lies outside
-    [1 / reject_above, reject_above]. ``max_token``: those with any token's ratio outside it."""
-    reject_above: float = math.inf
-
-    def __post_init__(self) -> None:
-        if self.weight not in WEIGHTS or self.reject not in REJECTIONS:
-            raise ValueError(f"unknown correction: weight {self.weight!r}, reject {self.reject!r}")
-        if not 0.0 < (self.lower or self.upper) <= self.upper or self.reject_above < 1.0:
-            raise ValueError("bounds of a correction: 0 < lower <= upper, and reject_above at least 1")
-
-
 def correct(
-    log_ratio: Tensor, sequence: Tensor, mask: Tensor, params: CorrectionParams
+    log_ratio: Tensor,
+    sequence: Tensor,
+    mask: Tensor,
+    *,
+    weight: str,
+    upper: float,
+    lower: float | None,
+    reject: str,
+    reject_above: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Factors of the loss weights, and what they look like.
+    """Return factors of the loss weights, and metrics of them.
 
     The weights they multiply were those of the whole batch: what is left out leaves a smaller loss behind, not larger
     weights for the rest.
 
     Args:
         log_ratio: [T] log-probability of the trainer less that of the engine.
+        weight: ``token``: the token's ratio (TIS, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl).
+            ``sequence``: the product of the sequence's, unbiased and of large variance. ``none``: 1.
+        upper: a weight above it is cut to it, or is 0 where ``lower`` is given.
+        lower: weights outside [lower, upper] become 0, the others stay (IcePop, Ring-1T, arXiv:2510.18855).
+        reject: sequences to leave out altogether. ``geometric_mean``: those whose geometric mean of ratios lies outside
+            [1 / reject_above, reject_above]. ``max_token``: those with any token's ratio outside it.
 
     Returns:
         [T] of the type of ``log_ratio``, 0 where the mask is false, without gradient; and metrics:
         ``correction/truncated``, ``correction/masked``: shares of tokens above ``upper`` and outside the band;
         ``correction/rejected``: share of sequences; ``correction/weight/mean``: over tokens;
         ``correction/effective_sample_size``: (sum of w)^2 / (N sum of w^2), 1 where all weights are equal.
+
+    Raises:
+        ValueError: a name or a bound that means nothing.
     """
+    if weight not in WEIGHTS or reject not in REJECTIONS:
+        raise ValueError(f"unknown correction: weight {weight!r}, reject {reject!r}")
+    if not 0.0 < (lower or upper) <= upper or reject_above < 1.0:
+        raise ValueError("bounds of a correction: 0 < lower <= upper, and reject_above at least 1")
     log_ratio = log_ratio.detach()
-    ratio = _ratios(log_ratio, sequence, mask, params.weight)
-    weights, truncated, outside = _bounded(ratio, params)
-    keep = _kept(log_ratio, sequence, mask, params)
+    ratio = _ratios(log_ratio, sequence, mask, weight)
+    weights, truncated, outside = _within(ratio, upper, lower)
+    keep = _kept(log_ratio, sequence, mask, reject, reject_above)
     weights = weights * keep * mask
     return weights, {
         "correction/truncated": _mean(truncated[mask]),
@@ -81,7 +77,7 @@ def correct(
 
 
 def effective_sample_size(weights: Tensor) -> float:
-    """(sum of w)^2 / (N sum of w^2) of [N] weights, from 1 / N to 1; 0 where all are 0."""
+    """Return (sum of w)^2 / (N sum of w^2) of [N] weights, from 1 / N to 1; 0 where all are 0."""
     weights = weights.double()
     squares = float(weights.square().sum())
     return float(weights.sum()) ** 2 / (len(weights) * squares) if squares > 0.0 else 0.0
@@ -92,27 +88,27 @@ def _ratios(log_ratio: Tensor, sequence: Tensor, mask: Tensor, weight: str) -> T
         return torch.ones_like(log_ratio)
     if weight == "sequence":
         log_ratio = sequence_sum(log_ratio, sequence, mask)
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return bounded(log_ratio).exp()
 
 
-def _bounded(ratio: Tensor, params: CorrectionParams) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, and where they were cut, and where they were set to 0."""
-    above = ratio > params.upper
-    if params.lower is None:
-        return ratio.clamp(max=params.upper), above, torch.zeros_like(above)
-    outside = above | (ratio < params.lower)
+def _within(ratio: Tensor, upper: float, lower: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights, and where they were cut, and where they were set to 0."""
+    above = ratio > upper
+    if lower is None:
+        return ratio.clamp(max=upper), above, torch.zeros_like(above)
+    outside = above | (ratio < lower)
     return ratio.masked_fill(outside, 0.0), torch.zeros_like(above), outside
 
 
-def _kept(log_ratio: Tensor, sequence: Tensor, mask: Tensor, params: CorrectionParams) -> Tensor:
-    """[T] bool, the same on all tokens of a sequence."""
-    if params.reject == "none":
+def _kept(log_ratio: Tensor, sequence: Tensor, mask: Tensor, reject: str, reject_above: float) -> Tensor:
+    """Return where a sequence is kept, [T] bool, the same on all tokens of a sequence."""
+    if reject == "none":
         return torch.ones_like(mask)
-    if params.reject == "geometric_mean":
+    if reject == "geometric_mean":
         distance = sequence_mean(log_ratio, sequence, mask).abs()
     else:
         distance = sequence_max(log_ratio.abs(), sequence, mask)
-    return distance <= math.log(params.reject_above)
+    return distance <= math.log(reject_above)
 
 
 def _mean(values: Tensor) -> float:

@@ -15,7 +15,7 @@ tokens, these show it."""
 
 
 def gap_sums(logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Sums over N tokens, to be divided by ``gap/tokens``, of d = trainer - engine log-probability.
+    """Return sums over N tokens, to be divided by ``gap/tokens``, of d = trainer - engine log-probability.
 
     ``gap/diff``: d; ``gap/squares``: d^2; ``gap/abs``: |d|; ``gap/k3``: e^d - 1 - d, an estimate of
     KL(engine || trainer); ``gap/outside``: tokens whose ratio lies outside [0.9, 1.1]; ``gap/below/B``: tokens with

@@ -15,7 +15,7 @@ ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k2+", "k3+")
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token KL estimate [T].
+    """Return the KL estimate [T] of each token.
 
     - ``k1``: log p - log q, unbiased, of either sign;
     - ``k2``: (log p - log q)^2 / 2. Biased, but the expectation of its gradient is the gradient of the KL;
@@ -48,7 +48,7 @@ class FixedKl:
     value: float
 
     def update(self, kl: float, episodes: int) -> None:
-        """Nothing changes."""
+        """Leave the coefficient as it is."""
 
 
 @dataclass
@@ -69,6 +69,11 @@ class AdaptiveKl:
             raise ValueError("an adaptive KL coefficient needs a target and a horizon above 0")
 
     def update(self, kl: float, episodes: int) -> None:
-        """``kl``: mean KL of the step's policy tokens to the reference; ``episodes``: those of the step."""
+        """Steer the coefficient after a step.
+
+        Args:
+            kl: mean KL of the step's policy tokens to the reference.
+            episodes: number of episodes of the step.
+        """
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * episodes / self.horizon

@@ -21,17 +21,6 @@ PairLoss = Literal["sigmoid", "ipo"]
 
 
 @dataclass(frozen=True)
-class DpoParams:
-    """What of the config ``dpo`` reads."""
-
-    loss: PairLoss = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    nll_coef: float = 0.0
-    length_normalized: bool = False
-
-
-@dataclass(frozen=True)
 class PairResult:
     """The loss of some pairs."""
 
@@ -46,7 +35,7 @@ class PairResult:
 
 
 def sigmoid_loss(margins: Tensor, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Loss [P] and its derivative by the margin [P]: -(1 - e) log sigmoid(m) - e log sigmoid(-m).
+    """Return the loss [P] and its derivative by the margin [P]: -(1 - e) log sigmoid(m) - e log sigmoid(-m).
 
     With e = 0 that of Bradley and Terry, and of DPO (arXiv:2305.18290, equation 7). Else a share e of the pairs is
     taken to have its answers swapped (conservative DPO, https://ericmitchell.ai/cdpo.pdf).
@@ -57,41 +46,52 @@ def sigmoid_loss(margins: Tensor, label_smoothing: float = 0.0) -> tuple[Tensor,
 
 
 def ipo_loss(margins: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Loss [P] and its derivative by the margin [P]: (m / beta - 1 / (2 beta))^2 (IPO, arXiv:2310.12036, equation 17).
-    The margin is pulled to 1/2, and not as far as it goes."""
+    """Return the loss [P] and its derivative by the margin [P]: (m / beta - 1 / (2 beta))^2 (IPO, arXiv:2310.12036,
+    equation 17). The margin is pulled to 1/2, and not as far as it goes."""
     distance = (margins - 0.5) / beta
     return distance.square(), 2.0 * distance / beta
 
 
-def dpo(logps: Tensor, ref_logps: Tensor, tokens: Tensor, params: DpoParams) -> PairResult:
-    """Direct preference optimisation: the reward of an answer is beta times its log-ratio to the reference, and the
-    loss is of the rewards' difference.
+def dpo(
+    logps: Tensor,
+    ref_logps: Tensor,
+    tokens: Tensor,
+    *,
+    loss: PairLoss,
+    beta: float,
+    label_smoothing: float,
+    nll_coef: float,
+    length_normalized: bool,
+) -> PairResult:
+    """Return the loss of direct preference optimisation: the reward of an answer is beta times its log-ratio to the
+    reference, and the loss is of the rewards' difference.
 
     Args:
         logps: [2P] log-probability of each answer, summed over its tokens.
         ref_logps: [2P] the same under the reference.
         tokens: [2P] tokens of each answer.
-        params: with ``length_normalized`` a log-ratio is the mean over an answer's tokens instead of their sum.
-            ``nll_coef`` times the mean negative log-likelihood of a chosen answer's tokens is added to the loss
+        loss: ``sigmoid`` (``sigmoid_loss`` with ``label_smoothing``) or ``ipo``.
+        nll_coef: factor of the mean negative log-likelihood of a chosen answer's tokens, which is added to the loss
             (arXiv:2404.19733).
+        length_normalized: a log-ratio is the mean over an answer's tokens instead of their sum.
     """
     pairs = len(logps) // 2
     logps, ref_logps, tokens = logps.double(), ref_logps.double(), tokens.double()
-    scale = params.beta / tokens if params.length_normalized else torch.full_like(logps, params.beta)
+    scale = beta / tokens if length_normalized else torch.full_like(logps, beta)
     chosen, rejected = (scale * (logps - ref_logps)).split(pairs)
-    if params.loss == "ipo":
-        loss, slope = ipo_loss(chosen - rejected, params.beta)
+    if loss == "ipo":
+        losses, slope = ipo_loss(chosen - rejected, beta)
     else:
-        loss, slope = sigmoid_loss(chosen - rejected, params.label_smoothing)
+        losses, slope = sigmoid_loss(chosen - rejected, label_smoothing)
     slopes = scale * torch.cat([slope, -slope])
-    if params.nll_coef:
-        loss = loss - params.nll_coef * logps[:pairs] / tokens[:pairs]
-        slopes[:pairs] -= params.nll_coef / tokens[:pairs]
-    return PairResult(float(loss.mean()), slopes / pairs, chosen, rejected)
+    if nll_coef:
+        losses = losses - nll_coef * logps[:pairs] / tokens[:pairs]
+        slopes[:pairs] -= nll_coef / tokens[:pairs]
+    return PairResult(float(losses.mean()), slopes / pairs, chosen, rejected)
 
 
 def bradley_terry(scores: Tensor, *, label_smoothing: float = 0.0, center_coef: float = 0.0) -> PairResult:
-    """The loss of a reward model: -log sigmoid(chosen - rejected) (arXiv:2203.02155, equation 1).
+    """Return the loss of a reward model: -log sigmoid(chosen - rejected) (arXiv:2203.02155, equation 1).
 
     Args:
         scores: [2P].
@@ -107,8 +107,8 @@ def bradley_terry(scores: Tensor, *, label_smoothing: float = 0.0, center_coef: 
 
 
 def token_weights(slopes: Tensor, sequence: Tensor, mask: Tensor) -> Tensor:
-    """[T] float32 loss weights under which the loss -sum(weight x number of the token) has the gradient of the loss of
-    pairs. They have both signs, and that sum's value means nothing.
+    """Return loss weights, [T] float32, under which the loss -sum(weight x number of the token) has the gradient of the
+    loss of pairs. They have both signs, and that sum's value means nothing.
 
     Args:
         slopes: [2P], of a ``PairResult``.
@@ -118,7 +118,7 @@ def token_weights(slopes: Tensor, sequence: Tensor, mask: Tensor) -> Tensor:
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, float]:
-    """Means over pairs of rewards [P], and the share of pairs whose chosen answer has the higher one."""
+    """Return means over pairs of rewards [P], and the share of pairs whose chosen answer has the higher one."""
     return {
         "rewards/chosen": float(chosen.mean()),
         "rewards/rejected": float(rejected.mean()),

@@ -16,7 +16,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-
 
 
 def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str, *, norm_length: int | None = None) -> Tensor:
-    """Weight of each token in the loss, [T] float32; 0 where ``loss_mask`` is false.
+    """Return the weight of each token in the loss, [T] float32; 0 where ``loss_mask`` is false.
 
     - ``token-mean``: 1 / (tokens with loss in the batch) (DAPO, arXiv:2503.14476, equation 8);
     - ``seq-mean-token-mean``: 1 / (sequences x the sequence's own tokens) (GRPO, arXiv:2402.03300, equation 3);

@@ -12,37 +12,37 @@ from torch import Tensor
 
 
 def owners(cu_seqlens: Tensor) -> Tensor:
-    """[T] the sequence of each token, from offsets [B + 1]."""
+    """Return the sequence [T] of each token, from offsets [B + 1]."""
     lengths = cu_seqlens.diff().long()
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
 def totals(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """[count] float64: the sum of the values of each owner."""
+    """Return the sum of the values of each owner, [count] float64."""
     return torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(0, owner, values.double())
 
 
 def sequence_sum(values: Tensor, sequence: Tensor, mask: Tensor) -> Tensor:
-    """[T] the sum over the masked tokens of a token's sequence."""
+    """Return the sum [T] over the masked tokens of a token's sequence."""
     return totals(torch.where(mask, values, 0.0), sequence, _count(sequence))[sequence].to(values.dtype)
 
 
 def sequence_mean(values: Tensor, sequence: Tensor, mask: Tensor) -> Tensor:
-    """[T] the mean over the masked tokens of a token's sequence; 0 where it has none."""
+    """Return the mean [T] over the masked tokens of a token's sequence; 0 where it has none."""
     tokens = totals(mask, sequence, _count(sequence)).clamp(min=1)
     sums = totals(torch.where(mask, values, 0.0), sequence, _count(sequence))
     return (sums / tokens)[sequence].to(values.dtype)
 
 
 def sequence_max(values: Tensor, sequence: Tensor, mask: Tensor) -> Tensor:
-    """[T] the largest of the values, which are not negative, over the masked tokens of a token's sequence; 0 where it
-    has none."""
+    """Return the largest [T] of the values, which are not negative, over the masked tokens of a token's sequence; 0
+    where it has none."""
     largest = values.new_zeros(_count(sequence))
     return largest.scatter_reduce_(0, sequence, torch.where(mask, values, 0.0), "amax")[sequence]
 
 
 def discounted_sums(values: Tensor, sequence: Tensor, discount: float) -> Tensor:
-    """[T] y_t = x_t + discount * y_(t+1) within each sequence.
+    """Return y_t = x_t + discount * y_(t+1), [T], within each sequence.
 
     By doubling (Hillis and Steele 1986): after the pass with a shift of s, y_t holds the first 2s terms of its sum. So
     log2 of the longest sequence passes over all tokens do it, without a loop over tokens and without padding.
@@ -57,21 +57,21 @@ def discounted_sums(values: Tensor, sequence: Tensor, discount: float) -> Tensor
 
 
 def following(values: Tensor, sequence: Tensor) -> Tensor:
-    """[T] the value of the next token of the sequence; 0 after the last."""
+    """Return the value [T] of the next token of the sequence; 0 after the last."""
     following = torch.zeros_like(values)
     following[:-1] = torch.where(sequence[1:] == sequence[:-1], values[1:], 0.0)
     return following
 
 
 def last_tokens(sequence: Tensor) -> Tensor:
-    """[T] bool, true on the last token of each sequence."""
+    """Return a column, [T] bool, that is true on the last token of each sequence."""
     last = torch.ones_like(sequence, dtype=torch.bool)
     last[:-1] = sequence[1:] != sequence[:-1]
     return last
 
 
 def whiten(values: Tensor, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(variance + eps), with the unbiased variance. One value alone becomes 0."""
+    """Return (x - mean) / sqrt(variance + eps), with the unbiased variance. One value alone becomes 0."""
     centered = values - values.mean()
     variance = centered.square().sum() / max(1, len(values) - 1)
     return centered * (variance + eps).rsqrt()

@@ -47,10 +47,8 @@ class PackedBatch:
     """[T] float32, the reference model's"""
     correction: Tensor | None = None
     """[T] float32 factor of the loss weights (``algos.corrections``)"""
-    sequence_log_ratio: Tensor | None = None
-    """[T] float32 (``algos.losses.sequence_log_ratio``)"""
-    selected: Tensor | None = None
-    """[T] bool, tokens that a loss treats apart (``clip_cov``, ``kl_cov``)"""
+    prepared: Tensor | None = None
+    """[T] column that the policy loss reads (``algos.catalog.PolicyLoss.prepare``)"""
     values: Tensor | None = None
     """[T] float32, the critic's before this step's first update"""
     returns: Tensor | None = None

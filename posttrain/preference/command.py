@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from posttrain.algos.preference import DpoParams, PairResult, bradley_terry, dpo, pair_metrics, token_weights
+from posttrain.algos.preference import PairResult, bradley_terry, dpo, pair_metrics, token_weights
 from posttrain.algos.segments import owners, totals
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
@@ -133,9 +133,17 @@ class Judge:
                 batch.ref_logprobs = await (
                     self.ref.logprobs(batch) if self.ref else self.actor.logprobs(batch, adapter=False)
                 )
-        params = DpoParams(cfg.loss, cfg.beta, cfg.label_smoothing, cfg.nll_coef, cfg.length_normalized)
-        tokens = _per_sequence(batch.loss_mask, batch)
-        return Judged(dpo(logps, _per_sequence(batch.ref_logprobs, batch), tokens, params), logps)
+        result = dpo(
+            logps,
+            _per_sequence(batch.ref_logprobs, batch),
+            _per_sequence(batch.loss_mask, batch),
+            loss=cfg.loss,
+            beta=cfg.beta,
+            label_smoothing=cfg.label_smoothing,
+            nll_coef=cfg.nll_coef,
+            length_normalized=cfg.length_normalized,
+        )
+        return Judged(result, logps)
 
 
 def _add(sums: dict[str, float], means: Mapping[str, float], count: int) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from posttrain.algos.advantages import ESTIMATORS, AdvantageParams, Episodes
 from torch import Tensor
 
 from posttrain.algos import losses
-from posttrain.algos.advantages import ESTIMATORS, AdvantageParams, Episodes
 from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
 from posttrain.algos.reduce import token_weights
 from posttrain.algos.segments import owners

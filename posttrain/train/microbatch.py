@@ -40,8 +40,7 @@ class MicroBatch:
     rollout_logprobs: Tensor | None
     old_logprobs: Tensor | None
     ref_logprobs: Tensor | None
-    sequence_log_ratio: Tensor | None
-    selected: Tensor | None
+    prepared: Tensor | None
     values: Tensor | None
     returns: Tensor | None
 
@@ -85,8 +84,7 @@ class MicroBatch:
             rollout_logprobs=column(batch.rollout_logprobs),
             old_logprobs=column(batch.old_logprobs),
             ref_logprobs=column(batch.ref_logprobs),
-            sequence_log_ratio=column(batch.sequence_log_ratio),
-            selected=column(batch.selected),
+            prepared=column(batch.prepared),
             values=column(batch.values),
             returns=column(batch.returns),
         )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from posttrain.algos import losses
-
 if TYPE_CHECKING:
     from posttrain.config import AlgoConfig, TrainConfig
     from posttrain.models.load import ModelSource
@@ -47,15 +45,3 @@ class LossSpec:
     """Another policy sampled the batch: the gap to ``rollout_logprobs`` is the drift from it."""
     value_clip: float = float("inf")
     """See ``algos.losses.value``."""
-
-
-def loss_params(algo: AlgoConfig) -> losses.LossParams:
-    """What of the config policy losses read."""
-    return losses.LossParams(
-        clip_low=algo.clip_low,
-        clip_high=algo.clip_high,
-        dual_clip=algo.dual_clip,
-        tau_positive=algo.tau_positive,
-        tau_negative=algo.tau_negative,
-        kl_cov_coef=algo.kl_cov_coef,
-    )

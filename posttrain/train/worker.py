@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from posttrain.algos import losses
+from posttrain.algos.catalog import POLICY_LOSSES
 from posttrain.algos.gap import gap_sums
+from posttrain.algos.tokens import TokenInputs
 from posttrain.core import rendezvous, sizes
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
@@ -45,7 +47,7 @@ from posttrain.train.optim import (
 from posttrain.train.parallel import parallelize, reshard, sharding_mesh
 from posttrain.train.profile import Profiler
 from posttrain.train.schedule import learning_rate
-from posttrain.train.spec import LossSpec, WorkerSpec, loss_params
+from posttrain.train.spec import LossSpec, WorkerSpec
 from posttrain.weight_sync.buckets import Bucket, Outlet, Where
 
 
@@ -296,8 +298,10 @@ class TrainWorker:
         rollout, old = column(micro.rollout_logprobs), column(micro.old_logprobs)
         if advantages is None:
             raise RunError("a policy update needs advantages")
-        inputs = losses.TokenInputs(advantages, old, column(micro.sequence_log_ratio), column(micro.selected))
-        total, sums = losses.policy_loss(algo.policy_loss, logprobs, inputs, loss_params(algo), weights)
+        # A policy that has not moved since it sampled is its own old policy.
+        tokens = TokenInputs(advantages, logprobs.detach() if old is None else old, column(micro.prepared))
+        policy_loss = POLICY_LOSSES.get(algo.policy_loss)
+        total, sums = losses.weighted_policy_loss(policy_loss, logprobs, tokens, algo.loss_values, weights)
         if ref is not None and algo.kl_in == "loss":
             kl, kl_sums = losses.kl(logprobs, ref, weights, estimator=algo.kl_estimator)
             total = total + algo.kl_coef * kl

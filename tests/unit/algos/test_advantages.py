@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from posttrain.algos.advantages import ESTIMATORS, AdvantageParams, Episodes
 
 from posttrain.algos import segments
-from posttrain.algos.advantages import ESTIMATORS, AdvantageParams, Episodes
 from posttrain.algos.catalog import ADVANTAGES
 
 # Six episodes. Group 0: two of different lengths, one of them with a tool's reply between its tokens, and one without
