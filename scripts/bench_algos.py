@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from posttrain.algos import BUNDLES
 from posttrain.cluster.cluster import local_ray
-from posttrain.config import ALGO_BUNDLES
 from posttrain.config.presets import resolve
 from posttrain.evaluation.command import evaluate
 from posttrain.generation import command as generate
@@ -39,7 +39,7 @@ MORE: dict[str, tuple[str, list[str]]] = {
     "grpo + TIS": ("grpo", ["algo.correction.weight=token"]),
 }
 """Variants: what they are of, and their settings."""
-VARIANTS = {name: (name, SETTINGS.get(name, [])) for name in ALGO_BUNDLES} | MORE
+VARIANTS = {name: (name, SETTINGS.get(name, [])) for name in BUNDLES.names()} | MORE
 
 
 def main() -> None:

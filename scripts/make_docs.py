@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
-from posttrain.algos.advantages import ESTIMATORS
 from pydantic import BaseModel, TypeAdapter
 from typing_extensions import is_typeddict
 
-from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
-from posttrain.algos.losses import POLICY_LOSSES as LOSS_FUNCTIONS
+from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
 from posttrain.cli import app
-from posttrain.config import ALGO_BUNDLES, Config
+from posttrain.config import Config
 from posttrain.config.describe import default_text, docstrings, own_keys, plural, sections, type_words
 from posttrain.config.verl.keys_rl import RL
 from posttrain.config.verl.keys_sft import SFT
@@ -82,15 +80,15 @@ def config_page() -> str:
 def algorithms_page() -> str:
     bundles = [
         (f"`{name}`", ", ".join(f"`{key} = {json.dumps(value)}`" for key, value in values.items()))
-        for name, values in ALGO_BUNDLES.items()
+        for name, values in ((name, BUNDLES.get(name)) for name in BUNDLES.names())
     ]
     advantages = [
-        (f"`{name}`", facts.formula, facts.needs, facts.source, _code(ESTIMATORS[name]))
-        for name, facts in ADVANTAGES.items()
+        (f"`{estimator.name}`", estimator.formula, estimator.needs, estimator.source, _code(estimator.function))
+        for estimator in map(ADVANTAGES.get, ADVANTAGES.names())
     ]
     losses = [
-        (f"`{name}`", facts.formula, f"`{facts.aggregation}`", facts.source, _code(LOSS_FUNCTIONS[name]))
-        for name, facts in POLICY_LOSSES.items()
+        (f"`{loss.name}`", loss.formula, f"`{loss.aggregation}`", loss.source, _code(loss.function))
+        for loss in map(POLICY_LOSSES.get, POLICY_LOSSES.names())
     ]
     parts = {
         "bundles": _table(("name", "sets"), bundles),

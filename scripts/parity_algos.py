@@ -26,11 +26,11 @@ import torch
 from _verl_env import run_there
 from torch import Tensor
 
-from posttrain.algos import kl, losses, segments
-from posttrain.algos.advantages import ESTIMATORS, AdvantageParams, Episodes
-from posttrain.algos.catalog import POLICY_LOSSES
-from posttrain.algos.corrections import CorrectionParams, correct
+from posttrain.algos import ADVANTAGES, POLICY_LOSSES, kl, losses, segments
+from posttrain.algos.corrections import correct
+from posttrain.algos.episodes import Episodes
 from posttrain.algos.reduce import AGGREGATIONS, token_weights
+from posttrain.algos.tokens import TokenInputs, UpdateTokens
 
 run_there()
 
@@ -111,12 +111,12 @@ def advantage_rows(seed: int) -> Iterator[Row]:
     config = SimpleNamespace(gamma=GAMMA)
     plain, with_kl = batch.token_rewards(batch.rewards), batch.token_rewards(batch.rewards, batch.penalties)
     penalties = {"penalties": batch.pack(batch.penalties)}
-    params = AdvantageParams(gamma=GAMMA, lam=LAM)
+    options = {"gamma": GAMMA, "lam": LAM}
 
     def row(
-        name: str, theirs: Any, columns: dict[str, Any], params: AdvantageParams, verl: str = "", why: str = ""
+        name: str, theirs: Any, columns: dict[str, Any], options: dict[str, Any], verl: str = "", why: str = ""
     ) -> Row:
-        ours = ESTIMATORS[name](batch.episodes(**columns), params)
+        ours = ADVANTAGES.get(name)(batch.episodes(**columns), options)
         pairs = [(ours.advantages, batch.pack(theirs[0] * batch.mask))]
         if ours.returns is not None:
             pairs.append((ours.returns, batch.pack(theirs[1] * batch.mask)))
@@ -127,7 +127,7 @@ def advantage_rows(seed: int) -> Iterator[Row]:
 
     groups = {"index": batch.index}
     for by_std in (True, False):
-        own, label = AdvantageParams(normalize_by_std=by_std), "" if by_std else ", no std"
+        own, label = {"normalize_by_std": by_std}, "" if by_std else ", no std"
         setting = groups | {"norm_adv_by_std_in_grpo": by_std}
         yield row("grpo", theirs("grpo", with_kl, **setting), penalties, own, f"grpo{label}")
         if not by_std:
@@ -136,13 +136,13 @@ def advantage_rows(seed: int) -> Iterator[Row]:
         yield row("grpo_passk", theirs("grpo_passk", with_kl, **passk), penalties, own, f"grpo_passk{label}")
     for name in ("rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo"):
         estimator = name.removesuffix("_vectorized")
-        yield row(estimator, theirs(name, with_kl, **groups), penalties, params, name)
-    yield row("reinforce_plus_plus", theirs("reinforce_plus_plus", with_kl, config=config), penalties, params)
+        yield row(estimator, theirs(name, with_kl, **groups), penalties, options, name)
+    yield row("reinforce_plus_plus", theirs("reinforce_plus_plus", with_kl, config=config), penalties, options)
     baselines = batch.normal(len(batch.rewards))
     columns = penalties | {"baselines": baselines}
-    yield row("remax", theirs("remax", with_kl, reward_baselines=baselines), columns, params)
+    yield row("remax", theirs("remax", with_kl, reward_baselines=baselines), columns, options)
     values = {"values": batch.values, "gamma": GAMMA, "lam": LAM}
-    yield row("gae", theirs("gae", with_kl, **values), penalties | {"values": batch.pack(batch.values)}, params)
+    yield row("gae", theirs("gae", with_kl, **values), penalties | {"values": batch.pack(batch.values)}, options)
     yield gpg_row(batch, plain)
     yield gdpo_row(batch)
     yield from group_of_one_rows(batch, plain)
@@ -154,7 +154,7 @@ def gpg_row(batch: Batch, rewards: Tensor) -> Row:
     groups = [batch.rewards[torch.from_numpy(batch.index == g)] for g in sorted(set(batch.index.tolist()))]
     signal = sum(len(rewards) for rewards in groups if rewards.min() < rewards.max())
     theirs = theirs * int(batch.rewards.count_nonzero()) / signal
-    ours = ESTIMATORS["gpg"](batch.episodes(), AdvantageParams()).advantages
+    ours = ADVANTAGES.get("gpg")(batch.episodes(), {}).advantages
     why = "the factor is B / (episodes of groups with unequal scores), as in the paper; verl's is B / (scores not 0)"
     return Row("advantage gpg", [(ours, batch.pack(theirs))], why)
 
@@ -170,7 +170,8 @@ def gdpo_row(batch: Batch) -> Row:
         non_tensor_batch={name: rewards.numpy() for name, rewards in parts.items()},
         batch={"prompts": prompts, "attention_mask": torch.cat([prompts.long() + 1, batch.real.long()], 1)},
     )
-    ours = ESTIMATORS["gdpo"](batch.episodes(parts=parts), AdvantageParams(part_weights={"b": 0.5})).advantages
+    episodes = batch.episodes(parts=parts, part_weights={"b": 0.5})
+    ours = ADVANTAGES.get("gdpo")(episodes, {"normalize_by_std": True}).advantages
     return Row("advantage gdpo", [(ours, batch.pack(theirs))])
 
 
@@ -183,7 +184,7 @@ def group_of_one_rows(batch: Batch, rewards: Tensor) -> Iterator[Row]:
         advantages, _ = core_algos.get_adv_estimator_fn(name)(
             rewards.clone(), response_mask=batch.mask, index=index, config=config
         )
-        ours = ESTIMATORS[name](batch.episodes(index), AdvantageParams()).advantages
+        ours = ADVANTAGES.get(name)(batch.episodes(index), {"normalize_by_std": True}).advantages
         expected = scores / (1 + 1e-6) if name == "grpo" else scores
         pairs = [(ours, batch.pack(zero)), (advantages, expected)]
         yield Row(f"advantage {name}, groups of one", pairs, "0: there is no baseline; verl's is the score itself")
@@ -219,8 +220,13 @@ def actor_config() -> ActorConfig:
 
 def loss_rows(seed: int) -> Iterator[Row]:
     batch, config = Batch(seed), actor_config()
-    params = losses.LossParams(CLIP_LOW, CLIP_HIGH, DUAL_CLIP, config.tau_pos, config.tau_neg, COV_COEF)
-    for name in losses.POLICY_LOSSES:
+    options = {
+        "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "dual_clip": DUAL_CLIP,
+        "tau_positive": config.tau_pos, "tau_negative": config.tau_neg,
+        "clip_cov_share": 1.0, "clip_cov_low": COV_LOW, "clip_cov_high": COV_HIGH,
+        "kl_cov_share": COV_SHARE, "kl_cov_coef": COV_COEF,
+    }  # fmt: skip
+    for name in POLICY_LOSSES.names():
         aggregation = "seq-mean-token-mean" if name in PER_SEQUENCE else "token-mean"
         logprobs = batch.logprobs.clone().requires_grad_()
         loss, metrics = core_algos.get_policy_loss_fn(VERL_LOSSES.get(name, name))(
@@ -231,7 +237,7 @@ def loss_rows(seed: int) -> Iterator[Row]:
             loss = loss * len(batch.mask) / int(batch.bool_mask.any(1).sum())
             why = "the mean is over sequences with policy tokens, verl's is over all rows"
         (gradient,) = torch.autograd.grad(loss, logprobs)
-        own_loss, own_gradient, sums = our_loss(batch, name, params, aggregation)
+        own_loss, own_gradient, sums = our_loss(batch, name, options, aggregation)
         pairs = [(own_loss, loss), (own_gradient, batch.pack(gradient))]
         yield Row(f"loss {name}", pairs, why)
         if metrics:  # verl has none of gpg
@@ -239,28 +245,22 @@ def loss_rows(seed: int) -> Iterator[Row]:
 
 
 def our_loss(
-    batch: Batch, name: str, params: losses.LossParams, aggregation: str
+    batch: Batch, name: str, options: dict[str, Any], aggregation: str
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss, gradient [T] and metrics; these weighted by token-mean, as verl's are."""
+    """Return loss, gradient [T] and metrics; these weighted by token-mean, as verl's are."""
     logprobs = batch.pack(batch.logprobs).requires_grad_()
     old, advantages, mask = (batch.pack(x) for x in (batch.old, batch.advantages, batch.bool_mask))
-    needs, sequence = POLICY_LOSSES[name], segments.owners(batch.offsets)
-    column, selected = None, None
-    if needs.sequences:
-        column = losses.sequence_log_ratio(name, logprobs - old, advantages, sequence, mask, params)
-    if name == "kl_cov":
-        selected = losses.kl_cov_selection(logprobs, advantages, mask, share=COV_SHARE)
-    elif name == "clip_cov":
-        selected = losses.clip_cov_selection(
-            logprobs, old, advantages, mask, params,
-            share=1.0, low=COV_LOW, high=COV_HIGH, generator=torch.Generator(),
-        )  # fmt: skip
-    inputs = losses.TokenInputs(advantages, old, column, selected)
+    policy_loss, column = POLICY_LOSSES.get(name), None
+    if policy_loss.prepare is not None:
+        sequence = segments.owners(batch.offsets)
+        update = UpdateTokens(logprobs.detach(), old, advantages, sequence, mask, torch.Generator())
+        column = policy_loss.column(update, options)
+    tokens = TokenInputs(advantages, old, column)
     weights = token_weights(mask, batch.offsets, aggregation).double()
-    loss, _ = losses.policy_loss(name, logprobs, inputs, params, weights)
+    loss, _ = losses.weighted_policy_loss(policy_loss, logprobs, tokens, options, weights)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     by_token = token_weights(mask, batch.offsets, "token-mean").double()
-    return loss, gradient, losses.policy_loss(name, logprobs.detach(), inputs, params, by_token)[1]
+    return loss, gradient, losses.weighted_policy_loss(policy_loss, logprobs.detach(), tokens, options, by_token)[1]
 
 
 def metric_pairs(
@@ -324,12 +324,18 @@ def value_rows(seed: int) -> Iterator[Row]:
 
 # ---------------------------------------------------------------------- corrections
 
-CORRECTIONS: dict[str, tuple[CorrectionParams, dict[str, Any]]] = {
-    "token TIS": (CorrectionParams("token", 1.5), {"rollout_is": "token", "rollout_is_threshold": 1.5}),
-    "sequence TIS": (CorrectionParams("sequence", 2.0), {"rollout_is": "sequence", "rollout_is_threshold": 2.0}),
-    "token IcePop": (CorrectionParams("token", 1.5, 0.7), {"rollout_is": "token", "rollout_is_threshold": "0.7_1.5"}),
+NO_CORRECTION: dict[str, Any] = {
+    "weight": "none", "upper": math.inf, "lower": None, "reject": "none", "reject_above": math.inf,
+}  # fmt: skip
+CORRECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "token TIS": ({"weight": "token", "upper": 1.5}, {"rollout_is": "token", "rollout_is_threshold": 1.5}),
+    "sequence TIS": ({"weight": "sequence", "upper": 2.0}, {"rollout_is": "sequence", "rollout_is_threshold": 2.0}),
+    "token IcePop": (
+        {"weight": "token", "upper": 1.5, "lower": 0.7}, {"rollout_is": "token", "rollout_is_threshold": "0.7_1.5"},
+    ),
     "sequence IcePop": (
-        CorrectionParams("sequence", 4.0, 0.3), {"rollout_is": "sequence", "rollout_is_threshold": "0.3_4.0"},
+        {"weight": "sequence", "upper": 4.0, "lower": 0.3},
+        {"rollout_is": "sequence", "rollout_is_threshold": "0.3_4.0"},
     ),
 }  # fmt: skip
 REJECTIONS = {
@@ -343,18 +349,18 @@ def correction_rows(seed: int) -> Iterator[Row]:
     batch = Batch(seed)
     gap = batch.logprobs - batch.old
     arguments = batch.pack(gap), segments.owners(batch.offsets), batch.pack(batch.bool_mask)
-    for name, (params, settings) in CORRECTIONS.items():
-        weights, metrics = correct(*arguments, params)
+    for name, (options, settings) in CORRECTIONS.items():
+        weights, metrics = correct(*arguments, **NO_CORRECTION | options)
         theirs, their_metrics = rollout_corr_helper.compute_rollout_correction_weights(gap, batch.mask, **settings)
         pairs = [(weights, batch.pack(theirs))]
-        if params.weight == "token":
+        if options["weight"] == "token":
             pairs.append((metrics["correction/effective_sample_size"], their_metrics["rollout_is_eff_sample_size"]))
             pairs.append((metrics["correction/weight/mean"], their_metrics["rollout_is_mean"]))
-        if params.lower is not None:
+        if "lower" in options:
             pairs.append((metrics["correction/masked"], their_metrics["rollout_is_oob_ratio"]))
         yield Row(f"correction {name}", pairs)
     for name, (bound, mode, threshold) in REJECTIONS.items():
-        weights, metrics = correct(*arguments, CorrectionParams(reject=name, reject_above=bound))
+        weights, metrics = correct(*arguments, **NO_CORRECTION | {"reject": name, "reject_above": bound})
         kept, _ = rollout_corr_helper.compute_rollout_rejection_mask(gap, batch.mask, mode, threshold)
         rejected = 1.0 - kept.any(1)[batch.bool_mask.any(1)].double().mean()
         yield Row(f"correction {name}", [(weights, batch.pack(kept)), (metrics["correction/rejected"], rejected)])

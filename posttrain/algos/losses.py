@@ -44,7 +44,8 @@ def nll(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Sums]:
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, *, estimator: str) -> tuple[Tensor, Sums]:
-    """Return the weighted KL to the reference model (``algos.kl``), to be scaled by its coefficient. Tensors are [N]."""
+    """Return the weighted KL to the reference model (``algos.kl``), to be scaled by its coefficient. Tensors are
+    [N]."""
     loss = (weights * kl_penalty(logprobs, ref_logprobs, estimator)).sum()
     return loss, {"kl_loss": loss.detach()}
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from posttrain.algos.bundles import ALGO_BUNDLES
+from posttrain.algos import BUNDLES
 from posttrain.cli.console import echo
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ ToolsOption = Annotated[
 ]
 AlgoOption = Annotated[
     str | None,
-    typer.Option("--algo", help=f"RL algorithm, a bundle of algo.* values: {', '.join(ALGO_BUNDLES)}."),
+    typer.Option("--algo", help=f"RL algorithm, a bundle of algo.* values: {', '.join(BUNDLES.names())}."),
 ]
 
 

@@ -4,7 +4,6 @@ The tree is frozen, and a key it does not know is an error. ``posttrain.config.p
 remembers where each value came from. Imports pydantic only, so that ``posttrain --help`` stays fast.
 """
 
-from posttrain.algos.bundles import ALGO_BUNDLES
 from posttrain.config.algo import AlgoConfig, CorrectionConfig, CriticConfig, algo_bundle
 from posttrain.config.base import Fraction, PositiveInt, Section
 from posttrain.config.cluster import (
@@ -23,7 +22,7 @@ from posttrain.config.train import EarlyStopConfig, LoraConfig, OptimConfig, Tra
 from posttrain.config.tree import Command, Config
 
 __all__ = [
-    "ALGO_BUNDLES", "AlgoConfig", "CheckpointConfig", "ClusterConfig", "Command",
+    "AlgoConfig", "CheckpointConfig", "ClusterConfig", "Command",
     "Config", "CorrectionConfig", "CriticConfig", "DataConfig", "EarlyStopConfig", "EvalConfig", "Fraction",
     "GenerateConfig", "JudgeConfig", "LoraConfig", "ModelConfig", "OptimConfig", "OverlongConfig", "PositiveInt",
     "PreferConfig", "RewardConfig", "RewardModelConfig", "RolloutConfig", "RunConfig", "SandboxConfig", "Section",

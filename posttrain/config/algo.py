@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from inspect import Parameter
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
-from posttrain.algos.bundles import ALGO_BUNDLES
-from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
+from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
 from posttrain.config.base import (
     Factor,
     Fraction,
@@ -18,6 +20,7 @@ from posttrain.config.base import (
     SignedFactor,
 )
 from posttrain.config.train import OptimConfig
+from posttrain.core.registry import Registry, unknown
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
@@ -73,13 +76,14 @@ class AlgoConfig(Section):
 
     name: str = "grpo"
     """Which bundle the other fields start from."""
-    advantage: Literal[
-        "grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-        "remax", "gae", "distill",
-    ] = "grpo"  # fmt: skip
-    """From rewards of episodes to advantages of tokens; see algorithms.md, as for the next."""
-    policy_loss: Literal["clipped", "gspo", "gmpo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov"] = "clipped"
-    """From advantages and the policy's log-probabilities to a loss of tokens."""
+    advantage: str = "grpo"
+    """From rewards of episodes to advantages of tokens: an estimator in the table of algorithms.md, or of a plugin."""
+    policy_loss: str = "clipped"
+    """From advantages and the policy's log-probabilities to a loss of tokens: likewise."""
+    advantage_kwargs: dict[str, bool | int | float | str] = {}
+    """Options of an advantage estimator of a plugin, by name; see algorithms.md."""
+    loss_kwargs: dict[str, bool | int | float | str] = {}
+    """Options of a policy loss of a plugin, by name; see algorithms.md."""
     normalize_by_std: bool = True
     """Divide group-relative rewards by their standard deviation (GRPO) or not (Dr. GRPO)."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -130,25 +134,57 @@ class AlgoConfig(Section):
     """`distill`: the model whose log-probabilities are learned, as `model.path`; of the same vocabulary."""
     correction: CorrectionConfig = CorrectionConfig()
 
+    @field_validator("advantage", "policy_loss")
+    @classmethod
+    def _registered(cls, name: str, info: ValidationInfo) -> str:
+        registry: Registry[Any] = ADVANTAGES if info.field_name == "advantage" else POLICY_LOSSES
+        if name not in registry:
+            known = ", ".join(repr(other) for other in registry.names())
+            raise PydanticKnownError("literal_error", {"expected": f"{known}, or the name of one of a plugin"})
+        return name
+
+    @property
+    def advantage_values(self) -> dict[str, Any]:
+        """Return the values that the options of an advantage estimator have, by name."""
+        return self._values | self.advantage_kwargs
+
+    @property
+    def loss_values(self) -> dict[str, Any]:
+        """Return the values that the options of a policy loss have, by name."""
+        return self._values | self.loss_kwargs
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in type(self).model_fields}
+
+    @model_validator(mode="after")
+    def _kwargs_are_options(self) -> AlgoConfig:
+        estimator, loss = ADVANTAGES.get(self.advantage), POLICY_LOSSES.get(self.policy_loss)
+        keys = type(self).model_fields
+        for what, options, table in (
+            (f"algo.advantage = {self.advantage!r}", estimator.options, "advantage_kwargs"),
+            (f"algo.policy_loss = {self.policy_loss!r}", loss.options, "loss_kwargs"),
+        ):
+            own = {name: option for name, option in options.items() if name not in keys}
+            _check_kwargs(what, own, f"algo.{table}", getattr(self, table))
+        return self
+
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> AlgoConfig:
-        given = self.changed
-        readers = {
-            "gamma": ("advantage", ("gae", "reinforce_plus_plus")),
-            "lam": ("advantage", ("gae",)),
-            "teacher": ("advantage", ("distill",)),
-            "dual_clip": ("policy_loss", ("clipped",)),
+        readers: dict[str, tuple[str, tuple[str, ...]]] = {
             "norm_length": ("loss_agg", ("seq-mean-token-sum-norm",)),
             "kl_target": ("kl_in", ("reward",)),
             "kl_horizon": ("kl_in", ("reward",)),
         }
-        readers |= dict.fromkeys(("tau_positive", "tau_negative"), ("policy_loss", ("sapo",)))
-        readers |= {
-            name: ("policy_loss", (name.rsplit("_", 1)[0],))
-            for name in ("clip_cov_share", "clip_cov_low", "clip_cov_high", "kl_cov_share", "kl_cov_coef")
-        }
-        for name, (key, values) in readers.items():
-            if name in given and getattr(self, key) not in values:
+        if self.teacher and not ADVANTAGES.get(self.advantage).teacher:
+            readers["teacher"] = "advantage", tuple(n for n in ADVANTAGES.names() if ADVANTAGES.get(n).teacher)
+        for key, registry in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
+            options = {name: registry.get(name).options for name in registry.names()}
+            for option in {option for own in options.values() for option in own} - _FOR_ANY:
+                readers[option] = key, tuple(name for name, own in options.items() if option in own)
+        for name in sorted(self.changed & readers.keys()):
+            key, values = readers[name]
+            if getattr(self, key) not in values:
                 wanted = " or ".join(repr(value) for value in values)
                 raise ValueError(
                     f"algo.{name} has no effect with algo.{key} = {getattr(self, key)!r}: it is of {wanted}"
@@ -161,10 +197,10 @@ class AlgoConfig(Section):
 
     @model_validator(mode="after")
     def _coherent(self) -> AlgoConfig:
-        advantage, loss = ADVANTAGES[self.advantage], POLICY_LOSSES[self.policy_loss]
+        advantage, loss = ADVANTAGES.get(self.advantage), POLICY_LOSSES.get(self.policy_loss)
         if advantage.teacher and not self.teacher:
             raise ValueError(f"algo.advantage = {self.advantage!r} needs algo.teacher")
-        if loss.sequences and advantage.by_token:
+        if loss.by_sequence and advantage.by_token:
             raise ValueError(
                 f"algo.policy_loss = {self.policy_loss!r} has one ratio a sequence, and algo.advantage = "
                 f"{self.advantage!r} has an advantage for each token"
@@ -182,19 +218,37 @@ class AlgoConfig(Section):
         return self
 
 
+_FOR_ANY = frozenset({"clip_low", "clip_high", "normalize_by_std"})
+"""Options that a preset may give whatever the algorithm is, so that `--set algo.policy_loss=...` alone changes it."""
+
+_KINDS: Mapping[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+
+
+def _check_kwargs(what: str, options: Mapping[str, Parameter], table: str, given: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the values given are options of a plugin's function, of the annotated types, and no
+    option without a default is left out."""
+    for name, value in given.items():
+        if name not in options:
+            raise ValueError(f"{table}.{name} is no option of {what}: {unknown(name, options)}")
+        kind = options[name].annotation
+        kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+        wanted = _KINDS.get(kind)
+        if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool")):
+            raise ValueError(f"{table}.{name} = {value!r} is not of the type {kind}, which {what} declares")
+    for name, option in options.items():
+        if name not in given and option.default is Parameter.empty:
+            raise ValueError(f"{what} needs {table}.{name}")
+
+
 def algo_bundle(name: str) -> dict[str, Any]:
-    """The values by dotted key that `--algo NAME` sets: those of the bundle, and defaults for what else makes up an
-    algorithm, so that nothing of another one in a preset stays. KL, entropy, corrections and updates are not of them.
+    """Return the values by dotted key that `--algo NAME` sets: those of the bundle, and defaults for what else makes up
+    an algorithm, so that nothing of another one in a preset stays. KL, entropy, corrections and updates are not of
+    them.
 
     Raises:
         ConfigError: unknown name.
     """
-    from posttrain.core.errors import ConfigError
-    from posttrain.core.registry import unknown
-
-    if name not in ALGO_BUNDLES:
-        raise ConfigError(f"unknown algo {name!r}", hint=unknown(name, ALGO_BUNDLES))
     kept = {"name", "kl_coef", "kl_in", "kl_estimator", "kl_target", "kl_horizon", "entropy_coef", "updates_per_step"}
     kept |= {"teacher", "correction"}
     defaults = {f"algo.{key}": f.default for key, f in AlgoConfig.model_fields.items() if key not in kept}
-    return defaults | ALGO_BUNDLES[name]
+    return {**defaults, **BUNDLES.get(name)}

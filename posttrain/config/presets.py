@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -22,11 +22,12 @@ import tomli
 import tomli_w
 from pydantic import ValidationError
 
+from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
 from posttrain.config import Command, Config, algo_bundle
 from posttrain.config.keys import key_hint, leaf_keys, leaves_of, table_of
 from posttrain.config.reading import read_toml
 from posttrain.core.errors import ConfigError
-from posttrain.core.registry import nearest
+from posttrain.core.registry import Registry, load_plugins, nearest
 
 Values = dict[str, Any]
 """Dotted key -> value."""
@@ -106,18 +107,43 @@ def resolve(
 
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     algo_flag = given.pop("algo.name", None)
-    if algo_flag is not None:
-        layers.append((f"--algo {algo_flag}", _bundle(algo_flag)))
-    layers.append(("--set", _parse_sets(sets)))
+    of_command = [("--set", _parse_sets(sets))]
     for key, value in given.items():
-        layers.append((f"flag {_flag_name(key)}", _flatten({key: value}, "flags", dotted=True)))
+        of_command.append((f"flag {_flag_name(key)}", _flatten({key: value}, "flags", dotted=True)))
+    named = [values for _, values in [*layers, *of_command]] + [{"algo.name": algo_flag}]
+    import_algorithms(_last([*layers, *of_command], "plugins", []), named)
+    if algo_flag is not None:
+        layers.append((f"--algo {algo_flag}", algo_bundle(algo_flag)))
+    layers += of_command
     if algo_flag is not None:
         layers.append((f"--algo {algo_flag}", {"algo.name": algo_flag}))
 
     algo = _last(layers, "algo.name", Config(command=command).algo.name)
     if isinstance(algo, str):
-        layers.insert(0, (f"algo {algo}", _bundle(algo)))
+        layers.insert(0, (f"algo {algo}", algo_bundle(algo)))
     return _build(command, layers, name)
+
+
+def import_algorithms(plugins: object, layers: Iterable[Mapping[str, Any]]) -> None:
+    """Import the plugins if a layer names an algorithm, an estimator or a loss that is not registered. A config can be
+    checked only where it is; other names of plugins are looked up when a run starts.
+
+    Args:
+        plugins: the value of `plugins`. One of a wrong type is left to the validation of the tree.
+        layers: values by dotted key.
+    """
+    registries: dict[str, Registry[Any]] = {
+        "algo.name": BUNDLES,
+        "algo.advantage": ADVANTAGES,
+        "algo.policy_loss": POLICY_LOSSES,
+    }
+    missing = any(
+        isinstance(name := layer.get(key), str) and name not in registry
+        for layer in layers
+        for key, registry in registries.items()
+    )
+    if missing and isinstance(plugins, list) and all(isinstance(path, str) for path in plugins):
+        load_plugins(plugins)
 
 
 def load_preset(name_or_path: str) -> Preset:
@@ -282,10 +308,6 @@ def _toml_value(text: str) -> Any:
     # A second key can only come from a line break inside `text`; dates have no place in the tree.
     plain = isinstance(value, bool | int | float | str | list | dict) and len(parsed) == 1
     return value if plain else text
-
-
-def _bundle(algo: str) -> Values:
-    return algo_bundle(algo)
 
 
 def _flag_name(key: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from posttrain.algos.catalog import ADVANTAGES
+from posttrain.algos import ADVANTAGES
 from posttrain.config.algo import AlgoConfig, CriticConfig
 from posttrain.config.base import Section
 from posttrain.config.cluster import CheckpointConfig, ClusterConfig, EvalConfig, GenerateConfig
@@ -155,7 +155,7 @@ class Config(Section):
             )
 
     def _check_algo(self) -> None:
-        facts, what = ADVANTAGES[self.algo.advantage], f"algo.advantage = {self.algo.advantage!r}"
+        facts, what = ADVANTAGES.get(self.algo.advantage), f"algo.advantage = {self.algo.advantage!r}"
         if facts.group and self.rollout.n < 2 and not self.rollout.replay:
             raise ValueError(f"rollout.n must be at least 2: {what} compares the episodes of one prompt")
         if facts.parts and len(self.reward.weights) < 2:

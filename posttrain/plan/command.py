@@ -16,9 +16,9 @@ from typing import Any
 
 import tomli
 
-from posttrain.algos.catalog import ADVANTAGES
+from posttrain.algos import ADVANTAGES
 from posttrain.config import Config
-from posttrain.config.presets import load_preset, presets_dir, resolve
+from posttrain.config.presets import flatten_tree, import_algorithms, load_preset, presets_dir, resolve
 from posttrain.core.errors import ConfigError, DataError, ModelError, UserError
 from posttrain.core.machines import Machine, gpu_named, machine_stored, this_machine
 from posttrain.core.registry import nearest
@@ -154,7 +154,9 @@ def stored_config(folder: Path) -> Config:
     """The config of a run. Raises ``ConfigError``."""
     file = folder / "config.toml"
     try:
-        return Config.model_validate(tomli.loads(file.read_text(encoding="utf-8")))
+        tree = tomli.loads(file.read_text(encoding="utf-8"))
+        import_algorithms(tree.get("plugins"), [flatten_tree(tree)])
+        return Config.model_validate(tree)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", hint="was it made by this version?") from error
 
@@ -229,7 +231,7 @@ def shapes_of(cfg: Config) -> tuple[Shapes, list[str]]:
         notes.extend(note)
         return shape_of(found, path)
 
-    advantage = ADVANTAGES[cfg.algo.advantage]
+    advantage = ADVANTAGES.get(cfg.algo.advantage)
     rl = cfg.command == "rl"
     shapes = Shapes(
         shape(cfg.model.path),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
+from posttrain.algos import ADVANTAGES, POLICY_LOSSES
 from posttrain.config import Config, LoraConfig, TrainConfig
 from posttrain.core.machines import Machine
 from posttrain.core.sizes import SENT_BUCKET_BYTES, bucket_bytes
@@ -121,7 +121,7 @@ def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: StepBatch) -
         yield trainer("reference", shapes.actor, trainable=False)
     if cfg.command != "rl":
         return
-    advantage = ADVANTAGES[cfg.algo.advantage]
+    advantage = ADVANTAGES.get(cfg.algo.advantage)
     if advantage.critic:
         train = cfg.train.model_copy(update={"optim": cfg.critic.optim, "lora": LoraConfig()})
         yield trainer("critic", (shapes.critic or shapes.actor).as_values(), train=train)
@@ -233,8 +233,8 @@ def reads_old(cfg: Config) -> bool:
     """Return whether a step asks for the actor's own log-probabilities before its first update (``Learner._score``)."""
     algo = cfg.algo
     moves = algo.updates_per_step > 1 and not cfg.rollout.replay
-    own = POLICY_LOSSES[algo.policy_loss].selection or algo.correction.active or algo.kl_in == "reward"
-    return moves or own or ADVANTAGES[algo.advantage].teacher
+    own = POLICY_LOSSES.get(algo.policy_loss).reads_current or algo.correction.active or algo.kl_in == "reward"
+    return moves or own or ADVANTAGES.get(algo.advantage).teacher
 
 
 def sync_budget(layout: Layout) -> float | None:

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from posttrain.algos.advantages import ESTIMATORS, AdvantageParams, Episodes
 from torch import Tensor
 
-from posttrain.algos import losses
-from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
+from posttrain.algos import ADVANTAGES, POLICY_LOSSES
+from posttrain.algos.episodes import Episodes
 from posttrain.algos.reduce import token_weights
 from posttrain.algos.segments import owners
+from posttrain.algos.tokens import UpdateTokens
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
 from posttrain.rl.metrics import spread
-from posttrain.train.spec import loss_params
 
 if TYPE_CHECKING:
     from posttrain.config import AlgoConfig, Config
@@ -69,33 +68,33 @@ def fill_advantages(
     """Give the batch ``advantages`` and, where the estimator has them, ``returns``. Returns metrics.
 
     Args:
-        kept: the episodes of the batch, in order.
+        kept: the episodes of the batch, in order: ``usable(groups)``.
         groups: all episodes by prompt.
         penalties: [T] KL in the reward, times its coefficient.
         baselines: row of a prompt -> reward of its greedy episode.
         teacher_log_ratio: [T] log-probability under the teacher less that under the policy.
     """
-    algo = cfg.algo
-    group_of = {id(t): number for number, group in enumerate(groups) for t in group}
+    estimator = ADVANTAGES.get(cfg.algo.advantage)
+    group_numbers = [number for number, group in enumerate(groups) for t in group if t.trainable]
     rewards = torch.tensor([t.reward for t in kept])
     parts = {}
-    if ADVANTAGES[algo.advantage].parts:
+    if estimator.parts:
         if missing := {name for t in kept for name in cfg.reward.weights.keys() - t.reward_parts.keys()}:
             raise RunError(f"reward.weights names {', '.join(sorted(missing))}, and not every episode has it")
         parts = {name: torch.tensor([t.reward_parts[name] for t in kept]) for name in cfg.reward.weights}
     episodes = Episodes(
         rewards,
-        torch.tensor([group_of[id(t)] for t in kept]),
+        torch.tensor(group_numbers),
         batch.loss_mask,
         owners(batch.cu_seqlens),
         penalties=penalties,
         parts=parts,
+        part_weights=cfg.reward.weights,
         baselines=None if baselines is None else torch.tensor([baselines[t.prompt.index] for t in kept]),
         values=batch.values,
         teacher_log_ratio=teacher_log_ratio,
     )
-    params = AdvantageParams(algo.gamma, algo.lam, algo.normalize_by_std, cfg.reward.weights)
-    result = ESTIMATORS[algo.advantage](episodes, params)
+    result = estimator(episodes, cfg.algo.advantage_values)
     batch.advantages, batch.returns = result.advantages, result.returns
     own = batch.loss_mask
     metrics = spread("critic/score", rewards) | spread("critic/rewards", episodes.scores())
@@ -149,32 +148,25 @@ def for_critic(part: PackedBatch) -> PackedBatch:
     return replace(part, loss_weights=token_weights(part.loss_mask, part.cu_seqlens, "token-mean"))
 
 
-def fill_columns(part: PackedBatch, current: Tensor, algo: AlgoConfig, seed: int) -> None:
-    """Give the batch of an update what its policy loss reads besides log-probabilities.
+def prepared_column(part: PackedBatch, current: Tensor | None, algo: AlgoConfig, seed: int) -> Tensor:
+    """Return the column [T] that the policy loss reads of an update's batch.
 
     Args:
-        current: [T] log-probabilities under the policy before the update.
-        seed: of a random selection.
+        current: [T] log-probabilities under the policy before the update; None: all ratios are 1, and the loss says
+            what the column is then.
+        seed: of random choices.
     """
-    facts, params = POLICY_LOSSES[algo.policy_loss], loss_params(algo)
+    loss = POLICY_LOSSES.get(algo.policy_loss)
+    if current is None:
+        assert loss.prepared_on_policy is not None
+        return torch.full((part.num_tokens,), loss.prepared_on_policy)
     assert part.advantages is not None
-    old = current if part.old_logprobs is None else part.old_logprobs
-    if facts.sequences:
-        sequence = owners(part.cu_seqlens)
-        part.sequence_log_ratio = losses.sequence_log_ratio(
-            algo.policy_loss, current - old, part.advantages, sequence, part.loss_mask, params
-        )
-    elif algo.policy_loss == "clip_cov":
-        part.selected = losses.clip_cov_selection(
-            current,
-            old,
-            part.advantages,
-            part.loss_mask,
-            params,
-            share=algo.clip_cov_share,
-            low=algo.clip_cov_low,
-            high=algo.clip_cov_high,
-            generator=torch.Generator().manual_seed(seed),
-        )
-    elif algo.policy_loss == "kl_cov":
-        part.selected = losses.kl_cov_selection(current, part.advantages, part.loss_mask, share=algo.kl_cov_share)
+    update = UpdateTokens(
+        current,
+        current if part.old_logprobs is None else part.old_logprobs,
+        part.advantages,
+        owners(part.cu_seqlens),
+        part.loss_mask,
+        torch.Generator().manual_seed(seed),
+    )
+    return loss.column(update, algo.loss_values)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
-from posttrain.algos.corrections import CorrectionParams, correct
+from posttrain.algos import ADVANTAGES, POLICY_LOSSES
+from posttrain.algos.corrections import correct
 from posttrain.algos.kl import AdaptiveKl, FixedKl, kl_penalty
 from posttrain.algos.segments import owners
 from posttrain.cluster.cluster import Cluster
@@ -19,11 +19,11 @@ from posttrain.data.pack import PackedBatch
 from posttrain.rl.batch import (
     Groups,
     fill_advantages,
-    fill_columns,
     for_critic,
     keep_advantages,
     minibatches,
     pack,
+    prepared_column,
     stale_tokens,
     usable,
 )
@@ -59,13 +59,13 @@ class Learner:
         actor = await cluster.trainer("actor", source, temperature=temperature, total_steps=updates)
         run.describe(actor)
         critic = ref = teacher = None
-        if ADVANTAGES[algo.advantage].critic:
+        if ADVANTAGES.get(algo.advantage).critic:
             train = cfg.train.model_copy(update={"optim": cfg.critic.optim, "lora": LoraConfig()})
             start = find_model(cfg, cfg.critic.path) if cfg.critic.path else source
             critic = await cluster.trainer("critic", start, total_steps=updates, train=train, values=True)
         if algo.kl_coef > 0 and cfg.train.lora.rank is None:
             ref = await cluster.trainer("reference", source, temperature=temperature, trainable=False)
-        if ADVANTAGES[algo.advantage].teacher:
+        if ADVANTAGES.get(algo.advantage).teacher:
             start = find_model(cfg, algo.teacher)
             teacher = await cluster.trainer("teacher", start, temperature=temperature, trainable=False)
         return Learner(run, actor, critic, ref, teacher, kl_in_reward(algo))
@@ -156,7 +156,7 @@ class Learner:
             # The ratio of a stale token is taken to the engine, and has the correction in it.
             gap = torch.where(stale, 0.0, own - engine)
             sequence = owners(batch.cu_seqlens)
-            batch.correction, metrics = correct(gap, sequence, batch.loss_mask, _correction(algo))
+            batch.correction, metrics = correct(gap, sequence, batch.loss_mask, **algo.correction.model_dump())
         if algo.kl_coef > 0:
             with tracker.phase("ref"):
                 batch.ref_logprobs = await (
@@ -171,8 +171,8 @@ class Learner:
     def _reads_own(self) -> bool:
         """Whether the algorithm reads the actor's log-probabilities before its first update."""
         algo = self.run.cfg.algo
-        selects = POLICY_LOSSES[algo.policy_loss].selection
-        return selects or algo.correction.active or algo.kl_in == "reward" or self.teacher is not None
+        loss = POLICY_LOSSES.get(algo.policy_loss)
+        return loss.reads_current or algo.correction.active or algo.kl_in == "reward" or self.teacher is not None
 
     def _kl_penalties(self, batch: PackedBatch, own: Tensor | None) -> tuple[Tensor | None, dict[str, float]]:
         """[T] KL in the reward, times its coefficient, which then adapts; and metrics."""
@@ -209,15 +209,17 @@ class Learner:
     ) -> dict[str, float]:
         """``own``: the actor's log-probabilities [T] of the whole step before its first update, if they are known."""
         algo, results = self.run.cfg.algo, []
-        facts = POLICY_LOSSES[algo.policy_loss]
+        policy_loss = POLICY_LOSSES.get(algo.policy_loss)
         loss = LossSpec(algo, off_policy=version is None)
         async with self.run.profiled(self.actor):
             with self.run.tracker.phase("update_actor"):
                 for number, part in enumerate(parts):
-                    if facts.selection or (facts.sequences and part.old_logprobs is not None):
-                        current = own if len(parts) == 1 and own is not None else await self.actor.logprobs(part)
+                    if policy_loss.prepare is not None:
+                        current = None
+                        if policy_loss.reads_current or part.old_logprobs is not None:
+                            current = own if len(parts) == 1 and own is not None else await self.actor.logprobs(part)
                         seed = (self.run.cfg.run.seed << 32) + (self.run.step << 10) + number
-                        fill_columns(part, current, algo, seed)
+                        part = replace(part, prepared=prepared_column(part, current, algo, seed))
                     results.append(await self.run.update(self.actor, part, loss))
         tokens = sum(part.num_tokens for part in parts)
         metrics = update_metrics(results) | update_speed(results, tokens, self.actor)
@@ -230,8 +232,3 @@ def kl_in_reward(algo: AlgoConfig) -> FixedKl | AdaptiveKl:
     if algo.kl_target is None:
         return FixedKl(algo.kl_coef)
     return AdaptiveKl(algo.kl_coef, algo.kl_target, algo.kl_horizon)
-
-
-def _correction(algo: AlgoConfig) -> CorrectionParams:
-    cfg = algo.correction
-    return CorrectionParams(cfg.weight, cfg.upper, cfg.lower, cfg.reject, cfg.reject_above)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from posttrain.algos.catalog import ADVANTAGES
+from posttrain.algos import ADVANTAGES
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
 from posttrain.config.presets import Resolved
@@ -166,7 +166,7 @@ async def _train(
     cfg, tracker = run.cfg, run.tracker
     watch = MemoryBudget(budget, tracker.note)
     sampling, val_sampling = sampling_of(cfg.rollout), sampling_of(cfg.val)
-    greedy = ADVANTAGES[cfg.algo.advantage].greedy
+    greedy = ADVANTAGES.get(cfg.algo.advantage).greedy
     async with Cluster(cfg, run.folder.logs) as cluster, run, AsyncExitStack() as closing:
         with tracker.phase("start"):
             learner = await Learner.open(cluster, run)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from posttrain.algos.catalog import ADVANTAGES
+from posttrain.algos import ADVANTAGES
 from posttrain.config import Config
 from posttrain.core.text import shortened
 from posttrain.core.types import Failure
@@ -54,7 +54,7 @@ Rule = Callable[[Window], Finding | None]
 
 def rules_of(cfg: Config) -> dict[str, Rule]:
     """Return the rules that have a meaning under this config, by name."""
-    advantage = ADVANTAGES[cfg.algo.advantage]
+    advantage = ADVANTAGES.get(cfg.algo.advantage)
     by_group = advantage.group and (cfg.rollout.n > 1 or bool(cfg.rollout.replay))
     without = {"equal_rewards" if by_group else "no_signal"}
     if advantage.teacher and not cfg.rollout.only:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.algos.catalog import ADVANTAGES
+from posttrain.algos import ADVANTAGES, BUNDLES
 from posttrain.algos.losses import value
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.config import ALGO_BUNDLES, Config
+from posttrain.config import Config
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError
 from posttrain.data.pack import PackedBatch
@@ -132,7 +132,7 @@ def models(here, recorded, tmp_path_factory):
     async def steps(name, *sets):
         flags = {"algo.name": name, "run.dir": str(here / "runs"), "run.name": "unused"}
         cfg = resolve("rl", "tiny-arith", [*OPTIM, *NEEDS.get(name, []), *sets], flags).config
-        facts = ADVANTAGES[cfg.algo.advantage]
+        facts = ADVANTAGES.get(cfg.algo.advantage)
         await actor.load(str(start / "actor"))
         await critic.load(str(start / "critic"))
         batch = pack(usable(groups))
@@ -160,7 +160,7 @@ def models(here, recorded, tmp_path_factory):
     runner.close()
 
 
-@pytest.mark.parametrize("name", ALGO_BUNDLES)
+@pytest.mark.parametrize("name", BUNDLES.names())
 def test_every_algorithm_takes_its_steps(models, name):
     """Two updates a step, so that the second one sees ratios other than 1."""
     metrics, change = models(name, "algo.updates_per_step=2")

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from posttrain.algos.advantages import ESTIMATORS, AdvantageParams, Episodes
 
-from posttrain.algos import segments
-from posttrain.algos.catalog import ADVANTAGES
+from posttrain.algos import ADVANTAGES, segments
+from posttrain.algos.episodes import Episodes
+
+NAMES = ADVANTAGES.names()
 
 # Six episodes. Group 0: two of different lengths, one of them with a tool's reply between its tokens, and one without
 # policy tokens. Group 1: equal rewards. Group 2: alone.
@@ -40,6 +41,11 @@ def episodes(masks=None, rewards=None, groups=None, **columns):
         torch.tensor([i for i, m in enumerate(masks) for _ in m], dtype=torch.int64),
         **columns,
     )
+
+
+def estimate(name, batch, **options):
+    neutral = {"gamma": 1.0, "lam": 1.0, "normalize_by_std": True}
+    return ADVANTAGES.get(name)(batch, neutral | options)
 
 
 def whitened(values):
@@ -88,8 +94,8 @@ BY_HAND = {
     ),
     # right: +1, -1, 0 in group 0; short: -1, +1, 0, and -+ 1/sqrt(2) in group 1, twice.
     "gdpo": (
-        {"parts": PARTS},
-        {"part_weights": {"short": 2.0}},
+        {"parts": PARTS, "part_weights": {"short": 2.0}},
+        {},
         whitened([-1, -1, 1, 1, 1, -math.sqrt(2), math.sqrt(2), 0]),
     ),
     # delta of episode 0: 0.9 * 0.25 - 0.5 and 1 - 0.25; of episode 1: 0.08, 0.16 and -0.4; times 0.72 for each step.
@@ -109,17 +115,17 @@ BY_HAND = {
 @pytest.mark.parametrize("case", BY_HAND)
 def test_by_hand(case):
     inputs, params, expected = BY_HAND[case]
-    check(ESTIMATORS[case.split()[0]](episodes(**inputs), AdvantageParams(**params)).advantages, expected)
+    check(estimate(case.split()[0], episodes(**inputs), **params).advantages, expected)
 
 
 def test_every_estimator_is_tested_by_hand_and_says_what_it_needs():
-    assert {case.split()[0] for case in BY_HAND} == set(ESTIMATORS) == set(ADVANTAGES)
+    assert {case.split()[0] for case in BY_HAND} == set(NAMES)
 
 
 def test_returns_by_hand():
     def returns(case):
         inputs, params, _ = BY_HAND[case]
-        return ESTIMATORS[case.split()[0]](episodes(**inputs), AdvantageParams(**params)).returns
+        return estimate(case.split()[0], episodes(**inputs), **params).returns
 
     check(returns("gae"), [0.765, 1.0, 0.08784, 0.072, 0.0, 2.0, 2.0, 5.0])
     check(returns("reinforce_plus_plus with KL and discount"), [0.3, 0.8, -0.2, -0.4, 0, 2, 2, 5])
@@ -128,20 +134,19 @@ def test_returns_by_hand():
 
 
 def test_two_that_are_best_have_no_lead():
-    result = ESTIMATORS["grpo_passk"](
-        episodes([[1], [1], [1]], [1.0, 1.0, 0.0], [4, 4, 4]), AdvantageParams(normalize_by_std=False)
-    )
+    batch = episodes([[1], [1], [1]], [1.0, 1.0, 0.0], [4, 4, 4])
+    result = estimate("grpo_passk", batch, normalize_by_std=False)
     assert result.advantages.tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", [n for n, needs in ADVANTAGES.items() if needs.group])
+@pytest.mark.parametrize("name", [name for name in NAMES if ADVANTAGES.get(name).group])
 def test_groups_without_signal_get_exactly_zero(name):
     # 0.1 is no binary fraction, so that the mean of equal ones may differ from them in the last place.
     batch = episodes([[1]] * 6, [0.1, 0.1, 0.1, 0.7, 0.1, 0.1], [0, 0, 0, 1, 2, 2], parts={"a": tensor([0.1] * 6)})
-    assert ESTIMATORS[name](batch, AdvantageParams()).advantages.tolist() == [0.0] * 6
+    assert estimate(name, batch).advantages.tolist() == [0.0] * 6
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("masks", [[[0, 0], [0]], [[0, 1], [0]]], ids=["no token", "one token"])
 def test_batches_with_next_to_nothing_stay_finite(name, masks):
     batch = episodes(
@@ -153,13 +158,13 @@ def test_batches_with_next_to_nothing_stay_finite(name, masks):
         baselines=tensor([0.0, 0.0]),
         parts={"a": tensor([1.0, 3.0])},
     )
-    result = ESTIMATORS[name](batch, AdvantageParams()).advantages
+    result = estimate(name, batch).advantages
     assert torch.isfinite(result).all()
     assert not result[~batch.mask].any()
 
 
 def test_tiny_differences_of_large_rewards_survive():
-    result = ESTIMATORS["grpo"](episodes([[1], [1]], [1e6, 1e6 + 1e-3], [0, 0]), AdvantageParams())
+    result = estimate("grpo", episodes([[1], [1]], [1e6, 1e6 + 1e-3], [0, 0]))
     up = 0.5e-3 / (1e-3 / math.sqrt(2) + 1e-6)
     torch.testing.assert_close(result.advantages.double(), tensor([-up, up]), rtol=1e-4, atol=0.0)
 
@@ -167,11 +172,11 @@ def test_tiny_differences_of_large_rewards_survive():
 def test_what_is_missing_is_an_error():
     for name, word in {"gae": "critic", "remax": "greedy", "gdpo": "part", "distill": "teacher"}.items():
         with pytest.raises(ValueError, match=word):
-            ESTIMATORS[name](episodes(), AdvantageParams())
+            estimate(name, episodes())
     with pytest.raises(ValueError, match="no KL"):
-        ESTIMATORS["gdpo"](episodes(parts=PARTS, penalties=column(PENALTIES)), AdvantageParams())
+        estimate("gdpo", episodes(parts=PARTS, penalties=column(PENALTIES)))
     with pytest.raises(ValueError, match="shrt"):
-        ESTIMATORS["gdpo"](episodes(parts=PARTS), AdvantageParams(part_weights={"shrt": 1.0}))
+        estimate("gdpo", episodes(parts=PARTS, part_weights={"shrt": 1.0}))
 
 
 # ---------------------------------------------------------------------- properties
@@ -201,25 +206,25 @@ def random_batch(items, order):
     }
 
 
-def estimate(name, batch):
+def random_estimate(name, batch):
     if name == "gdpo":
         batch = {key: value for key, value in batch.items() if key != "penalties"}
-    return ESTIMATORS[name](episodes(**batch), AdvantageParams(gamma=0.9, lam=0.7)).advantages
+    return estimate(name, episodes(**batch), gamma=0.9, lam=0.7).advantages
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(EPISODE, min_size=1, max_size=10), st.sampled_from(sorted(ESTIMATORS)), st.randoms())
+@given(st.lists(EPISODE, min_size=1, max_size=10), st.sampled_from(NAMES), st.randoms())
 def test_the_order_of_episodes_does_not_matter(items, name, random):
     order = list(range(len(items)))
-    straight = estimate(name, random_batch(items, order)).split([len(m) for m, *_ in items])
+    straight = random_estimate(name, random_batch(items, order)).split([len(m) for m, *_ in items])
     random.shuffle(order)
-    shuffled = estimate(name, random_batch(items, order)).split([len(items[i][0]) for i in order])
+    shuffled = random_estimate(name, random_batch(items, order)).split([len(items[i][0]) for i in order])
     for place, i in enumerate(order):
         torch.testing.assert_close(shuffled[place], straight[i], rtol=1e-5, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(EPISODE, min_size=1, max_size=8), st.sampled_from(sorted(ESTIMATORS)))
+@given(st.lists(EPISODE, min_size=1, max_size=8), st.sampled_from(NAMES))
 def test_tokens_that_are_not_the_policys_might_as_well_be_absent(items, name):
     batch = random_batch(items, range(len(items)))
     mask = torch.tensor([x for m in batch["masks"] for x in m], dtype=torch.bool)
@@ -229,7 +234,7 @@ def test_tokens_that_are_not_the_policys_might_as_well_be_absent(items, name):
         "penalties": batch["penalties"][mask],
         "teacher_log_ratio": batch["teacher_log_ratio"][mask],
     }
-    whole = estimate(name, batch)
+    whole = random_estimate(name, batch)
     assert not whole[~mask].any()
     torch.testing.assert_close(whole[mask], estimate(name, bare), rtol=1e-6, atol=1e-6)
 

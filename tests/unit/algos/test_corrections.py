@@ -7,12 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.algos.corrections import CorrectionParams, correct, effective_sample_size
+from posttrain.algos.corrections import correct, effective_sample_size
 
 # Three sequences: of three policy tokens (one of a tool between them), of two, and of none.
 SEQUENCE = torch.tensor([0, 0, 0, 0, 1, 1, 2])
 MASK = torch.tensor([1, 1, 0, 1, 1, 1, 0], dtype=torch.bool)
 RATIO = [0.5, 4.0, 3.0, 1.0, 1.0]  # of the policy's tokens: products 6 and 1, geometric means 6^(1/3) and 1
+
+
+def corrected(gap, sequence=SEQUENCE, mask=MASK, **settings):
+    neutral = {"weight": "none", "upper": math.inf, "lower": None, "reject": "none", "reject_above": math.inf}
+    return correct(gap, sequence, mask, **neutral | settings)
 
 
 def log_ratio(ratios, elsewhere=50.0):
@@ -41,7 +46,7 @@ BY_HAND = [
 @pytest.mark.parametrize(("settings", "weights", "truncated", "masked", "rejected"), BY_HAND)
 def test_by_hand(settings, weights, truncated, masked, rejected):
     gap = log_ratio(RATIO).requires_grad_()
-    result, metrics = correct(gap, SEQUENCE, MASK, CorrectionParams(**settings))
+    result, metrics = corrected(gap, **settings)
     assert not result.requires_grad
     assert result.dtype == torch.float64
     assert not result[~MASK].any()
@@ -61,7 +66,7 @@ def test_a_ratio_far_below_is_rejected_like_one_far_above():
     for ratio in (0.2, 5.0):
         gap = log_ratio([ratio, ratio, ratio, 1.0, 1.0])
         for reject in ("max_token", "geometric_mean"):
-            _, metrics = correct(gap, SEQUENCE, MASK, CorrectionParams(reject=reject, reject_above=4.0))
+            _, metrics = corrected(gap, reject=reject, reject_above=4.0)
             assert metrics["correction/rejected"] == 0.5
 
 
@@ -70,15 +75,15 @@ def test_a_ratio_far_below_is_rejected_like_one_far_above():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_gaps_stay_finite(sign, weight, dtype):
     gap = torch.full((7,), sign * 50.0, dtype=dtype)
-    for params in (CorrectionParams(weight), CorrectionParams(weight, upper=2.0), CorrectionParams(weight, 2.0, 0.5)):
-        weights, metrics = correct(gap, SEQUENCE, MASK, params)
+    for bounds in ({}, {"upper": 2.0}, {"upper": 2.0, "lower": 0.5}):
+        weights, metrics = corrected(gap, weight=weight, **bounds)
         assert weights.dtype == dtype
         assert torch.isfinite(weights).all()
         assert all(math.isfinite(x) for x in metrics.values())
 
 
 def test_nothing_to_correct():
-    weights, metrics = correct(torch.zeros(7), SEQUENCE, torch.zeros(7, dtype=torch.bool), CorrectionParams("token"))
+    weights, metrics = corrected(torch.zeros(7), mask=torch.zeros(7, dtype=torch.bool), weight="token")
     assert not weights.any()
     assert set(metrics.values()) == {0.0}
 
@@ -96,7 +101,7 @@ def test_nothing_to_correct():
 )
 def test_settings_that_mean_nothing_are_errors(settings):
     with pytest.raises(ValueError, match="correction"):
-        CorrectionParams(**settings)
+        corrected(log_ratio(RATIO), **settings)
 
 
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20))
@@ -111,8 +116,7 @@ def test_the_effective_sample_size_is_between_one_episode_and_all(weights):
 def test_the_order_of_sequences_does_not_matter(order, settings):
     place = torch.cat([(i == SEQUENCE).nonzero().flatten() for i in order])
     renamed = torch.tensor([order.index(int(i)) for i in SEQUENCE[place]])
-    params = CorrectionParams(**settings)
-    straight, metrics = correct(log_ratio(RATIO), SEQUENCE, MASK, params)
-    shuffled, same = correct(log_ratio(RATIO)[place], renamed, MASK[place], params)
+    straight, metrics = corrected(log_ratio(RATIO), **settings)
+    shuffled, same = corrected(log_ratio(RATIO)[place], renamed, MASK[place], **settings)
     torch.testing.assert_close(shuffled, straight[place])
     assert same == pytest.approx(metrics)

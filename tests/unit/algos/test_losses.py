@@ -7,15 +7,18 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from posttrain.algos import losses
-from posttrain.algos.catalog import POLICY_LOSSES
-from posttrain.algos.losses import LossParams, TokenInputs
+from posttrain.algos import POLICY_LOSSES, losses
 from posttrain.algos.reduce import token_weights
 from posttrain.algos.segments import owners
+from posttrain.algos.tokens import TokenInputs, UpdateTokens
 from posttrain.models import logprobs as logprobs_module
 
-PARAMS = LossParams(clip_low=0.2, clip_high=0.28, dual_clip=3.0, tau_positive=1.0, tau_negative=2.0, kl_cov_coef=0.5)
-NAMES = sorted(losses.POLICY_LOSSES)
+OPTIONS = {
+    "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "tau_positive": 1.0, "tau_negative": 2.0, "kl_cov_coef": 0.5,
+}  # fmt: skip
+NAMES = POLICY_LOSSES.names()
+BY_SEQUENCE = [name for name in NAMES if POLICY_LOSSES.get(name).by_sequence]
+SELECTING = [name for name in NAMES if POLICY_LOSSES.get(name).reads_current]
 
 # Three sequences: of three policy tokens, of one, and of none. Their log-ratios:
 OFFSETS = torch.tensor([0, 4, 6, 8])
@@ -42,15 +45,26 @@ def packed(of_policy, elsewhere=99.0):
     return column
 
 
+def prepared(name, logprobs, old, advantages, sequence, mask, seed=0, **changes):
+    """The column [T] that the loss reads, if it does."""
+    loss = POLICY_LOSSES.get(name)
+    if loss.prepare is None:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    return loss.column(UpdateTokens(logprobs, old, advantages, sequence, mask, generator), OPTIONS | changes)
+
+
+def weighted(name, logprobs, tokens, weights):
+    return losses.weighted_policy_loss(POLICY_LOSSES.get(name), logprobs, tokens, OPTIONS, weights)
+
+
 def token_inputs(name, logprobs, old, advantages, selected):
     """As a worker has them: [N] columns of the tokens that carry loss."""
-    column = None
-    if POLICY_LOSSES[name].sequences:
-        log_ratio = packed((logprobs - old).tolist())
-        column = losses.sequence_log_ratio(name, log_ratio, packed(advantages.tolist()), owners(OFFSETS), MASK, PARAMS)[
-            MASK
-        ]
-    return TokenInputs(advantages, old, column, selected if POLICY_LOSSES[name].selection else None)
+    column = selected if name in SELECTING else None
+    if name in BY_SEQUENCE:
+        columns = (packed(x.tolist()) for x in (logprobs, old, advantages))
+        column = prepared(name, *columns, owners(OFFSETS), MASK)[MASK]
+    return TokenInputs(advantages, old, column)
 
 
 def case(name, log_ratio=LOG_RATIO):
@@ -91,12 +105,12 @@ BY_HAND = {
 def test_by_hand(name):
     values, gradients, clipped = BY_HAND[name]
     logprobs, inputs = case(name)
-    per_token, metrics = losses.POLICY_LOSSES[name](logprobs, inputs, PARAMS)
+    per_token, metrics = POLICY_LOSSES.get(name)(logprobs, inputs, OPTIONS)
     close(per_token, values)
     close(torch.autograd.grad(per_token.sum(), logprobs)[0], gradients)
     assert not any(column.requires_grad or len(column) != 4 for column in metrics.values())
 
-    loss, sums = losses.policy_loss(name, logprobs, inputs, PARAMS, tensor(WEIGHTS))
+    loss, sums = weighted(name, logprobs, inputs, tensor(WEIGHTS))
     close(loss, sum(w * x for w, x in zip(WEIGHTS, values, strict=True)))
     close(sums["pg_loss"], loss.item())
     close(sums["ppo_kl"], -(0.3 / 6 - 0.4 / 2))
@@ -106,7 +120,7 @@ def test_by_hand(name):
 
 
 def test_every_loss_is_listed():
-    assert set(BY_HAND) == set(losses.POLICY_LOSSES) == set(POLICY_LOSSES)
+    assert set(BY_HAND) == set(NAMES)
 
 
 def of_sequences(name, logprobs, old):
@@ -126,11 +140,11 @@ def of_sequences(name, logprobs, old):
 
 def of_tokens(name, logprobs, old, fixed):
     """The other losses, with what has no gradient taken from ``fixed``."""
-    inputs = TokenInputs(tensor(ADVANTAGES), old, None, torch.tensor(SELECTED))
+    inputs = TokenInputs(tensor(ADVANTAGES), old, torch.tensor(SELECTED) if name in SELECTING else None)
     if name == "cispo":
         ratio = (fixed - old).exp().clamp(0.8, 1.28)
         return -(tensor(WEIGHTS) * ratio * tensor(ADVANTAGES) * logprobs).sum()
-    return losses.policy_loss(name, logprobs, inputs, PARAMS, tensor(WEIGHTS))[0]
+    return weighted(name, logprobs, inputs, tensor(WEIGHTS))[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,12 +154,12 @@ def test_gradients_are_those_of_finite_differences(name, seed):
     generator = torch.Generator().manual_seed(seed)
     log_ratio = torch.randn(4, generator=generator, dtype=torch.float64) * 0.4
     logprobs, inputs = case(name, log_ratio.tolist())
-    loss, _ = losses.policy_loss(name, logprobs, inputs, PARAMS, tensor(WEIGHTS))
+    loss, _ = weighted(name, logprobs, inputs, tensor(WEIGHTS))
     (gradient,) = torch.autograd.grad(loss, logprobs)
     base, old = logprobs.detach(), inputs.old_logprobs
 
     def exact(at):
-        return of_sequences(name, at, old) if POLICY_LOSSES[name].sequences else of_tokens(name, at, old, base)
+        return of_sequences(name, at, old) if name in BY_SEQUENCE else of_tokens(name, at, old, base)
 
     close(loss, float(exact(base)))
     for i in NUMBERS:
@@ -160,9 +174,10 @@ def test_extreme_log_ratios_stay_finite(name, dtype):
     logprobs = tensor([-50.0, -0.0] * 3, dtype).requires_grad_()
     old = tensor([-0.0, -50.0] * 3, dtype)
     advantages = tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0], dtype)
-    column = (logprobs - old).detach() if POLICY_LOSSES[name].sequences else None
-    inputs = TokenInputs(advantages, old, column, torch.tensor([True, True, True, True, False, False]))
-    loss, sums = losses.policy_loss(name, logprobs, inputs, PARAMS, torch.full((6,), 1 / 6, dtype=dtype))
+    column = (logprobs - old).detach() if name in BY_SEQUENCE else None
+    selected = torch.tensor([True, True, True, True, False, False])
+    inputs = TokenInputs(advantages, old, selected if name in SELECTING else column)
+    loss, sums = weighted(name, logprobs, inputs, torch.full((6,), 1 / 6, dtype=dtype))
     loss.backward()
     assert loss.dtype == logprobs.grad.dtype == dtype
     assert torch.isfinite(logprobs.grad).all()
@@ -173,8 +188,10 @@ def test_extreme_log_ratios_stay_finite(name, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_policy_that_has_not_moved_has_the_plain_policy_gradient(name):
     logprobs = tensor([-1.0, -2.0, -3.0]).requires_grad_()
-    inputs = TokenInputs(tensor([1.5, -0.5, 0.0]), selected=torch.zeros(3, dtype=torch.bool))
-    loss, sums = losses.policy_loss(name, logprobs, inputs, PARAMS, tensor([0.2, 0.4, 0.4]))
+    on_policy = POLICY_LOSSES.get(name).prepared_on_policy
+    column = torch.zeros(3, dtype=torch.bool) if on_policy is None else torch.full((3,), on_policy)
+    inputs = TokenInputs(tensor([1.5, -0.5, 0.0]), logprobs.detach(), column)
+    loss, sums = weighted(name, logprobs, inputs, tensor([0.2, 0.4, 0.4]))
     loss.backward()
     close(logprobs.grad, [-0.3, 0.2, 0.0])
     assert all(float(sums.get(key, 0.0)) == 0.0 for key in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"))
@@ -182,12 +199,9 @@ def test_a_policy_that_has_not_moved_has_the_plain_policy_gradient(name):
 
 def test_what_is_missing_is_an_error():
     zeros = torch.zeros(2)
-    for name, needs in POLICY_LOSSES.items():
-        if needs.sequences or needs.selection:
-            with pytest.raises(ValueError, match="sequence" if needs.sequences else "selection"):
-                losses.POLICY_LOSSES[name](zeros, TokenInputs(zeros, zeros), PARAMS)
-    with pytest.raises(ValueError, match="sapo"):
-        losses.sequence_log_ratio("sapo", zeros, zeros, zeros.long(), zeros.bool(), PARAMS)
+    for name in BY_SEQUENCE + SELECTING:
+        with pytest.raises(ValueError, match="none was prepared"):
+            POLICY_LOSSES.get(name)(zeros, TokenInputs(zeros, zeros), OPTIONS)
 
 
 # ---------------------------------------------------------------------- cuts and orders
@@ -204,7 +218,7 @@ def test_chunks_micro_batches_and_packing_do_not_matter(lengths, name, seed, ran
     old, step = torch.randn(2, total, generator=generator, dtype=torch.float64)
     mask = torch.rand(total, generator=generator) < 0.7
     # Of two tokens both have the same covariance, and the one that comes first is selected.
-    assume(not (POLICY_LOSSES[name].selection and mask.sum() == 2))
+    assume(not (name in SELECTING and mask.sum() == 2))
     sequence = owners(torch.tensor([0, *lengths]).cumsum(0))
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)[sequence]
     logprobs = old + 0.3 * step
@@ -215,17 +229,16 @@ def test_chunks_micro_batches_and_packing_do_not_matter(lengths, name, seed, ran
         back = place.argsort()
         offsets = torch.tensor([0, *(lengths[i] for i in order)]).cumsum(0)
         weights = token_weights(mask[place], offsets, "seq-mean-token-mean").double()[back]
+        packed = [x[place] for x in (logprobs, old, advantages)]
         column = torch.zeros_like(old)
-        if POLICY_LOSSES[name].sequences:
-            column = losses.sequence_log_ratio(
-                name, (logprobs - old)[place], advantages[place], owners(offsets), mask[place], PARAMS
-            )[back]
-        selected = losses.kl_cov_selection(logprobs[place], advantages[place], mask[place], share=0.3)[back]
-        return [x[mask] for x in (logprobs, advantages, old, column, selected, weights)]
+        if name in (*BY_SEQUENCE, *SELECTING):
+            preparing = "kl_cov" if name in SELECTING else name  # clip_cov draws at random
+            column = prepared(preparing, *packed, owners(offsets), mask[place], kl_cov_share=0.3)[back]
+        return [x[mask] for x in (logprobs, advantages, old, column, weights)]
 
     def sums_of(tokens):
-        lp, adv, before, column, selected, weights = tokens
-        return losses.policy_loss(name, lp, TokenInputs(adv, before, column, selected), PARAMS, weights)[1]
+        lp, adv, before, column, weights = tokens
+        return weighted(name, lp, TokenInputs(adv, before, column), weights)[1]
 
     whole = sums_of(columns(range(len(lengths))))
     order = list(range(len(lengths)))
@@ -248,13 +261,13 @@ def test_chunks_of_a_vocabulary_give_the_gradient_of_the_whole(name, monkeypatch
     old = whole.detach() - tensor([0.1, 0.5, -0.3, -0.1])
     inputs = token_inputs(name, whole.detach(), old, tensor(ADVANTAGES), torch.tensor(SELECTED))
     weights = tensor(WEIGHTS)
-    exact = of_sequences if POLICY_LOSSES[name].sequences else of_tokens
-    fixed = () if POLICY_LOSSES[name].sequences else (whole.detach(),)
+    exact = of_sequences if name in BY_SEQUENCE else of_tokens
+    fixed = () if name in BY_SEQUENCE else (whole.detach(),)
     (expected,) = torch.autograd.grad(exact(name, whole, old, *fixed), hidden)
 
     def of_chunk(logprobs, entropies, part):
         columns = [None if x is None else x[part] for x in vars(inputs).values()]
-        return losses.policy_loss(name, logprobs, TokenInputs(*columns), PARAMS, weights[part])[0]
+        return weighted(name, logprobs, TokenInputs(*columns), weights[part])[0]
 
     monkeypatch.setattr(logprobs_module, "BUFFER_BYTES", 7 * 4 * 3)  # three tokens a chunk
     loss, *_ = logprobs_module.tokenwise_loss(hidden, head, targets, 1.0, of_chunk)
@@ -272,17 +285,15 @@ COV_ADVANTAGES = tensor([50.0, 2.0, -1.0, 0.0, -2.0, 1.0])  # around 0: covarian
     ("share", "expected"), [(0.0001, [1]), (0.2, [1]), (0.4, [1, 4]), (0.6, [1, 3, 4]), (1.0, [1, 2, 3, 4, 5])]
 )
 def test_kl_cov_selects_the_largest_covariances(share, expected):
-    selected = losses.kl_cov_selection(COV_LOGPROBS, COV_ADVANTAGES, COV_MASK, share=share)
+    selected = prepared("kl_cov", COV_LOGPROBS, COV_LOGPROBS, COV_ADVANTAGES, None, COV_MASK, kl_cov_share=share)
     assert selected.nonzero().flatten().tolist() == expected
 
 
 def clip_cov_selection(seed=0, **changes):
     settings = {"share": 1.0, "low": -10.0, "high": 10.0, "old": COV_LOGPROBS, "mask": COV_MASK} | changes
-    generator = torch.Generator().manual_seed(seed)
     old, mask = settings.pop("old"), settings.pop("mask")
-    selected = losses.clip_cov_selection(
-        COV_LOGPROBS, old, COV_ADVANTAGES, mask, PARAMS, generator=generator, **settings
-    )
+    settings = {f"clip_cov_{name}": value for name, value in settings.items()}
+    selected = prepared("clip_cov", COV_LOGPROBS, old, COV_ADVANTAGES, None, mask, seed, **settings)
     return selected.nonzero().flatten().tolist()
 
 

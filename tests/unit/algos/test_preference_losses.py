@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 
 from posttrain.algos.preference import (
-    DpoParams,
     bradley_terry,
     dpo,
     ipo_loss,
@@ -25,13 +24,14 @@ LOSSES = {
     "smoothed": lambda m: sigmoid_loss(m, 0.2),
     "ipo": lambda m: ipo_loss(m, 0.1),
 }
+SETTINGS = {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "nll_coef": 0.0, "length_normalized": False}
 PARAMS = [
-    DpoParams(),
-    DpoParams(beta=0.5, label_smoothing=0.1),
-    DpoParams(loss="ipo", beta=0.2),
-    DpoParams(nll_coef=0.7),
-    DpoParams(beta=2.0, length_normalized=True, nll_coef=0.3),
-    DpoParams(loss="ipo", length_normalized=True),
+    SETTINGS,
+    SETTINGS | {"beta": 0.5, "label_smoothing": 0.1},
+    SETTINGS | {"loss": "ipo", "beta": 0.2},
+    SETTINGS | {"nll_coef": 0.7},
+    SETTINGS | {"beta": 2.0, "length_normalized": True, "nll_coef": 0.3},
+    SETTINGS | {"loss": "ipo", "length_normalized": True},
 ]
 
 
@@ -63,7 +63,7 @@ def test_slopes_are_finite_differences(name):
 def test_dpo_by_hand():
     """Two pairs at beta = 0.5: log-ratios of 2 and -1, and of 0 and 0."""
     logps, ref = tensor([-3.0, -4.0, -6.0, -2.0]), tensor([-5.0, -4.0, -5.0, -2.0])
-    result = dpo(logps, ref, tensor([4.0, 2.0, 3.0, 2.0]), DpoParams(beta=0.5))
+    result = dpo(logps, ref, tensor([4.0, 2.0, 3.0, 2.0]), **SETTINGS | {"beta": 0.5})
     torch.testing.assert_close(result.chosen, tensor([1.0, 0.0]))
     torch.testing.assert_close(result.rejected, tensor([-0.5, 0.0]))
     assert result.loss == pytest.approx((math.log(1 + math.exp(-1.5)) + math.log(2)) / 2)
@@ -73,7 +73,7 @@ def test_dpo_by_hand():
         "rewards/chosen": 0.5, "rewards/rejected": -0.25, "rewards/margins": 0.75, "rewards/accuracies": 0.5,
     }  # fmt: skip
     # The mean log-likelihood of chosen tokens is -3/4 and -4/2.
-    with_nll = dpo(logps, ref, tensor([4.0, 2.0, 3.0, 2.0]), DpoParams(beta=0.5, nll_coef=0.1))
+    with_nll = dpo(logps, ref, tensor([4.0, 2.0, 3.0, 2.0]), **SETTINGS | {"beta": 0.5, "nll_coef": 0.1})
     assert with_nll.loss == pytest.approx(result.loss + 0.1 * (0.75 + 2.0) / 2)
     torch.testing.assert_close(with_nll.slopes - result.slopes, tensor([-0.1 / 4 / 2, -0.1 / 2 / 2, 0.0, 0.0]))
 
@@ -82,15 +82,15 @@ def plain_dpo(logps, ref, tokens, params):
     """As the papers write it."""
     pairs = len(logps) // 2
     ratios = logps - ref
-    if params.length_normalized:
+    if params["length_normalized"]:
         ratios = ratios / tokens
     h = ratios[:pairs] - ratios[pairs:]
-    if params.loss == "ipo":
-        loss = (h - 1 / (2 * params.beta)) ** 2
+    if params["loss"] == "ipo":
+        loss = (h - 1 / (2 * params["beta"])) ** 2
     else:
-        e = params.label_smoothing
-        loss = -(1 - e) * logsigmoid(params.beta * h) - e * logsigmoid(-params.beta * h)
-    return (loss - params.nll_coef * logps[:pairs] / tokens[:pairs]).mean()
+        e = params["label_smoothing"]
+        loss = -(1 - e) * logsigmoid(params["beta"] * h) - e * logsigmoid(-params["beta"] * h)
+    return (loss - params["nll_coef"] * logps[:pairs] / tokens[:pairs]).mean()
 
 
 OFFSETS = torch.tensor([0, 3, 7, 12, 14])
@@ -114,7 +114,7 @@ def test_the_weighted_sum_has_the_gradient_of_the_plain_formula(params, seed):
     logprobs.requires_grad_()
     loss = plain_dpo(sums(logprobs), sums(ref), tokens, params)
     (expected,) = torch.autograd.grad(loss, logprobs)
-    result = dpo(sums(logprobs.detach()), sums(ref), tokens, params)
+    result = dpo(sums(logprobs.detach()), sums(ref), tokens, **params)
     assert result.loss == pytest.approx(loss.item(), rel=1e-12)
     weights = token_weights(result.slopes, sequence, MASK)
     assert weights.dtype == torch.float32

@@ -8,17 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.algos import losses
+from posttrain.algos import POLICY_LOSSES, losses
 from posttrain.algos.gap import gap_sums
 from posttrain.algos.kl import AdaptiveKl, FixedKl, kl_penalty
 from posttrain.algos.reduce import AGGREGATIONS, token_weights
+from posttrain.algos.tokens import TokenInputs
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def clipped(logprobs, old, advantages, weights, dual_clip=None):
-    params = losses.LossParams(**CLIP, dual_clip=dual_clip)
-    return losses.policy_loss("clipped", logprobs, losses.TokenInputs(advantages, old), params, weights)
+    tokens, options = TokenInputs(advantages, old), CLIP | {"dual_clip": dual_clip}
+    return losses.weighted_policy_loss(POLICY_LOSSES.get("clipped"), logprobs, tokens, options, weights)
 
 
 def tensor(values, dtype=torch.float64):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from posttrain.algos.catalog import ADVANTAGES
+from posttrain.algos import ADVANTAGES
 from posttrain.config import AlgoConfig, Config, RewardConfig
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.statistics import majority
@@ -183,9 +183,7 @@ async def test_a_failing_grader_counts_as_zero_where_asked(moody_grader):
     assert rollout_metrics(groups, pool)["rollout/grader_failed"] == 1.0
 
 
-@pytest.mark.parametrize(
-    "advantage", [name for name, facts in ADVANTAGES.items() if not (facts.critic or facts.teacher)]
-)
+@pytest.mark.parametrize("advantage", [name for name in ADVANTAGES.names() if not ADVANTAGES.get(name).by_token])
 async def test_every_estimator_takes_an_episode_that_counts_as_zero(moody_grader, advantage):
     weights = {"score": 1.0, "letters": 0.5, "tool/calc": 1.0}
     groups = await source(ScriptedSampler("8", "boom"), on_error="zero", weights=weights).sample(
@@ -198,7 +196,7 @@ async def test_every_estimator_takes_an_episode_that_counts_as_zero(moody_grader
     cfg = Config(command="rl", algo=AlgoConfig(advantage=advantage), reward=RewardConfig(weights=weights))
     fill_advantages(batch, kept, groups, cfg, baselines={0: 0.0})
     assert torch.isfinite(batch.advantages).all()
-    if ADVANTAGES[advantage].parts:
+    if ADVANTAGES.get(advantage).parts:
         first, second = (batch.advantages[end - 1] for end in batch.cu_seqlens[1:].tolist())
         assert first > 0 > second
 
