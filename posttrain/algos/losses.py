@@ -20,12 +20,15 @@ from posttrain.algos.kl import kl_penalty
 from posttrain.algos.tokens import TokenInputs
 
 Sums = dict[str, Tensor]
+METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")
+"""Metrics that the losses of this package have"""
 
 
 def weighted_policy_loss(
     loss: PolicyLoss, logprobs: Tensor, tokens: TokenInputs, values: Mapping[str, Any], weights: Tensor
 ) -> tuple[Tensor, Sums]:
-    """Return the weighted sum of a policy loss, as ``pg_loss`` too, and of its metrics.
+    """Return the weighted sum of a policy loss, as ``pg_loss`` too, and of its metrics: those of ``METRICS`` by their
+    names, others as ``actor/NAME``.
 
     Args:
         logprobs: [N], with gradient.
@@ -34,7 +37,8 @@ def weighted_policy_loss(
     """
     per_token, metrics = loss(logprobs, tokens, values)
     total = (weights * per_token).sum()
-    return total, {"pg_loss": total.detach()} | {key: (weights * column).sum() for key, column in metrics.items()}
+    named = {name if name in METRICS else f"actor/{name}": column for name, column in metrics.items()}
+    return total, {"pg_loss": total.detach()} | {name: (weights * column).sum() for name, column in named.items()}
 
 
 def nll(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, Sums]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from inspect import Parameter
 from typing import Annotated, Any, Literal
@@ -80,9 +81,9 @@ class AlgoConfig(Section):
     """From rewards of episodes to advantages of tokens: an estimator in the table of algorithms.md, or of a plugin."""
     policy_loss: str = "clipped"
     """From advantages and the policy's log-probabilities to a loss of tokens: likewise."""
-    advantage_kwargs: dict[str, bool | int | float | str] = {}
+    advantage_kwargs: dict[str, Any] = {}
     """Options of an advantage estimator of a plugin, by name; see algorithms.md."""
-    loss_kwargs: dict[str, bool | int | float | str] = {}
+    loss_kwargs: dict[str, Any] = {}
     """Options of a policy loss of a plugin, by name; see algorithms.md."""
     normalize_by_std: bool = True
     """Divide group-relative rewards by their standard deviation (GRPO) or not (Dr. GRPO)."""
@@ -140,7 +141,7 @@ class AlgoConfig(Section):
         registry: Registry[Any] = ADVANTAGES if info.field_name == "advantage" else POLICY_LOSSES
         if name not in registry:
             known = ", ".join(repr(other) for other in registry.names())
-            raise PydanticKnownError("literal_error", {"expected": f"{known}, or the name of one of a plugin"})
+            raise PydanticKnownError("literal_error", {"expected": f"{known}, or a name that a plugin registers"})
         return name
 
     @property
@@ -229,12 +230,15 @@ def _check_kwargs(what: str, options: Mapping[str, Parameter], table: str, given
     option without a default is left out."""
     for name, value in given.items():
         if name not in options:
-            raise ValueError(f"{table}.{name} is no option of {what}: {unknown(name, options)}")
+            known = unknown(name, options) if options else "it has none of its own"
+            raise ValueError(f"{table}.{name} is no option of {what}: {known}")
         kind = options[name].annotation
         kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-        wanted = _KINDS.get(kind)
-        if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool")):
-            raise ValueError(f"{table}.{name} = {value!r} is not of the type {kind}, which {what} declares")
+        wanted = _KINDS.get(kind, (bool, int, float, str))
+        fits = isinstance(value, wanted) and (not isinstance(value, bool) or bool in wanted)
+        if not fits or (isinstance(value, float) and not math.isfinite(value)):
+            words = kind if kind in _KINDS else "number, truth value or text"
+            raise ValueError(f"{table}.{name} = {value!r}: {what} takes a finite {words}")
     for name, option in options.items():
         if name not in given and option.default is Parameter.empty:
             raise ValueError(f"{what} needs {table}.{name}")

@@ -4,14 +4,17 @@ import asyncio
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
-from posttrain.algos import ADVANTAGES, BUNDLES
+from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
 from posttrain.algos.losses import value
 from posttrain.algos.reduce import token_weights
+from posttrain.cli import app
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.config import Config
 from posttrain.config.presets import resolve
@@ -31,6 +34,7 @@ from posttrain.tracking import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.spec import LossSpec
 
+REPO = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 OPTIM = ["train.optim.lr=3e-3", "train.optim.warmup_ratio=0.0", "train.optim.eps=1e-5"]
@@ -390,3 +394,45 @@ def test_a_model_of_other_tokens_is_refused(here, tmp_path, key, name):
     with pytest.raises(ConfigError, match=rf"{key} = .* has other tokens than model.path = 'builtin:tiny'"):
         run(here, "other", f"{key}='{tmp_path}'", algo__name=name)
     assert not (here / "runs" / "other").exists()
+
+
+# ---------------------------------------------------------------------- plugin files
+
+
+@pytest.fixture
+def command(here, monkeypatch):
+    """``command(name, *options)``: the metrics of three steps of `posttrain rl` on the untrained tiny model, and the run's
+    folder. What its plugins add is forgotten afterwards."""
+    for registry in (ADVANTAGES, BUNDLES, POLICY_LOSSES):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    monkeypatch.chdir(here)
+
+    def posttrain(name, *options):
+        sets = ["data.batch_size=2", "rollout.n=4", "rollout.tools=[]", "rollout.max_response_tokens=8", *OPTIM]
+        sets += ["algo.updates_per_step=2"]
+        line = ["rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--data", "any.parquet", "--steps", "3"]
+        line += ["--name", name, "--plugin", "plugin.py", *options, *(x for key in sets for x in ("--set", key))]
+        result = CliRunner().invoke(app, line)
+        assert result.exit_code == 0, result.output
+        folder = here / "runs" / name
+        return folder, [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    return posttrain
+
+
+@pytest.mark.parametrize(
+    ("plugin", "options", "metric"),
+    [
+        ("my_loss", ["--algo", "dro", "--set", "algo.loss_kwargs.beta=0.5"], "actor/squared_log_ratio"),
+        ("my_advantage", ["--set", "algo.advantage=win_rate"], "critic/advantages/max"),
+    ],
+)
+def test_trains_with_an_algorithm_of_a_plugin_file(command, plugin, options, metric):
+    """Through the command: the driver and the training worker both import the file."""
+    folder, metrics = command(plugin, "--plugin", str(REPO / "examples" / f"{plugin}.py"), *options)
+    assert len(metrics) == 3
+    assert all(m["actor/grad_norm"] > 0 and m["actor/updates"] == 2 for m in metrics)
+    assert any(m[metric] > 0 for m in metrics)
+    assert all(m["critic/advantages/max"] <= (1.0 if plugin == "my_advantage" else 3.0) for m in metrics)
+    start = dict(load_model(ModelSource("builtin:tiny"), dtype=torch.float32).named_parameters())
+    assert any(not torch.equal(weight, start[name]) for name, weight in weights(folder).items())

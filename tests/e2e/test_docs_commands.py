@@ -88,6 +88,10 @@ BY_OTHERS: dict[str, str] = {
     "posttrain rl --preset tiny-gsm8k --set train.optim.lr=1e-4 --set rollout.max_turns=2 --name slower --workers 2":
         "e2e/test_training.py:test_steps_do_not_depend_on_workers_and_micro_batches",
     "posttrain rl --preset tiny-gsm8k --algo gspo": "e2e/test_algo_runs.py:test_every_algorithm_takes_its_steps",
+    "posttrain rl --preset tiny-arith --plugin examples/my_loss.py --algo dro --set algo.loss_kwargs.beta=0.5":
+        "e2e/test_algo_runs.py:test_trains_with_an_algorithm_of_a_plugin_file",
+    "posttrain rl --preset tiny-arith --plugin examples/my_advantage.py --set algo.advantage=win_rate":
+        "e2e/test_algo_runs.py:test_trains_with_an_algorithm_of_a_plugin_file",
     "posttrain merge-ckpt tiny-lora-sft --out adapter --adapter --check":
         "e2e/test_lora_runs.py:test_the_commands_of_the_guide",
     "posttrain merge-ckpt tiny-gsm8k --out merged-public --check --push my-team/tiny-gsm8k --public":

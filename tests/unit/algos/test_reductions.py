@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.algos import POLICY_LOSSES, losses
+from posttrain.algos import ADVANTAGES, POLICY_LOSSES, losses
 from posttrain.algos.gap import gap_sums
 from posttrain.algos.kl import AdaptiveKl, FixedKl, kl_penalty
 from posttrain.algos.reduce import AGGREGATIONS, token_weights
 from posttrain.algos.tokens import TokenInputs
+from posttrain.core.errors import ConfigError
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -64,8 +65,10 @@ def test_unknown_names_are_errors():
     for name in ("k9", "k9+", "abs+", ""):
         with pytest.raises(ValueError, match=re.escape(repr(name))):
             kl_penalty(torch.zeros(1), torch.zeros(1), name)
-    with pytest.raises(ValueError, match="vanilla"):
-        losses.policy_loss("vanilla", *(torch.zeros(1) for _ in range(4)))
+    for registry, name in ((POLICY_LOSSES, "clippd"), (ADVANTAGES, "rlo")):
+        with pytest.raises(ConfigError, match=f"unknown {registry.kind} '{name}'") as caught:
+            registry.get(name)
+        assert caught.value.hint in ("did you mean 'clipped'?", "did you mean 'rloo'?")
 
 
 def test_a_norm_without_a_length_is_an_error():
