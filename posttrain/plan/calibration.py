@@ -63,8 +63,8 @@ SYNC_S = {"hf": 0.23, "sglang": 0.10, "vllm": 0.15}
 """Seconds of a weight update beyond its bytes: the check, two messages a bucket, and with hf the restart of its
 batching. Medians at 0.5B; vLLM: of those at 0.5B and 7B, rounded."""
 SYNC_APART = 0.5
-"""Share of that where engines have GPUs of their own: they score the sequences of the check while the trainer does. Fits 0.127 s of
-SGLang at 7B."""
+"""Share of that where engines have GPUs of their own: they score the sequences of the check while the trainer does.
+Fits 0.127 s of SGLang at 7B."""
 HOST_COPY = 10e9
 """Bytes a second of a weight update through host memory, and of one rank's copy of its state. Assumed."""
 DISK = 1.4e9

@@ -401,8 +401,8 @@ def test_a_model_of_other_tokens_is_refused(here, tmp_path, key, name):
 
 @pytest.fixture
 def command(here, monkeypatch):
-    """``command(name, *options)``: the metrics of three steps of `posttrain rl` on the untrained tiny model, and the run's
-    folder. What its plugins add is forgotten afterwards."""
+    """``command(name, *options)``: the metrics of three steps of `posttrain rl` on the untrained tiny model, and the
+    run's folder. What its plugins add is forgotten afterwards."""
     for registry in (ADVANTAGES, BUNDLES, POLICY_LOSSES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     monkeypatch.chdir(here)

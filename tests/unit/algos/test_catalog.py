@@ -17,7 +17,7 @@ from posttrain.config.presets import dump_toml, resolve
 from posttrain.core.errors import CodeError, ConfigError
 from posttrain.plan.command import stored_config
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 EXAMPLES = ("my_loss.py", "my_advantage.py")
 
 PLUGIN = """
