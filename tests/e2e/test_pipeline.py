@@ -117,7 +117,6 @@ def vllm_python() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
 @pytest.mark.timeout(1800)
 def test_rl_with_vllm_learns_as_with_the_embedded_engine(
     quickstart: tuple[Path, dict[str, object]], vllm_python: str
