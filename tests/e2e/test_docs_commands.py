@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.e2e.run_commands import run_commands
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -171,15 +170,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, test_data: Path) -> Path:
     (folder / "path" / "to").mkdir(parents=True)
     (folder / "path" / "to" / "gsm8k").symlink_to(test_data / "gsm8k")
     (folder / "config.json").write_text(json.dumps(QWEN2_7B))
-    # In a process of its own, because a plugin registers names for good.
-    commands = [[*shlex.split(command)[1:], *shorter] for command, shorter in HERE.items()]
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    driver = [sys.executable, str(Path(__file__).with_name("run_commands.py")), str(folder)]
-    done = subprocess.run(
-        driver, input=json.dumps(commands), env=environment, capture_output=True, text=True, timeout=600
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    run_commands(folder, [[*shlex.split(command)[1:], *shorter] for command, shorter in HERE.items()])
     return folder
 
 

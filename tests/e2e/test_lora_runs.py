@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import peft
@@ -32,6 +29,7 @@ from posttrain.train import checkpoint
 from posttrain.train.spec import LossSpec
 from posttrain.weight_sync.publish import publish
 from posttrain.weight_sync.transfers import Router
+from tests.e2e.run_commands import run_commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -203,15 +201,10 @@ def test_the_commands_of_the_guide(tmp_path):
         "generate": ["--limit", "4", "--set", "rollout.max_response_tokens=32"],
         "merge-ckpt": [],
     }
-    ran = []
-    for words in [["posttrain", "prep", "arith"], *map(shlex.split, block.splitlines())]:
-        more = shorter[words[1]] if ran else ["--train-rows", "64", "--test-rows", "8"]
-        command = [sys.executable, "-m", *words, *more]
-        environment = os.environ | {"PYTHONPATH": str(REPO), "COLUMNS": "120"}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        ran.append(words[1])
-    assert ran == ["prep", "sft", "rl", "generate", "merge-ckpt", "merge-ckpt"]
+    commands = [shlex.split(line)[1:] for line in block.splitlines()]
+    assert [words[0] for words in commands] == ["sft", "rl", "generate", "merge-ckpt", "merge-ckpt"]
+    data = ["prep", "arith", "--train-rows", "64", "--test-rows", "8"]
+    run_commands(tmp_path, [data, *([*words, *shorter[words[0]]] for words in commands)])
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 

@@ -1,11 +1,8 @@
 """Whole runs of `prefer` in real processes on the CPU: DPO against a plain loop, reward models, resuming, the guide."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +20,7 @@ from posttrain.models.reward import RewardModel
 from posttrain.preference import command as prefer
 from posttrain.runs.training import TrainingRun
 from posttrain.train import checkpoint
+from tests.e2e.run_commands import run_commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -279,22 +277,14 @@ def test_bad_rows_leave_no_run_behind(place, tmp_path):
 # ---------------------------------------------------------------------- the guide
 
 
-def test_the_commands_of_the_guide(tmp_path):
-    """Each in a process of its own, with less data and fewer steps."""
+def test_the_commands_of_the_guide(tmp_path, monkeypatch):
+    """docs/preference.md, with less data and fewer steps."""
     text = (REPO / "docs" / "preference.md").read_text(encoding="utf-8")
     block = re.search(r"^```bash\n(.*?)^```", text, flags=re.S | re.M)
     assert block is not None
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "COLUMNS": "120", "CUDA_VISIBLE_DEVICES": ""}
-    for line in block[1].splitlines():
-        words = shlex.split(line)
-        assert words[0] == "posttrain"
-        if words[1] == "prep":
-            words += ["--limit", "32"]
-        if words[1] in ("sft", "prefer"):
-            words += ["--steps", "3"]
-        if words[1] == "generate":
-            words += ["--limit", "2"]
-        command = [sys.executable, "-m", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
+    steps = ["--steps", "3"]
+    shorter = {"prep": ["--limit", "32"], "sft": steps, "prefer": steps, "generate": ["--limit", "2"]}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    commands = [shlex.split(line)[1:] for line in block[1].splitlines()]
+    run_commands(tmp_path, [[*words, *shorter.get(words[0], [])] for words in commands])
     assert (tmp_path / "reward-model" / "model.safetensors").is_file()

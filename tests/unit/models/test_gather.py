@@ -1,5 +1,6 @@
 """Whole weights out of shards: the same as one by one, whatever the number of rows and processes."""
 
+import multiprocessing
 import socket
 import traceback
 
@@ -60,4 +61,5 @@ def test_gathered_together_they_are_what_they_were(world_size, replicas):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(run, (world_size, replicas, port), nprocs=world_size)
+    multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "posttrain.models.gather"])
+    mp.start_processes(run, (world_size, replicas, port), nprocs=world_size, start_method="forkserver")

@@ -92,18 +92,21 @@ def test_stdin_and_stdout_pairs():
     assert grade("while True: pass", PAIRS, continuous=False, time_limit_s=0.5).score == 0.0
 
 
-@pytest.mark.parametrize("kind", ["pairs", "calls", "asserts"])
-def test_a_slow_program_is_wrong_and_not_a_grader_that_hangs(kind):
+def test_a_slow_program_is_wrong_and_not_a_grader_that_hangs():
     """Were it only the grader's deadline that ends it, a slow program would be left out instead of failing."""
-    truth = {
+    truths = {
         "pairs": {"inputs": ["1\n"] * 30, "outputs": ["1\n"] * 30},
         "calls": {"fn_name": "f", "inputs": [[1]] * 30, "outputs": [1] * 30},
         "asserts": {"assert_case": ["assert f(1) == 1"] * 30},
-    }[kind]
-    code = "import time\ndef f(x):\n    time.sleep(60)\n    return x\n" + ("f(1)" if kind == "pairs" else "")
-    with GraderPool(RewardConfig(deadline_s=15.0)) as pool:
-        (score,) = asyncio.run(pool.grade([GradeItem("codecontests", fenced(code), json.dumps(truth))]))
-    assert (score.score, score.correct, score.error) == (0.0, False, None)
+    }
+    code = "import time\ndef f(x):\n    time.sleep(60)\n    return x\n"
+    items = [
+        GradeItem("codecontests", fenced(code + "f(1)" * (kind == "pairs")), json.dumps(truth))
+        for kind, truth in truths.items()
+    ]
+    with GraderPool(RewardConfig(deadline_s=15.0, workers=3)) as pool:
+        scores = asyncio.run(pool.grade(items))
+    assert [(score.score, score.correct, score.error) for score in scores] == [(0.0, False, None)] * 3
 
 
 def test_no_program_is_wrong_and_has_no_format():
@@ -196,9 +199,10 @@ def grade_mbpp(task, code):
 
 
 def test_mbpp_gold_passes(test_data):
-    tasks = [task for task in mbpp(test_data) if 11 <= task["task_id"] <= 510]  # the test split
+    """A tenth of the test split. `test_datasets.test_mbpp` grades all reference programs."""
+    tasks = [task for task in mbpp(test_data) if 11 <= task["task_id"] <= 510]
     assert len(tasks) == 500
-    assert [task["task_id"] for task in tasks if not grade_mbpp(task, task["code"]).correct] == []
+    assert [task["task_id"] for task in tasks[::10] if not grade_mbpp(task, task["code"]).correct] == []
 
 
 @pytest.mark.slow
