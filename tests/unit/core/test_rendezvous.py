@@ -35,6 +35,7 @@ def listening(process):
     return {ipaddress.ip_address(c.laddr.ip.removeprefix("::ffff:")) for c in found if c.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_workers_of_one_machine_listen_at_the_loopback_address(tmp_path):
     (port,) = free_ports(1)
     # As where the name of the machine is that of its address in the network.

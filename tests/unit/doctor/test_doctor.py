@@ -45,6 +45,7 @@ def test_this_machine(tmp_path: Path) -> None:
         assert ("behind a filter" in found["sandbox"]["detail"]) == (SyscallFilter.find() is not None)
 
 
+@pytest.mark.slow
 def test_ray_starts_here() -> None:
     _, found = doctor()
     assert found["ray"]["status"] == "ok", found["ray"]

@@ -199,6 +199,7 @@ def copied(actor, folder):
     return shutil.copytree(actor, folder / "actor")
 
 
+@pytest.mark.slow
 def test_shards_of_verl_are_joined(of_three, tmp_path):
     expected = dict(create_builtin("tiny", 3).named_parameters())
     run = of_three.parents[1]
@@ -212,6 +213,7 @@ def test_shards_of_verl_are_joined(of_three, tmp_path):
     assert all(torch.equal(model.get_parameter(name), parameter) for name, parameter in expected.items())
 
 
+@pytest.mark.slow
 def test_the_command(of_three, tmp_path):
     command = [sys.executable, "-m", "posttrain", "merge-ckpt", str(of_three), "--out", str(tmp_path / "out")]
     options = ["--dtype", "bfloat16", "--max-shard-size"]

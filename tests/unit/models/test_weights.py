@@ -142,6 +142,7 @@ print(before, kib("VmHWM:"), kib("RssAnon:"), kib("VmRSS:"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_the_weights_and_one_file_at_most(tmp_path):
     """Files are mapped into memory and let go: the model is never there twice, in a file's pages and its own."""

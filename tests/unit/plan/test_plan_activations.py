@@ -138,18 +138,19 @@ def saved_bytes(config, policy, monkeypatch):
     return total
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)  # to compile takes seconds
 POLICIES = [
     ("qwen2", Policy("none", compiled=False)),
     ("qwen2", Policy("none", compiled=False, repeats_heads=True)),
     ("qwen2", Policy("selective", compiled=False)),
     ("qwen2", Policy("full", compiled=False)),
-    ("qwen2", Policy("none")),
-    ("qwen2", Policy("none", repeats_heads=True)),
-    ("qwen2", Policy("selective")),
-    ("qwen2", Policy("full")),
+    slow("qwen2", Policy("none")),
+    slow("qwen2", Policy("none", repeats_heads=True)),
+    slow("qwen2", Policy("selective")),
+    slow("qwen2", Policy("full")),
     ("qwen3", Policy("none", compiled=False)),
-    ("qwen3", Policy("none")),
-    ("qwen3", Policy("selective")),
+    slow("qwen3", Policy("none")),
+    slow("qwen3", Policy("selective")),
 ]
 
 

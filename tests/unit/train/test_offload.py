@@ -48,6 +48,7 @@ def test_an_optimizer_steps_on_afterwards():
     assert torch.equal(steps(HostParking()), steps(None))
 
 
+@pytest.mark.slow
 def test_eight_bit_state():
     optim = pytest.importorskip("torchao.optim")
     weight = nn.Parameter(torch.randn(64, 256))

@@ -57,6 +57,7 @@ varlen.register_autograd(
     lambda ctx, grad: (*varlen_backward(grad.contiguous(), *ctx.saved_tensors, ctx.longest), None, None),
     setup_context=_remember,
 )
+slow = partial(pytest.param, marks=pytest.mark.slow)
 KERNEL = Kernel("test", "test", lambda q, k, v, offsets, longest, scale: varlen(q, k, v, offsets, longest))
 
 
@@ -78,7 +79,8 @@ def model(name, checkpointing, *, compiled):
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), [("qwen2", "none"), ("qwen2", "selective"), ("qwen2", "full"), ("qwen3", "none")]
+    ("name", "checkpointing"),
+    [("qwen2", "selective"), slow("qwen2", "none"), slow("qwen2", "full"), slow("qwen3", "none")],
 )
 def test_no_length_is_compiled_for(monkeypatch, name, checkpointing):
     torch._dynamo.reset()

@@ -75,6 +75,7 @@ except RunError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_is_an_error(tmp_path):
     """Files end at 40 kB here. torch's own writer would drop what its threads could not write, and say nothing."""
     done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True)
