@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_bad_inputs_end_with_a_message_a_hint_and_nothing_half_written() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/bad_input.py", "--short"], cwd=REPO, capture_output=True, text=True, timeout=560

@@ -71,6 +71,7 @@ def assert_same(one, other):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(one).items())
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_dies_starts_it_again(place, calm, monkeypatch):
     """And is the one that it would have been, to the bit."""
     started: list[int] = []

@@ -195,6 +195,7 @@ def arith(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_bad_input_ends_with_2_and_leaves_nothing(arith: Path) -> None:
     before = sorted(arith.rglob("*"))
     assert "data/none.parquet" in refused(arith, "sft", "--preset", "tiny-arith-sft", "--data", "data/none.parquet")
@@ -251,7 +252,9 @@ def wait_for(process: subprocess.Popen[str], text: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("command", "name"),
     [
-        (["sft", "--preset", "tiny-arith-sft", "--steps", "2000"], "tiny-arith-sft"),
+        pytest.param(
+            ["sft", "--preset", "tiny-arith-sft", "--steps", "2000"], "tiny-arith-sft", marks=pytest.mark.slow
+        ),
         # Few prompts: a step and its save fit into the time that a first Ctrl-C leaves, on a busy machine too.
         (
             [

@@ -51,6 +51,7 @@ def files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_dry_run_is_what_the_run_does(here: Path) -> None:
     before = files(here)
     shown = ok(here, *SFT, "--dry-run")

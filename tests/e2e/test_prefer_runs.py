@@ -22,7 +22,7 @@ from posttrain.runs.training import TrainingRun
 from posttrain.train import checkpoint
 from tests.e2e.run_commands import run_commands
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 REPO = Path(__file__).resolve().parents[2]
 TOKENIZER = builtin_tokenizer("tiny")
@@ -154,6 +154,7 @@ def test_dpo_learns_what_is_preferred(aligned):
     assert after["val/logps/rejected"] < before["val/logps/rejected"]
 
 
+@pytest.mark.slow
 def test_two_workers_and_small_microbatches_are_the_same(aligned, place):
     sets = ["data.shuffle=false", "train.steps=12", *val(place, 6), "cluster.workers=2"]
     other = train(place, "two", *sets, "train.tokens_per_microbatch=64")
@@ -162,6 +163,7 @@ def test_two_workers_and_small_microbatches_are_the_same(aligned, place):
         torch.testing.assert_close(weight, wanted, rtol=0, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "reward_model"])
 def test_a_stopped_run_goes_on_as_if_it_had_not(place, monkeypatch, method):
     sets = [f"prefer.method='{method}'", "train.steps=5", "train.save_every=1", *val(place, 2)]
@@ -180,6 +182,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(place, monkeypatch, method):
     same(train(place, f"stopped-{method}", *sets), whole, NUMBERS, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sets",
     [
@@ -196,6 +199,7 @@ def test_other_losses_learn_too(place, sets):
         assert last["logps/chosen"] > first["logps/chosen"]
 
 
+@pytest.mark.slow
 def test_with_lora_the_base_is_the_reference(place, monkeypatch):
     started = []
     trainer = Cluster.trainer
@@ -232,6 +236,7 @@ def scorer(place):
     return train(place, "scorer", *sets, *val(place, 25))
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_scores_and_is_opened_elsewhere(scorer, place):
     last = rows(scorer)[-1]
     assert last["val/rewards/accuracies"] > 0.9
@@ -246,12 +251,14 @@ def test_a_reward_model_learns_scores_and_is_opened_elsewhere(scorer, place):
             assert sum(scores) / len(scores) == pytest.approx(last[f"val/rewards/{side}"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_two_workers_train_the_same_reward_model(place):
     sets = ["prefer.method='reward_model'", "train.steps=6"]
     one, two = (train(place, f"rm{n}", *sets, f"cluster.workers={n}") for n in (1, 2))
     same(two, one, NUMBERS, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_refused_as_a_policy(scorer, place):
     with pytest.raises(ConfigError, match=r"model\.path = 'run:scorer' is a reward model"):
         train(place, "x", "model.path='run:scorer'", "train.steps=1")
@@ -277,6 +284,7 @@ def test_bad_rows_leave_no_run_behind(place, tmp_path):
 # ---------------------------------------------------------------------- the guide
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_guide(tmp_path, monkeypatch):
     """docs/preference.md, with less data and fewer steps."""
     text = (REPO / "docs" / "preference.md").read_text(encoding="utf-8")

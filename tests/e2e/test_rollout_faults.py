@@ -102,7 +102,7 @@ def hit_sampler(metrics, how, after_lines=1):
     threading.Thread(target=watch, daemon=True).start()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_sampler_that_is_killed_in_a_step_costs_nothing(start, replicas):
     hit_sampler(start.metrics, signal.SIGKILL)
     steps = start(f"rollout.replicas={replicas}")
@@ -131,7 +131,7 @@ def test_a_sampler_that_may_not_be_replaced_ends_the_run_and_is_named(start):
         start("cluster.sampler_restarts=0")
 
 
-@pytest.mark.parametrize("carry", ["false", "true"])
+@pytest.mark.parametrize("carry", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_over_sampled_steps_train_on_every_prompt(start, carry):
     sets = ("rollout.interaction='slow'", "rollout.max_turns=2", "rollout.max_response_tokens=48")
     steps = start(*sets, "rollout.over_sample_rate=0.5", f"rollout.carry_cancelled={carry}")

@@ -64,7 +64,11 @@ def run(actor, function):
 
 
 @pytest.mark.parametrize(
-    ("how", "within_s"), [(signal.SIGKILL, 10.0), (signal.SIGSTOP, 20.0)], ids=["killed", "stopped"]
+    ("how", "within_s"),
+    [
+        pytest.param(signal.SIGKILL, 10.0, id="killed"),
+        pytest.param(signal.SIGSTOP, 20.0, id="stopped", marks=pytest.mark.slow),
+    ],
 )
 async def test_a_trainer_that_is_lost_in_an_update_is_named(ray_here, how, within_s):
     async with Cluster(config(workers=2, silence_deadline_s=10.0)) as cluster:

@@ -675,6 +675,7 @@ def interrupting(response, ground_truth, extra_info):
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_validating_loses_neither_the_step_nor_its_metrics(tmp_path):
     def rows(source):
         prompt = [{"role": "user", "content": "Say 8"}]

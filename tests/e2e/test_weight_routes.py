@@ -18,6 +18,8 @@ from posttrain.models.load import ModelSource
 from posttrain.weight_sync.publish import WeightSync, publish
 from posttrain.weight_sync.transfers import ByBroadcast, Router, ThroughTheHost
 
+pytestmark = pytest.mark.slow
+
 SOURCE = ModelSource("builtin:tiny")
 CANARY = [list(range(5, 45)), [3, 1, 2], list(range(90, 300, 2))]
 
@@ -84,7 +86,7 @@ async def other_weights(cluster, transfer):
     return samplers
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_that_is_lost_in_a_broadcast_is_replaced(how, monkeypatch):
     """The other waits for it in the middle of a broadcast, and so does the trainer; all go on without it."""
 
