@@ -32,6 +32,7 @@ def test_constraints_pin_every_dependency() -> None:
     [
         "scripts/quickstart",
         "scripts/test",
+        "scripts/coverage",
         "scripts/test_vllm",
         ".ci/run",
         "scripts/_venv.sh",
