@@ -17,7 +17,7 @@ from posttrain.cluster.calls import cause_of_death
 from posttrain.core.errors import RunError
 
 
-def test_the_end_of_a_log(tmp_path):
+def test_reads_the_end_of_a_log(tmp_path):
     log = tmp_path / "worker.err"
     assert tail_of(log) == ()
     lines = [":job_id:01000000", ":actor_name:TrainActor", "", *(f"line {n}" for n in range(5000)), "x" * 500]
@@ -54,7 +54,7 @@ main()
 """
 
 
-def test_a_stack_is_made_short():
+def test_shortens_stacks_to_busy_threads():
     """Of threads that do something; what is ours comes first. In a process of its own: others leave threads here."""
     dump = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True).stdout
     ours = "\nThread 0x01 (most recent call first):\n"
@@ -68,7 +68,7 @@ def test_a_stack_is_made_short():
     assert stack_in("") == ()
 
 
-def test_a_node_without_the_folder_of_the_driver_is_named(tmp_path, monkeypatch):
+def test_names_node_without_the_drivers_folder(tmp_path, monkeypatch):
     home = Home(str(tmp_path / "project"), [])
     with pytest.raises(RunError, match=rf"node [\d.]+ has no folder {home.folder}, where the command was started"):
         home.enter()
@@ -95,7 +95,7 @@ def child():
         process.kill()
 
 
-def test_a_process_is_examined(child):
+def test_examines_a_process(child):
     for _ in range(2):  # each time only what is new
         found = examine(child, ask=True)
         assert found == Look(stack=found.stack)  # it lives, and waits
@@ -111,7 +111,7 @@ def test_a_process_is_examined(child):
 
 
 @pytest.mark.parametrize("ask", [False, True])
-def test_a_process_that_ends_while_it_is_looked_at_has_ended(child, ask, monkeypatch):
+def test_process_that_ends_while_examined_has_ended(child, ask, monkeypatch):
     find = Process.find
 
     def find_and_lose(self):
@@ -124,7 +124,7 @@ def test_a_process_that_ends_while_it_is_looked_at_has_ended(child, ask, monkeyp
     assert examine(child, ask=ask).ended
 
 
-def test_a_process_that_ends_before_its_children_are_found_is_not_killed_twice(child, monkeypatch):
+def test_does_not_kill_a_process_that_has_ended(child, monkeypatch):
     found = child.find()
     os.kill(child.pid, signal.SIGKILL)
     psutil.Process(child.pid).wait(10)
@@ -132,7 +132,7 @@ def test_a_process_that_ends_before_its_children_are_found_is_not_killed_twice(c
     _kill(child)
 
 
-def test_another_process_with_its_number_is_not_it(child):
+def test_does_not_take_a_reused_pid_for_the_process(child):
     other = Process("node", child.pid, child.created - 10, None, child.stacks, 0)
     assert examine(other, ask=True).ended
     assert psutil.Process(child.pid).is_running()
@@ -150,7 +150,7 @@ class Seen(Peer):
         return self.found
 
 
-def test_those_that_hang_in_the_same_place_are_told_together():
+def test_groups_processes_that_hang_at_the_same_line():
     same = Look(stack=("torch/distributed.py:1 in all_reduce",), log=("a warning",))
     peers = [Seen("worker 0", 10, same), Seen("worker 1", 11, Look(works=True, stack=("user.py:3 in f",)))]
     peers += [Seen("worker 2", 12, same), Seen("worker 3", 13, None), Seen("worker 4", 14, Look(stopped=True))]
@@ -170,7 +170,7 @@ def test_those_that_hang_in_the_same_place_are_told_together():
     assert all(peer.missed for peer in peers)
 
 
-def test_a_death_for_lack_of_memory():
+def test_reports_death_for_lack_of_memory():
     peer = Seen("worker 0", 10, Look(ended=True, log=("last",), oom_kills=2))
     error = asyncio.run(calls._failure(peer, ActorDiedError(), "update"))
     assert "ended processes for lack of memory" in error.message
@@ -192,7 +192,7 @@ def test_a_death_for_lack_of_memory():
         ("nothing known", "nothing known"),
     ],
 )
-def test_the_cause_of_a_death(told, expected):
+def test_reports_the_cause_of_a_death(told, expected):
     error = ActorDiedError()
     error.error_msg = told
     assert cause_of_death(error) == expected

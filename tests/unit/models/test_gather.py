@@ -57,7 +57,7 @@ def run(rank, *args):
 
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (3, 1), (4, 2)])
-def test_gathered_together_they_are_what_they_were(world_size, replicas):
+def test_gathers_shards_into_the_original_weights(world_size, replicas):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

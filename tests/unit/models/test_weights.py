@@ -49,7 +49,7 @@ def saved(kind, folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_saved_is_what_is_there(kind, tmp_path):
+def test_loads_the_weights_that_were_saved(kind, tmp_path):
     expected = saved(kind, tmp_path)
     source = ModelSource(str(tmp_path))
     model = build(source, dtype=torch.float32)
@@ -66,7 +66,7 @@ def test_what_was_saved_is_what_is_there(kind, tmp_path):
     assert tied == (kind == "tied")
 
 
-def test_buffers_that_are_part_of_the_weights_are_refused(tmp_path):
+def test_rejects_models_that_store_buffers(tmp_path):
     """DeepSeek-V3 and its kin correct the choice of experts by a buffer, which would stay at zero."""
     from transformers import DeepseekV3Config
 
@@ -80,7 +80,7 @@ def test_buffers_that_are_part_of_the_weights_are_refused(tmp_path):
         build(ModelSource(str(tmp_path)), dtype=torch.float32)
 
 
-def test_the_type_is_the_one_asked_for(tmp_path):
+def test_loads_weights_in_the_requested_dtype(tmp_path):
     expected = saved("qwen2", tmp_path)
     model = build(ModelSource(str(tmp_path)), dtype=torch.bfloat16)
     materialize(model, CPU)
@@ -89,7 +89,7 @@ def test_the_type_is_the_one_asked_for(tmp_path):
         assert torch.equal(parameter, expected.get_parameter(name).bfloat16())
 
 
-def test_a_weight_that_is_missing_or_of_another_shape(tmp_path):
+def test_rejects_missing_or_misshaped_weight(tmp_path):
     saved("qwen2", tmp_path)
     source = ModelSource(str(tmp_path))
     index = tmp_path / "model.safetensors.index.json"
@@ -113,7 +113,7 @@ def test_a_weight_that_is_missing_or_of_another_shape(tmp_path):
         fill(model, source, 0)
 
 
-def test_a_file_that_is_cut_off(tmp_path):
+def test_rejects_truncated_weight_file(tmp_path):
     saved("qwen2", tmp_path)
     file = next(tmp_path.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
@@ -144,7 +144,7 @@ print(before, kib("VmHWM:"), kib("RssAnon:"), kib("VmRSS:"))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_loading_takes_the_weights_and_one_file_at_most(tmp_path):
+def test_loading_peaks_at_the_weights_and_one_file(tmp_path):
     """Files are mapped into memory and let go: the model is never there twice, in a file's pages and its own."""
     torch.manual_seed(0)
     config = Qwen2Config(**COMMON | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12})
@@ -163,7 +163,7 @@ def test_loading_takes_the_weights_and_one_file_at_most(tmp_path):
     (14, 2, 2, True), (28, 4, 4, True), (28, 4, 2, True), (28, 4, 14, False), (16, 2, 4, True), (14, 2, 4, False),
     (12, 8, 6, False),
 ])  # fmt: skip
-def test_heads_that_workers_can_share(heads, kv_heads, size, fits):
+def test_sequence_parallel_size_must_divide_heads(heads, kv_heads, size, fits):
     config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=kv_heads)
     if fits:
         check_heads(config, size)

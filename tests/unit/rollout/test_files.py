@@ -41,20 +41,20 @@ def pairs(*rewards: float) -> Groups:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(trajectories(), min_size=1, max_size=3), min_size=1, max_size=3))
-def test_what_is_read_is_exactly_what_was_written(groups: Groups) -> None:
+def test_reads_exactly_what_was_written(groups: Groups) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "t.parquet", groups)
         assert_same(traces(path).read(1), groups)
 
 
-def test_text_that_utf_8_cannot_hold_comes_back_too(tmp_path: Path) -> None:
+def test_keeps_text_that_utf_8_cannot_encode(tmp_path: Path) -> None:
     odd = trajectory(messages=[{"role": "user", "content": "a \udc80 b \\udc80"}], error="bad byte \udcff")
     (group,) = traces(write(tmp_path / "t.parquet", [[odd]])).read(1)
     assert group[0].messages == odd.messages
     assert group[0].error == "bad byte \\udcff"
 
 
-def test_what_json_has_no_form_for_is_text(tmp_path: Path) -> None:
+def test_stores_values_without_a_json_form_as_text(tmp_path: Path) -> None:
     one = trajectory()
     one.prompt.extra_info["raw"] = b"\x00"
     (group,) = traces(write(tmp_path / "t.parquet", [[one]])).read(1)
@@ -113,7 +113,7 @@ def test_a_step_in_two_files(tmp_path: Path) -> None:
     assert "one run" in str(error.value.hint)
 
 
-def test_a_file_written_anew_while_it_is_used(tmp_path: Path) -> None:
+def test_rejects_file_rewritten_while_in_use(tmp_path: Path) -> None:
     found = traces(write(tmp_path / "t.parquet", pairs(1.0, 2.0), 4))
     for rows, step in ((pairs(1.0), 4), (pairs(1.0, 2.0), 5)):
         write(tmp_path / "t.parquet", rows, step)
@@ -124,7 +124,7 @@ def test_a_file_written_anew_while_it_is_used(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what is refused
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_rejects_missing_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, message in (("no.parquet", "no such file"), ("empty", "no .parquet file"), ("x*", "no file matches")):
         with pytest.raises(DataError, match=message) as error:
@@ -140,14 +140,14 @@ def test_traces_of_validation_alone(tmp_path: Path) -> None:
         traces(write(tmp_path / "t.parquet", pairs(1.0), kind="val"))
 
 
-def test_a_file_without_rows(tmp_path: Path) -> None:
+def test_rejects_file_without_rows(tmp_path: Path) -> None:
     write(tmp_path / "t.parquet", [])
     with pytest.raises(DataError, match=r"t\.parquet: the file has no rows"):
         traces(tmp_path / "t.parquet")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
-def test_a_truncated_file(tmp_path: Path, share: float) -> None:
+def test_rejects_truncated_file(tmp_path: Path, share: float) -> None:
     path = write(tmp_path / "t.parquet", pairs(1.0))
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
@@ -155,7 +155,7 @@ def test_a_truncated_file(tmp_path: Path, share: float) -> None:
         traces(path)
 
 
-def test_a_file_damaged_inside(tmp_path: Path) -> None:
+def test_rejects_damaged_file(tmp_path: Path) -> None:
     path = write(tmp_path / "t.parquet", [[trajectory(i, length=500) for i in range(20)]])
     content = bytearray(path.read_bytes())
     start = pq.ParquetFile(path).metadata.row_group(0).column(COLUMNS.index("tokens")).data_page_offset
@@ -166,14 +166,14 @@ def test_a_file_damaged_inside(tmp_path: Path) -> None:
         found.read(1)
 
 
-def test_a_file_of_another_kind(tmp_path: Path) -> None:
+def test_rejects_file_of_another_kind(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["x"]}), tmp_path / "t.parquet")
     with pytest.raises(DataError, match=r"t\.parquet: column 'kind' is missing") as error:
         traces(tmp_path / "t.parquet")
     assert "posttrain rl" in str(error.value.hint)
 
 
-def test_another_tokenizer(tmp_path: Path) -> None:
+def test_rejects_rollouts_of_another_tokenizer(tmp_path: Path) -> None:
     path = write(tmp_path / "t.parquet", pairs(1.0), tokenizer="another")
     with pytest.raises(DataError, match=r"t\.parquet: sampled with another tokenizer than the model's"):
         traces(path)
@@ -208,7 +208,7 @@ CHANGES: list[tuple[str, Change, str]] = [
 
 
 @pytest.mark.parametrize(("column", "change", "message"), CHANGES, ids=[message for _, _, message in CHANGES])
-def test_a_bad_row_is_named(tmp_path: Path, column: str, change: Change, message: str) -> None:
+def test_names_the_bad_row(tmp_path: Path, column: str, change: Change, message: str) -> None:
     path = write(tmp_path / "t.parquet", pairs(1.0, 2.0))
     table = pq.read_table(path)
     at = table.column_names.index(column)
@@ -222,7 +222,7 @@ def test_a_bad_row_is_named(tmp_path: Path, column: str, change: Change, message
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_a_column_of_another_type_or_none(tmp_path: Path, column: str) -> None:
+def test_rejects_column_of_another_type_or_missing(tmp_path: Path, column: str) -> None:
     path = write(tmp_path / "t.parquet", pairs(1.0))
     table = pq.read_table(path)
     pq.write_table(table.drop_columns([column]), path)
@@ -235,7 +235,7 @@ def test_a_column_of_another_type_or_none(tmp_path: Path, column: str) -> None:
         traces(path)
 
 
-def test_more_columns_are_no_trouble(tmp_path: Path) -> None:
+def test_accepts_additional_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "t.parquet", pairs(1.0))
     table = pq.read_table(path)
     pq.write_table(table.append_column("note", pa.array(["a", "b"])).select([*reversed(COLUMNS), "note"]), path)

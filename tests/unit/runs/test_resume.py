@@ -46,7 +46,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_of_processes_that_start_a_run_at_once_one_has_it(tmp_path: Path) -> None:
+def test_only_one_of_concurrent_starts_gets_the_run(tmp_path: Path) -> None:
     processes = [opening(tmp_path) for _ in range(4)]
     try:
         words = [said(process) for process in processes]
@@ -67,7 +67,7 @@ def test_of_processes_that_start_a_run_at_once_one_has_it(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_process_on_another_host_keeps_its_run(tmp_path: Path) -> None:
+def test_process_on_another_host_keeps_its_run(tmp_path: Path) -> None:
     """Its process id means nothing here: the lock does."""
     process = opening(tmp_path)
     try:
@@ -98,7 +98,7 @@ def with_checkpoints(root: Path, *steps: int, name: str = "a", status: str = "in
     return run
 
 
-def test_a_new_run_begins_with_a_checkpoint_of_another(tmp_path: Path) -> None:
+def test_new_run_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None:
     with_checkpoints(tmp_path, 2, 4, status="finished")
     for path, step in (("a", 4), ("a/checkpoints/global_step_2", 2)):
         run = RunPlace.find(make(tmp_path, f'run.resume="{tmp_path / path}"', name=f"from-{step}")).open()
@@ -119,7 +119,7 @@ def test_a_new_run_begins_with_a_checkpoint_of_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", ["model.path='other'", "data.batch_size=3", "run.seed=5", "data.train='x.parquet'", "train.lora.rank=4"]
 )
-def test_what_would_make_the_result_meaningless(tmp_path: Path, change: str) -> None:
+def test_rejects_changes_that_invalidate_the_result(tmp_path: Path, change: str) -> None:
     with_checkpoints(tmp_path, 2)
     with pytest.raises(ConfigError, match=change.split("=")[0]) as caught:
         RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a"', change, name="other")).open()
@@ -127,7 +127,7 @@ def test_what_would_make_the_result_meaningless(tmp_path: Path, change: str) -> 
     assert not (tmp_path / "other").exists()
 
 
-def test_paths_that_are_none(tmp_path: Path) -> None:
+def test_rejects_paths_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder") as caught:
         RunPlace.find(make(tmp_path, 'run.resume="auot"')).open()
     assert caught.value.hint == "did you mean 'auto'?"

@@ -32,7 +32,7 @@ def names(root):
     return sorted(p.name for p in root.iterdir())
 
 
-def test_begin_and_commit(tmp_path):
+def test_commit_writes_a_manifest_of_all_files(tmp_path):
     done = write(tmp_path, 3)
     assert (done.path, done.step) == (tmp_path / "global_step_3", 3)
     assert names(tmp_path) == ["global_step_3", "latest"]
@@ -50,7 +50,7 @@ def test_begin_and_commit(tmp_path):
     assert checkpoint.verify(done.path) is None
 
 
-def test_a_killed_save_leaves_nothing_that_counts(tmp_path):
+def test_killed_save_leaves_no_usable_checkpoint(tmp_path):
     write(tmp_path, 3)
     folder = checkpoint.begin(tmp_path, 6)
     (folder / "half").write_bytes(b"x")
@@ -122,7 +122,7 @@ def test_a_run_goes_on_from_the_one_before_a_broken_one_and_whoever_names_it_is_
     assert checkpoint.find(tmp_path).step == 9
 
 
-def test_nothing_usable(tmp_path):
+def test_rejects_folder_without_usable_checkpoint(tmp_path):
     assert checkpoint.newest(tmp_path / "no_such_folder") == (None, [])
     with pytest.raises(UserError, match="no global_step_N folder"):
         checkpoint.find(tmp_path)
@@ -136,7 +136,7 @@ def test_nothing_usable(tmp_path):
 
 
 @pytest.mark.parametrize("said", [{"logprobs": [[-1.0], [math.nan]]}, {"scores": [math.inf]}])
-def test_weights_that_gave_no_finite_numbers_are_no_sound_checkpoint(tmp_path, said):
+def test_rejects_checkpoint_of_weights_with_nonfinite_results(tmp_path, said):
     """As versions wrote them that did not look."""
     write(tmp_path, 3, states=STATES | {checkpoint.PROBE: {"logprobs": [[-1.0], [-2.0]]}})
     broken = write(tmp_path, 6, states=STATES | {checkpoint.PROBE: said})
@@ -163,7 +163,7 @@ def test_steps_are_numbers_not_names(tmp_path):
     assert checkpoint.newest(tmp_path)[0].step == 100
 
 
-def test_folders_of_other_names_are_left_alone(tmp_path):
+def test_leaves_folders_of_other_names_alone(tmp_path):
     write(tmp_path, 3)
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_3.bak")
     (tmp_path / "global_step_x").mkdir()
@@ -174,7 +174,7 @@ def test_folders_of_other_names_are_left_alone(tmp_path):
     assert names(tmp_path) == ["global_step_3.bak", "global_step_6", "global_step_x", "latest"]
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_keeps_only_the_newest(tmp_path):
     for step in (2, 4, 6, 8):
         write(tmp_path, step, keep=2)
     assert names(tmp_path) == ["global_step_6", "global_step_8", "latest"]
@@ -217,7 +217,7 @@ def real(tmp_path_factory):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_damage_to_any_file_is_found(real, data):
+def test_detects_any_damage_to_any_file(real, data):
     """Cut, with one bit flipped, or gone; COMPLETE too. The checkpoint before it is used."""
     folder = real / "global_step_6"
     file = data.draw(st.sampled_from(every_file(folder)))
@@ -242,13 +242,13 @@ def test_any_damage_to_any_file_is_found(real, data):
     assert checkpoint.newest(real)[0].step == 6
 
 
-def test_a_checkpoint_under_another_steps_name_is_not_usable(tmp_path):
+def test_rejects_checkpoint_under_another_steps_name(tmp_path):
     write(tmp_path, 3)
     (tmp_path / "global_step_3").rename(tmp_path / "global_step_9")
     assert "it is the checkpoint of step 3" in checkpoint.newest(tmp_path)[1][0]
 
 
-def test_the_best_stays(tmp_path):
+def test_keeps_the_best(tmp_path):
     for step in (2, 4, 6):
         write(tmp_path, step, keep=1)
         if step == 2:
@@ -277,14 +277,14 @@ def test_shards_hold_the_model(tmp_path):
     assert all(torch.equal(p, expected[name]) for name, p in other.named_parameters())
 
 
-def test_shards_that_lack_a_parameter_are_an_error(tmp_path):
+def test_rejects_shards_that_lack_a_parameter(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     saver.save_shards(tmp_path, model, None, 0)
     with pytest.raises(ModelError, match="cannot read the checkpoint shards"):
         fill(create_builtin("tiny", 0), ModelSource("", shards=str(tmp_path / "model")), 0)
 
 
-def test_optimizer_state_comes_back(tmp_path):
+def test_restores_optimizer_state(tmp_path):
     def train(model, optimizer, steps, seed):
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):

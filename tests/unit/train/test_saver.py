@@ -36,7 +36,7 @@ def numbers(model, optimizer):
     return [tensor.detach().clone() for tensor in (*model.parameters(), *state)]
 
 
-def test_what_is_saved_is_what_was_there(tmp_path):
+def test_saves_the_state_at_the_start_of_the_save(tmp_path):
     """Twice, in the same host memory; training changes everything as soon as ``start`` returns."""
     model, optimizer = model_and_optimizer(1)
     saves = saver.ShardSaver(60.0)
@@ -76,13 +76,13 @@ except RunError as error:
 
 
 @pytest.mark.slow
-def test_a_disk_without_room_is_an_error(tmp_path):
+def test_reports_a_full_disk(tmp_path):
     """Files end at 40 kB here. torch's own writer would drop what its threads could not write, and say nothing."""
     done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"cannot write {tmp_path}: the file would be larger than is allowed\nhint: ")
 
 
-def test_a_place_that_cannot_be_written_to(tmp_path):
+def test_reports_an_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     saves = saver.ShardSaver(60.0)
     saves.start(tmp_path / "file", saver.shards_of(create_builtin("tiny", 0), None, 1), background=True)
@@ -90,7 +90,7 @@ def test_a_place_that_cannot_be_written_to(tmp_path):
         finished(saves)
 
 
-def test_random_numbers_go_on(tmp_path):
+def test_restores_the_random_state(tmp_path):
     torch.manual_seed(7)
     torch.rand(3)
     saver.save_random_state(tmp_path, rank=1, world_size=2)
@@ -105,7 +105,7 @@ def test_random_numbers_go_on(tmp_path):
     assert torch.equal(torch.rand(5), expected)
 
 
-def test_host_memory_in_pieces():
+def test_splits_host_memory_into_aligned_pieces():
     first, nothing, last = pieces([5, 0, 70], pinned=False)
     assert [len(piece) for piece in (first, nothing, last)] == [5, 0, 70]
     first.fill_(1)

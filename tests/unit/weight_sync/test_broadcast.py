@@ -77,7 +77,7 @@ def send_all(group, receivers, given):
     return told
 
 
-def test_all_receive_what_was_sent(receivers):
+def test_all_receivers_get_the_tensors_sent(receivers):
     meeting = Meeting("127.0.0.1", 3, 60.0)
     processes = receivers(2)
     for seed in (0, 1):  # the group is used again
@@ -91,7 +91,7 @@ def test_all_receive_what_was_sent(receivers):
             assert found == sums(given)
 
 
-def test_whoever_waits_for_a_lost_member_gives_up(receivers):
+def test_rank_waiting_for_a_lost_rank_gives_up(receivers):
     meeting = Meeting("127.0.0.1", 3, 60.0)
     living, dying = processes = receivers(2)
     told = send_all(meeting.group, processes, weights(0))
@@ -111,7 +111,7 @@ def test_whoever_waits_for_a_lost_member_gives_up(receivers):
         Member.of(meeting.group, 0, torch.device("cpu"))
 
 
-def test_whoever_has_two_buckets_on_their_way_leaves_once(receivers):
+def test_rank_with_two_pending_buckets_leaves_once(receivers):
     """The wait for the second one ends in the same way, and not in the ruins of the group that the first one left."""
     meeting = Meeting("127.0.0.1", 2, 30.0)
     [other] = receivers(1)
@@ -130,13 +130,13 @@ def test_whoever_has_two_buckets_on_their_way_leaves_once(receivers):
     assert time.monotonic() - began < 20
 
 
-def test_who_comes_to_a_meeting_alone_is_told(receivers):
+def test_rendezvous_of_one_rank_times_out_with_a_message(receivers):
     meeting = Meeting("127.0.0.1", 2, 1.0)
     with pytest.raises(MemberLost, match="rank 0 of 2 gave up"):
         Member(meeting.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
 
 
-def test_whoever_waits_for_the_group_to_come_together_hears_of_a_loss(receivers):
+def test_rank_waiting_for_the_process_group_is_told_of_a_loss(receivers):
     meeting = Meeting("127.0.0.1", 2, 60.0)
     threading.Timer(0.5, meeting.announce_loss, ["sampler 3"]).start()
     begun = time.monotonic()
@@ -145,7 +145,7 @@ def test_whoever_waits_for_the_group_to_come_together_hears_of_a_loss(receivers)
     assert time.monotonic() - begun < 20
 
 
-def test_the_first_loss_is_the_one_to_hear_of(receivers):
+def test_reports_the_first_loss(receivers):
     meeting = Meeting("127.0.0.1", 2, 60.0)
     for who in ("sampler 1", "sampler 0, which was told of it"):
         meeting.announce_loss(who)
@@ -154,7 +154,7 @@ def test_the_first_loss_is_the_one_to_hear_of(receivers):
         Member.of(meeting.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
 
 
-def test_a_new_group_may_have_the_port_of_one_that_was_given_up(monkeypatch):
+def test_new_process_group_may_reuse_the_port(monkeypatch):
     meeting = Meeting("127.0.0.1", 2, 1.0)
     monkeypatch.setattr(Member, "_given_up", dataclasses.replace(meeting.group, name="another"))
     with pytest.raises(MemberLost, match="rank 0 of 2 gave up"):  # nobody comes, but it is not refused

@@ -27,7 +27,7 @@ def handed_out(outlet):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_all_arrives_as_it_is(dtype):
+def test_tensors_arrive_unchanged(dtype):
     given = {
         **weights(3, 1, 700, 64, dtype=dtype),
         "matrix": torch.arange(12.0).view(3, 4).to(dtype),
@@ -57,7 +57,7 @@ def test_buckets_hold_what_fits(sizes, expected):
     assert all(torch.equal(tensor, given[name]) for bucket in found for name, tensor in bucket.items())
 
 
-def test_a_bucket_stays_while_the_next_one_is_filled():
+def test_bucket_stays_valid_while_the_next_is_filled():
     given = weights(16, 16, 16)
     outlet = Outlet(given.items(), torch.float32, "host", bucket_bytes=64)
     first, second = outlet.next(0), outlet.next(1)
@@ -70,7 +70,7 @@ def test_a_bucket_stays_while_the_next_one_is_filled():
     assert not os.path.exists(second.path)
 
 
-def test_a_bucket_ends_with_a_process_that_is_killed():
+def test_killed_sender_leaves_no_shared_memory():
     """Nobody else removes what the sender of weights held."""
     holder = (
         "import torch, time\n"
@@ -89,7 +89,7 @@ def test_a_bucket_ends_with_a_process_that_is_killed():
     assert read.numel() == 1 << 20
 
 
-def test_where_nobody_reads_all_are_drawn_and_none_is_kept():
+def test_keeps_no_bucket_where_nobody_reads():
     drawn = []
 
     def draw():
@@ -108,7 +108,7 @@ def test_where_nobody_reads_all_are_drawn_and_none_is_kept():
     outlet.close()
 
 
-def test_another_process_reads_it():
+def test_another_process_reads_a_bucket():
     given = weights(5, 7)
     outlet = Outlet(given.items(), torch.float32, "host")
     bucket = outlet.next(0)

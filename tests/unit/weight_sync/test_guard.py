@@ -42,7 +42,7 @@ class Engine:
             assert not self.gate.running
 
 
-async def test_an_update_sends_requests_back_and_holds_new_ones():
+async def test_update_aborts_requests_and_holds_new_ones():
     engine = Engine()
     old = [asyncio.create_task(engine.request()) for _ in range(3)]
     await asyncio.sleep(0)
@@ -61,7 +61,7 @@ async def test_an_update_sends_requests_back_and_holds_new_ones():
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-async def test_buckets_are_loaded_in_their_order_one_at_a_time(order):
+async def test_loads_buckets_in_order_one_at_a_time(order):
     """Whatever order they come in: the first waits for requests to come back, and a load takes its time."""
     engine = Engine()
     engine.gate = WeightGate("it", SHAPES, lambda: asyncio.sleep(0))  # it takes a while to send requests back
@@ -86,7 +86,7 @@ async def test_buckets_are_loaded_in_their_order_one_at_a_time(order):
     assert loaded == ["a begins, 0 run", "a ends", "b begins, 0 run", "b ends"]
 
 
-async def test_a_bucket_does_not_wait_for_one_that_failed():
+async def test_bucket_fails_at_once_after_one_that_failed():
     """Whether it came before the failure or after it; and the next update begins with its own first bucket."""
     engine = Engine()
     with pytest.raises(MemberLost):
@@ -102,7 +102,7 @@ async def test_a_bucket_does_not_wait_for_one_that_failed():
     assert engine.gate.version == 4
 
 
-async def test_an_update_begins_in_the_middle_of_one_that_was_given_up():
+async def test_new_update_replaces_one_that_was_abandoned():
     """Another engine died, and nobody told this one: its buckets count from their own first, and one load ends before
     the other begins."""
     engine = Engine()
@@ -138,7 +138,7 @@ async def test_an_update_begins_in_the_middle_of_one_that_was_given_up():
         await load(0, "new")
 
 
-async def test_without_requests_nothing_is_aborted():
+async def test_aborts_nothing_without_requests():
     engine = Engine()
     await engine.update(1)
     assert engine.aborts == 0
@@ -150,7 +150,7 @@ async def test_without_requests_nothing_is_aborted():
     ({"a": (3, 2)}, r"the trainer sent a \(3, 2\); the engine has \(2, 3\)"),
     ({"b": (4,)}, "1 parameters of the engine were not sent, among them a"),
 ])  # fmt: skip
-async def test_an_update_that_is_not_whole_is_refused_until_one_is(shapes, message):
+async def test_rejects_incomplete_update_until_a_complete_one(shapes, message):
     engine = Engine()
     engine.ends.set()
     with pytest.raises(WeightSyncError, match=message):
@@ -164,7 +164,7 @@ async def test_an_update_that_is_not_whole_is_refused_until_one_is(shapes, messa
     assert await engine.request() == 3
 
 
-async def test_requests_that_wait_hear_of_a_failure():
+async def test_failed_update_fails_waiting_requests():
     engine = Engine()
     async with engine.gate.loading(bucket(0, {"a": (2, 3)})):
         waiting = asyncio.create_task(engine.request())
@@ -175,7 +175,7 @@ async def test_requests_that_wait_hear_of_a_failure():
         await waiting
 
 
-async def test_requests_wait_on_while_an_update_begins_again():
+async def test_requests_keep_waiting_while_an_update_restarts():
     """Another engine was lost in the middle of a broadcast: the living get all weights once more."""
     engine = Engine()
     with pytest.raises(MemberLost):
@@ -190,7 +190,7 @@ async def test_requests_wait_on_while_an_update_begins_again():
     assert await waiting == 4
 
 
-async def test_requests_that_do_not_come_back_end_the_update(monkeypatch):
+async def test_update_fails_if_requests_do_not_return(monkeypatch):
     monkeypatch.setattr(module, "_QUIET_S", 0.05)
     engine = Engine()
     engine.gate = WeightGate("it", SHAPES, lambda: asyncio.sleep(0))
