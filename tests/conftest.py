@@ -26,9 +26,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     several = len(config.args) > 1 or Path(config.args[0]).is_dir()
     if not several or "not gpu" not in config.option.markexpr:
         return 0
-    # With a thread for each core, the threads of two processes would wait for each other.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+
+
+def pytest_xdist_setupnodes() -> None:
+    """Give the processes of pytest one thread each: with one for each core, their threads would wait for each other."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
