@@ -20,4 +20,4 @@ def dro(logprobs: Tensor, tokens: TokenInputs, *, beta: float = 0.1) -> tuple[Te
     return loss, {"squared_log_ratio": squared.detach()}
 
 
-bundle("dro", {"algo.advantage": "rloo", "algo.policy_loss": "dro", "algo.loss_agg": "token-mean"})
+bundle("dro", advantage="rloo", policy_loss="dro", loss_agg="token-mean")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
 from posttrain.prep.datasets.base import DATASETS
 from posttrain.rewards import DATA_SOURCES, GRADERS
 from posttrain.rollout.interaction import INTERACTIONS
@@ -43,13 +46,30 @@ def test_data() -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registries_of_its_own() -> Iterator[None]:
-    """Plugins that one file's tests load, by running commands in this process, are gone for the next file's."""
+@contextmanager
+def _own_registries() -> Iterator[None]:
+    """Forget in the end what plugins have registered in the body, and that they were imported."""
     with pytest.MonkeyPatch.context() as patch:
-        for registry in (DATASETS, GRADERS, INTERACTIONS, PARSERS, TOOLS):
+        for registry in (DATASETS, GRADERS, INTERACTIONS, PARSERS, TOOLS, ADVANTAGES, BUNDLES, POLICY_LOSSES):
             patch.setattr(registry, "_entries", dict(registry._entries))
-        sources = dict(DATA_SOURCES)
+        sources, modules = dict(DATA_SOURCES), set(sys.modules)
         yield
         DATA_SOURCES.clear()
         DATA_SOURCES.update(sources)
+        for name in set(sys.modules) - modules:
+            if name.startswith("posttrain_plugin_"):
+                del sys.modules[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registries_of_its_own() -> Iterator[None]:
+    """Plugins that one file's tests load, by running commands in this process, are gone for the next file's."""
+    with _own_registries():
+        yield
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """Plugins that a test loads are gone for the next test."""
+    with _own_registries():
+        yield

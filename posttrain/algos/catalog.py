@@ -182,15 +182,18 @@ def policy_loss(name: str, **declared: Any) -> Callable[[F], F]:
     return add
 
 
-def bundle(name: str, values: Mapping[str, Any]) -> None:
-    """Register the values by dotted key that `--algo NAME` sets.
+def bundle(name: str, **values: Any) -> None:
+    """Register what `--algo NAME` sets.
 
     KL, entropy and corrections are the preset's choice, and belong to no bundle.
+
+    Args:
+        values: by key of `[algo]`, or by the dotted key of another section.
 
     Raises:
         ConfigError: the name is taken.
     """
-    BUNDLES.register(name)(values)
+    BUNDLES.register(name)({key if "." in key else f"algo.{key}": value for key, value in values.items()})
 
 
 def _call(what: str, function: Callable[..., Any], *inputs: Any, values: Mapping[str, Any]) -> Any:

@@ -23,13 +23,4 @@ def cispo(logprobs: Tensor, tokens: TokenInputs, *, clip_low: float, clip_high: 
 
 
 # No lower bound. The upper one is not in the paper; 5 is among those that ScaleRL (arXiv:2510.13786) found alike.
-bundle(
-    "cispo",
-    {
-        "algo.advantage": "grpo",
-        "algo.policy_loss": "cispo",
-        "algo.clip_low": 1.0,
-        "algo.clip_high": 4.0,
-        "algo.loss_agg": "token-mean",
-    },
-)
+bundle("cispo", advantage="grpo", policy_loss="cispo", clip_low=1.0, clip_high=4.0, loss_agg="token-mean")

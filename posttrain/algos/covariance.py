@@ -72,5 +72,5 @@ def kl_cov(logprobs: Tensor, tokens: TokenInputs, *, kl_cov_coef: float) -> tupl
     return -tokens.advantages * log_ratio.exp() + penalty, {"ppo_kl": -log_ratio.detach()}
 
 
-bundle("clip_cov", {"algo.advantage": "grpo", "algo.policy_loss": "clip_cov", "algo.loss_agg": "token-mean"})
-bundle("kl_cov", {"algo.advantage": "grpo", "algo.policy_loss": "kl_cov", "algo.loss_agg": "token-mean"})
+bundle("clip_cov", advantage="grpo", policy_loss="clip_cov", loss_agg="token-mean")
+bundle("kl_cov", advantage="grpo", policy_loss="kl_cov", loss_agg="token-mean")

@@ -30,13 +30,4 @@ def distill(episodes: Episodes) -> Advantages:
 
 
 # It needs algo.teacher, and rewards only show how far it has come.
-bundle(
-    "opd",
-    {
-        "algo.advantage": "distill",
-        "algo.policy_loss": "cispo",
-        "algo.clip_low": 1.0,
-        "algo.clip_high": 4.0,
-        "algo.loss_agg": "token-mean",
-    },
-)
+bundle("opd", advantage="distill", policy_loss="cispo", clip_low=1.0, clip_high=4.0, loss_agg="token-mean")

@@ -32,4 +32,4 @@ def gdpo(episodes: Episodes, *, normalize_by_std: bool) -> Advantages:
     return episodes.advantages(total, whiten=True)
 
 
-bundle("gdpo", {"algo.advantage": "gdpo", "algo.loss_agg": "token-mean"})
+bundle("gdpo", advantage="gdpo", loss_agg="token-mean")

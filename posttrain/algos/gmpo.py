@@ -51,13 +51,4 @@ def _clip(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: flo
     return from_above.where(advantages > 0, from_below.where(advantages < 0, log_ratio))
 
 
-bundle(
-    "gmpo",
-    {
-        "algo.advantage": "grpo",
-        "algo.policy_loss": "gmpo",
-        "algo.clip_low": 0.4,
-        "algo.clip_high": 0.4,
-        "algo.loss_agg": "seq-mean-token-mean",
-    },
-)
+bundle("gmpo", advantage="grpo", policy_loss="gmpo", clip_low=0.4, clip_high=0.4, loss_agg="seq-mean-token-mean")

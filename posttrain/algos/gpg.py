@@ -36,4 +36,4 @@ def gpg_loss(logprobs: Tensor, tokens: TokenInputs) -> tuple[Tensor, Columns]:
     return -tokens.advantages * logprobs, {"ppo_kl": -tokens.log_ratio(logprobs).detach()}
 
 
-bundle("gpg", {"algo.advantage": "gpg", "algo.policy_loss": "gpg", "algo.loss_agg": "token-mean"})
+bundle("gpg", advantage="gpg", policy_loss="gpg", loss_agg="token-mean")

@@ -25,19 +25,8 @@ def grpo(episodes: Episodes, *, normalize_by_std: bool) -> Advantages:
     return episodes.advantages(episodes.by_group().relative(episodes.scores(), normalize_by_std))
 
 
-bundle("grpo", {"algo.advantage": "grpo", "algo.loss_agg": "token-mean"})
+bundle("grpo", advantage="grpo", loss_agg="token-mean")
 # No division by the group's standard deviation or by length.
-bundle(
-    "dr_grpo",
-    {"algo.advantage": "grpo", "algo.normalize_by_std": False, "algo.loss_agg": "seq-mean-token-sum-norm"},
-)
+bundle("dr_grpo", advantage="grpo", normalize_by_std=False, loss_agg="seq-mean-token-sum-norm")
 # Clip-higher, dynamic sampling, token-mean. Overlong shaping needs a length: reward.overlong.buffer_tokens.
-bundle(
-    "dapo",
-    {
-        "algo.advantage": "grpo",
-        "algo.clip_high": 0.28,
-        "algo.loss_agg": "token-mean",
-        "rollout.filter_groups": True,
-    },
-)
+bundle("dapo", advantage="grpo", clip_high=0.28, loss_agg="token-mean", **{"rollout.filter_groups": True})

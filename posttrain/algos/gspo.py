@@ -37,13 +37,4 @@ def gspo(logprobs: Tensor, tokens: TokenInputs, *, clip_low: float, clip_high: f
     return surrogate, {"pg_clipfrac": was_clipped, "ppo_kl": -tokens.log_ratio(logprobs).detach()}
 
 
-bundle(
-    "gspo",
-    {
-        "algo.advantage": "grpo",
-        "algo.policy_loss": "gspo",
-        "algo.clip_low": 3e-4,
-        "algo.clip_high": 4e-4,
-        "algo.loss_agg": "seq-mean-token-mean",
-    },
-)
+bundle("gspo", advantage="grpo", policy_loss="gspo", clip_low=3e-4, clip_high=4e-4, loss_agg="seq-mean-token-mean")

@@ -24,4 +24,4 @@ def opo(episodes: Episodes) -> Advantages:
     return episodes.advantages((scores - baselines[group.member]).where(group.unequal(scores), 0.0))
 
 
-bundle("opo", {"algo.advantage": "opo", "algo.loss_agg": "token-mean"})
+bundle("opo", advantage="opo", loss_agg="token-mean")

@@ -32,4 +32,4 @@ def grpo_passk(episodes: Episodes, *, normalize_by_std: bool) -> Advantages:
     return episodes.advantages(scores.new_zeros(len(scores)).index_copy_(0, best, lead))
 
 
-bundle("passk", {"algo.advantage": "grpo_passk", "algo.loss_agg": "token-mean"})
+bundle("passk", advantage="grpo_passk", loss_agg="token-mean")

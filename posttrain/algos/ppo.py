@@ -61,4 +61,4 @@ def clipped(
     }
 
 
-bundle("ppo", {"algo.advantage": "gae", "algo.lam": 0.95, "algo.loss_agg": "token-mean"})
+bundle("ppo", advantage="gae", lam=0.95, loss_agg="token-mean")

@@ -29,5 +29,5 @@ def reinforce_plus_plus_baseline(episodes: Episodes) -> Advantages:
     return episodes.advantages(episodes.by_group().centered(episodes.scores()), whiten=True)
 
 
-bundle("reinforce++", {"algo.advantage": "reinforce_plus_plus", "algo.loss_agg": "token-mean"})
-bundle("reinforce++-baseline", {"algo.advantage": "reinforce_plus_plus_baseline", "algo.loss_agg": "token-mean"})
+bundle("reinforce++", advantage="reinforce_plus_plus", loss_agg="token-mean")
+bundle("reinforce++-baseline", advantage="reinforce_plus_plus_baseline", loss_agg="token-mean")

@@ -24,4 +24,4 @@ def remax(episodes: Episodes) -> Advantages:
     return episodes.token_advantages(returns - episodes.baselines.double()[episodes.owners], returns)
 
 
-bundle("remax", {"algo.advantage": "remax", "algo.loss_agg": "seq-mean-token-sum-norm"})
+bundle("remax", advantage="remax", loss_agg="seq-mean-token-sum-norm")

@@ -19,4 +19,4 @@ def rloo(episodes: Episodes) -> Advantages:
     return episodes.advantages(group.centered(episodes.scores()) * factor[group.member])
 
 
-bundle("rloo", {"algo.advantage": "rloo", "algo.loss_agg": "seq-mean-token-sum-norm"})
+bundle("rloo", advantage="rloo", loss_agg="seq-mean-token-sum-norm")

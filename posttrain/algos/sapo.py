@@ -27,4 +27,4 @@ def sapo(logprobs: Tensor, tokens: TokenInputs, *, tau_positive: float, tau_nega
     return -soft * tokens.advantages, {"ppo_kl": -log_ratio.detach()}
 
 
-bundle("sapo", {"algo.advantage": "grpo", "algo.policy_loss": "sapo", "algo.loss_agg": "seq-mean-token-mean"})
+bundle("sapo", advantage="grpo", policy_loss="sapo", loss_agg="seq-mean-token-mean")

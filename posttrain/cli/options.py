@@ -31,7 +31,9 @@ WorkersOption = Annotated[int | None, typer.Option("--workers", help="Training w
 PluginOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--plugin", metavar="FILE", help="Import your own data sets, tools and graders; repeatable (plugins)."
+        "--plugin",
+        metavar="FILE",
+        help="Import your own data, tools, graders and algorithms; repeatable (plugins).",
     ),
 ]
 ExamineOption = Annotated[

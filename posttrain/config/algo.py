@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import Parameter
 from typing import Annotated, Any, Literal
 
@@ -138,7 +138,7 @@ class AlgoConfig(Section):
     @field_validator("advantage", "policy_loss")
     @classmethod
     def _registered(cls, name: str, info: ValidationInfo) -> str:
-        registry: Registry[Any] = ADVANTAGES if info.field_name == "advantage" else POLICY_LOSSES
+        registry = _REGISTRIES[str(info.field_name)]
         if name not in registry:
             known = ", ".join(repr(other) for other in registry.names())
             raise PydanticKnownError("literal_error", {"expected": f"{known}, or a name that a plugin registers"})
@@ -172,29 +172,27 @@ class AlgoConfig(Section):
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> AlgoConfig:
-        readers: dict[str, tuple[str, tuple[str, ...]]] = {
-            "norm_length": ("loss_agg", ("seq-mean-token-sum-norm",)),
-            "kl_target": ("kl_in", ("reward",)),
-            "kl_horizon": ("kl_in", ("reward",)),
-        }
-        if self.teacher and not ADVANTAGES.get(self.advantage).teacher:
-            readers["teacher"] = "advantage", tuple(n for n in ADVANTAGES.names() if ADVANTAGES.get(n).teacher)
-        for key, registry in (("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES)):
-            options = {name: registry.get(name).options for name in registry.names()}
-            for option in {option for own in options.values() for option in own} - _FOR_ANY:
-                readers[option] = key, tuple(name for name, own in options.items() if option in own)
-        for name in sorted(self.changed & readers.keys()):
-            key, values = readers[name]
-            if getattr(self, key) not in values:
-                wanted = " or ".join(repr(value) for value in values)
-                raise ValueError(
-                    f"algo.{name} has no effect with algo.{key} = {getattr(self, key)!r}: it is of {wanted}"
-                )
+        given, estimator, loss = self.changed, ADVANTAGES.get(self.advantage), POLICY_LOSSES.get(self.policy_loss)
+        if "norm_length" in given and self.loss_agg != "seq-mean-token-sum-norm":
+            raise self._no_effect("norm_length", "loss_agg", ["seq-mean-token-sum-norm"])
+        if self.kl_in != "reward" and (of_reward := given & {"kl_target", "kl_horizon"}):
+            raise self._no_effect(min(of_reward), "kl_in", ["reward"])
+        if self.teacher and not estimator.teacher:
+            raise self._no_effect("teacher", "advantage", [n for n in ADVANTAGES.names() if ADVANTAGES.get(n).teacher])
+        for name in sorted(given - _FOR_ANY - estimator.options.keys() - loss.options.keys()):
+            for key, registry in _REGISTRIES.items():
+                if readers := [other for other in registry.names() if name in registry.get(other).options]:
+                    raise self._no_effect(name, key, readers)
         if self.kl_in == "reward" and not self.kl_coef:
             raise ValueError("algo.kl_in = 'reward' has no effect with algo.kl_coef = 0")
         if self.clip_cov_low >= self.clip_cov_high:
             raise ValueError("algo.clip_cov_low is not below algo.clip_cov_high")
         return self
+
+    def _no_effect(self, name: str, key: str, values: Sequence[str]) -> ValueError:
+        """Return the error for a key that is read only where another one has one of these values."""
+        wanted = " or ".join(repr(value) for value in values)
+        return ValueError(f"algo.{name} has no effect with algo.{key} = {getattr(self, key)!r}: it is of {wanted}")
 
     @model_validator(mode="after")
     def _coherent(self) -> AlgoConfig:
@@ -219,8 +217,16 @@ class AlgoConfig(Section):
         return self
 
 
-_FOR_ANY = frozenset({"clip_low", "clip_high", "normalize_by_std"})
-"""Options that a preset may give whatever the algorithm is, so that `--set algo.policy_loss=...` alone changes it."""
+_REGISTRIES: Mapping[str, Registry[Any]] = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES}
+_OF_NO_BUNDLE = frozenset(
+    {"name", "kl_coef", "kl_in", "kl_estimator", "kl_target", "kl_horizon", "entropy_coef", "updates_per_step"}
+    | {"teacher", "correction"}
+)
+"""Keys that `--algo NAME` leaves as they are."""
+_FOR_ANY = _OF_NO_BUNDLE | {"advantage", "policy_loss", "loss_agg", "norm_length", "advantage_kwargs", "loss_kwargs"}
+_FOR_ANY |= {"clip_low", "clip_high", "normalize_by_std"}
+"""Keys that more than an estimator and a loss read; and the last three, which a preset may give whatever the algorithm
+is, so that `--set algo.policy_loss=...` alone changes it."""
 
 _KINDS: Mapping[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
@@ -252,7 +258,6 @@ def algo_bundle(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: unknown name.
     """
-    kept = {"name", "kl_coef", "kl_in", "kl_estimator", "kl_target", "kl_horizon", "entropy_coef", "updates_per_step"}
-    kept |= {"teacher", "correction"}
-    defaults = {f"algo.{key}": f.default for key, f in AlgoConfig.model_fields.items() if key not in kept}
+    fields = AlgoConfig.model_fields.items()
+    defaults = {f"algo.{key}": field.default for key, field in fields if key not in _OF_NO_BUNDLE}
     return {**defaults, **BUNDLES.get(name)}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
+from posttrain.algos import ADVANTAGES, BUNDLES
 from posttrain.algos.losses import value
 from posttrain.algos.reduce import token_weights
 from posttrain.cli import app
@@ -400,11 +400,9 @@ def test_a_model_of_other_tokens_is_refused(here, tmp_path, key, name):
 
 
 @pytest.fixture
-def command(here, monkeypatch):
-    """``command(name, *options)``: the metrics of three steps of `posttrain rl` on the untrained tiny model, and the
-    run's folder. What its plugins add is forgotten afterwards."""
-    for registry in (ADVANTAGES, BUNDLES, POLICY_LOSSES):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+def command(here, registries, monkeypatch):
+    """``command(name, *options)``: the folder and the metrics of three steps of `posttrain rl` on the untrained tiny
+    model."""
     monkeypatch.chdir(here)
 
     def posttrain(name, *options):

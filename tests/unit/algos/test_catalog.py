@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
+from posttrain.algos import ADVANTAGES, POLICY_LOSSES
 from posttrain.algos.episodes import Episodes
 from posttrain.algos.losses import weighted_policy_loss
 from posttrain.algos.tokens import TokenInputs, UpdateTokens
@@ -37,6 +37,10 @@ def mean(logprobs, tokens, *, clip_low: float, scale: float, on: bool = True, no
 def metric(logprobs, tokens):
     return logprobs, {"entropy": torch.zeros(3)}
 
+@policy_loss("keys")
+def keys(logprobs, tokens, *, gamma: float, kl_coef: float):
+    return logprobs, {}
+
 @policy_loss("column", prepare=lambda update: update.advantages[:1])
 def column(logprobs, tokens):
     return logprobs, {}
@@ -49,18 +53,6 @@ def returns_none(episodes):
 def raising(episodes):
     raise KeyError("gone")
 """
-
-
-@pytest.fixture
-def registries(monkeypatch):
-    """Registries that forget after the test what a plugin has added."""
-    for registry in (ADVANTAGES, BUNDLES, POLICY_LOSSES):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    known = set(sys.modules)
-    yield
-    for name in set(sys.modules) - known:
-        if name.startswith("posttrain_plugin_"):
-            del sys.modules[name]
 
 
 @pytest.fixture
@@ -184,6 +176,15 @@ def test_options_have_the_values_of_keys_kwargs_and_defaults(plugin: Path) -> No
     values = config.algo.loss_values
     assert (values["clip_low"], values["scale"]) == (0.3, 2)
     assert "count" not in values  # the function's own default
+
+
+def test_a_plugin_that_reads_keys_of_others_takes_them_from_nobody(plugin: Path) -> None:
+    shared = ["algo.gamma=0.9", "algo.kl_coef=0.1"]
+    values = resolved("algo.policy_loss=keys", *shared, plugin=plugin).algo.loss_values
+    assert (values["gamma"], values["kl_coef"]) == (0.9, 0.1)
+    resolved("algo.advantage=gae", "algo.policy_loss=clipped", *shared, plugin=plugin)
+    with pytest.raises(ConfigError, match=r"algo.gamma has no effect with algo.advantage = 'grpo'"):
+        resolved(*shared, plugin=plugin)
 
 
 def test_plugins_are_not_imported_for_names_that_are_known(registries, tmp_path: Path) -> None:

@@ -79,7 +79,9 @@ def parse(words: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("page", "words"), [pytest.param(p, w, id=f"{p}: {shlex.join(w)}") for p, w in snippets()])
-def test_command_in_the_docs_is_real(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_in_the_docs_is_real(
+    page: str, words: list[str], registries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(REPO)
     if words[0] == "sbatch":  # Slurm's, with a script of ours
         words = [word for word in words if word.endswith(".sbatch")]
@@ -96,7 +98,11 @@ def test_command_in_the_docs_is_real(page: str, words: list[str], monkeypatch: p
         known: dict[str, Any] = {preset.name: preset.command for preset in list_presets()}
         resolve(known[params["name"]], params["name"])
     if path in ("posttrain sft", "posttrain prefer", "posttrain rl", "posttrain generate"):
-        flags = {"algo.name": params.get("algo"), "cluster.workers": params.get("workers")}
+        flags = {
+            "algo.name": params.get("algo"),
+            "cluster.workers": params.get("workers"),
+            "plugins": params.get("plugin"),
+        }
         command: Any = path.removeprefix("posttrain ")
         preset = "tiny-arith" if params["preset"] == MINE else params["preset"]
         check_supported(resolve(command, preset, params["set_"] or [], flags).config)
