@@ -1,4 +1,5 @@
-"""How far the trainer's log-probabilities are from an engine's on what it sampled, and what `rollout.exact` changes.
+"""How far the trainer's log-probabilities are from an engine's on what it sampled, and what
+`rollout.batch_invariant` changes.
 
     python scripts/bench_gap_gpu.py --engine sglang --tokenizer FOLDER --data FOLDER
 
@@ -39,7 +40,7 @@ FEW, MANY = 8, 64
 
 def config(args: argparse.Namespace, exact: bool) -> Config:
     rollout = {
-        "engine": args.engine, "exact": exact, "memory_fraction": 0.4, "max_prompt_tokens": 1024,
+        "engine": args.engine, "batch_invariant": exact, "memory_fraction": 0.4, "max_prompt_tokens": 1024,
         "max_response_tokens": 1024, "max_concurrent": args.prompts, "engine_options": args.options,
         "tools": ["gsm8k"], "max_turns": 2,
     }  # fmt: skip

@@ -149,7 +149,7 @@ class SlowCalculator(Calculator):
 
 async def long_tail(env: Environment, script: Script, rate: float, steps: int = 12) -> tuple[float, float]:
     """(seconds, cancelled groups) of a step of 64 prompts x 8 episodes whose tool is slow now and then."""
-    cfg = env.cfg.model_copy(update={"over_sample_rate": rate, "carry_cancelled": rate > 0})
+    cfg = env.cfg.model_copy(update={"over_sample_rate": rate, "partial_rollouts": rate > 0})
     env = dataclasses.replace(env, tools={"calculator": SlowCalculator()}, cfg=cfg)
     source = TrajectorySource(SamplerPool([script]), env)
     order = BatchOrder(10_000, 64, seed=0)

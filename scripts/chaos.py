@@ -46,7 +46,7 @@ def command(kind: str, folder: Path, name: str, workers: int) -> list[str]:
         return ["sft", "--preset", "tiny-arith-sft", *common]
     common += ["--data", str(data / "train.parquet"), "--steps", "6", "--set", "train.save_every=1"]
     common += ["--set", "data.batch_size=4", "--set", "rollout.n=4", "--set", "rollout.max_turns=2"]
-    common += ["--set", f"plugins=['{HERE / 'chaos_engine.py'}']", "--set", "run.traces=false"]
+    common += ["--set", f"plugins=['{HERE / 'chaos_engine.py'}']", "--set", "run.rollouts=false"]
     return ["rl", "--preset", "tiny-arith", "--model", "run:start", *common]
 
 

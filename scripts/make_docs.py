@@ -54,6 +54,10 @@ resolved tree with the origin of each value, and every run stores it as `config.
 
 TOML has no null: `--set train.steps=none` resets a value that may be none. Where a value is a table of free names, one
 entry may be set alone: `--set tools.search.url=http://localhost:8000`, `--set reward.weights.format=0.5`.
+
+A key that was renamed is read by its earlier name too, in presets, in `--set` and in the config of an existing run,
+with a warning that names the current one. `posttrain presets migrate FILE` rewrites a preset: names change, comments
+and layout stay.
 """
 
 CLI_HEAD = f"""{MADE}

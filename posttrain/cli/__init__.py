@@ -27,7 +27,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-presets_app = typer.Typer(help="List the shipped presets, or show one.", invoke_without_command=True, cls=Commands)
+presets_app = typer.Typer(
+    help="List the shipped presets, show one, or rename earlier keys in a file of yours.",
+    invoke_without_command=True,
+    cls=Commands,
+)
 config_app = typer.Typer(help="Explain a key of the config.", no_args_is_help=True, cls=Commands)
 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
@@ -48,7 +52,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "report": (looking.report, "posttrain report tiny-arith tiny-code --out compared.html"),
     "version": (looking.version, "posttrain version --json"),
 }
-"""Each with an example, in the order of ``--help``."""
+"""Commands with an example each, in the order of ``--help``."""
 
 
 def _add(group: typer.Typer, name: str, command: Callable[..., None], example: str) -> None:
@@ -60,6 +64,7 @@ for name, (command, example) in COMMANDS.items():
 app.add_typer(presets_app, name="presets", epilog="Example: posttrain presets")
 presets_app.callback()(guarded(looking.presets_list))
 _add(presets_app, "show", looking.presets_show, "posttrain presets show tiny-gsm8k --provenance")
+_add(presets_app, "migrate", looking.presets_migrate, "posttrain presets migrate mine.toml")
 app.add_typer(config_app, name="config", epilog="Example: posttrain config explain train.optim.lr")
 _add(config_app, "explain", explaining.explain, "posttrain config explain train.optim.lr --preset tiny-gsm8k")
 

@@ -1,4 +1,4 @@
-"""What commands print."""
+"""Print the output of commands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from posttrain.core.text import printable
 
 
 def echo(text: object, *, err: bool = False, nl: bool = True) -> None:
-    """Print ``text`` on stdout, or on stderr: messages and names that come from files, models and services may hold
-    what a terminal obeys."""
+    """Print ``text`` on stdout, or on stderr, without control characters: messages and names from files, models and
+    services may contain escape sequences."""
     typer.echo(printable(str(text)), err=err, nl=nl)

@@ -1,4 +1,4 @@
-"""Raw data to checked parquet: prep."""
+"""Command that turns raw data into checked parquet: prep."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.console import echo
-from posttrain.cli.options import (
-    OverwriteOption,
-    PluginOption,
-    tools_of,
-)
+from posttrain.cli.options import OverwriteOption, PluginOption, names_in
 from posttrain.core.errors import ConfigError
 
 
@@ -20,26 +16,26 @@ def prep(
     name: Annotated[str | None, typer.Argument(help="Name of the data set; --list shows them.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the data sets.")] = False,
     source: Annotated[
-        str | None, typer.Option(help="Raw files: a file, a folder or a glob; without it, the hub.")
+        str | None, typer.Option(help="Raw files: a file, a folder or a glob; default: the Hugging Face hub.")
     ] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write to; default data/NAME.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many rows of each split.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum rows per split, from its start.")] = None,
     split: Annotated[list[str] | None, typer.Option(help="Only this split; repeatable.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of generated data.")] = 0,
-    train_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: rows to train on.")] = None,
-    test_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: held-out rows.")] = None,
+    train_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: number of training rows.")] = None,
+    test_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: number of held-out rows.")] = None,
     val_fraction: Annotated[
-        float, typer.Option(help="Share of the train split, by a hash of the prompt, that goes into val files.")
+        float, typer.Option(help="Share of the train split to write to val files, chosen by a hash of the prompt.")
     ] = 0.0,
     template: Annotated[
         str | None,
         typer.Option(help="Chat template that must render every row: a .jinja file, or a model that has one."),
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Model whose tokenizer measures the rows, for the card's lengths.")
+        str | None, typer.Option(help="Model whose tokenizer measures the row lengths of the card.")
     ] = None,
     tools: Annotated[
-        str | None, typer.Option(help="Tools, separated by commas, that go into SFT rows and tools_kwargs.")
+        str | None, typer.Option(help="Tools, separated by commas, to add to SFT rows and tools_kwargs.")
     ] = None,
     decontaminate: Annotated[
         list[str] | None,
@@ -71,7 +67,7 @@ def prep(
         val_fraction=val_fraction,
         template=template,
         tokenizer=tokenizer,
-        tools=tools_of(tools) or (),
+        tools=names_in(tools or ""),
         decontaminate=decontaminate or (),
         overwrite=overwrite,
     )

@@ -1,4 +1,4 @@
-"""What a key of the config is: config explain."""
+"""Command that explains a config key: config explain."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from posttrain.cli.console import echo
 
 def explain(
     key: Annotated[
-        str, typer.Argument(help="A key (train.optim.lr), a section (train.optim), or what another trainer calls it.")
+        str, typer.Argument(help="A key (train.optim.lr), a section (train.optim), or its name in another trainer.")
     ],
     preset: Annotated[
-        str | None, typer.Option("--preset", "-p", help="Also the value in this preset, and where it comes from.")
+        str | None, typer.Option("--preset", "-p", help="Also show the value in this preset and its origin.")
     ] = None,
 ) -> None:
-    """Say of a config key what it does: type and bounds, default, which commands read it, its names elsewhere."""
+    """Explain a config key: meaning, type and bounds, default, the commands that read it, its names elsewhere."""
     from posttrain.config.describe import described
     from posttrain.config.keys import known_key
 
@@ -35,7 +35,7 @@ def explain(
 
 
 def _explain(one: Any, value: str | None) -> None:
-    """Print all that is known of a key; ``value``: in the preset, with its origin."""
+    """Print the description of a key; ``value``: its value in the preset, with the origin."""
     from posttrain.config.aliases import ALIASES
     from posttrain.config.verl.names import theirs_of
 
@@ -55,7 +55,7 @@ def _explain(one: Any, value: str | None) -> None:
 
 
 def _values(preset: str) -> dict[str, str]:
-    """Each key's value in a preset with its origin, as text."""
+    """Return each key's value in a preset with its origin, as text."""
     import json
 
     from posttrain.config.presets import flatten_config, load_preset, origin, resolve

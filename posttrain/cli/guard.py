@@ -1,4 +1,4 @@
-"""What every command is wrapped in: one message on stderr instead of a traceback, and an exit code."""
+"""Wrap commands: an error is one message on stderr instead of a traceback, and an exit code."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from typing import ParamSpec
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec
 
 import typer
 
 from posttrain.cli.console import echo
+from posttrain.config.keys import RenamedKeyWarning
 from posttrain.core.errors import Interrupted, presented
 from posttrain.core.quiet import quiet_libraries
 from posttrain.core.signals import Terminated, termination_raises
@@ -22,19 +25,19 @@ _debug = False
 
 
 def show_tracebacks(wanted: bool) -> None:
-    """Whether the traceback of an error comes before its message (``--debug``)."""
+    """Set whether the traceback of an error is printed before its message (``--debug``)."""
     global _debug
     _debug = wanted
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn what a command raises into one message on stderr and an exit code."""
+    """Turn an exception of a command into one message on stderr and an exit code."""
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         quiet_libraries()
         try:
-            with termination_raises():
+            with termination_raises(), _renamed_keys_shown():
                 command(*args, **kwargs)
         except (typer.Exit, typer.Abort):
             raise
@@ -53,6 +56,24 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             _fail(f"error: {told.message}", told.hint, told.exit_code)
 
     return wrapper
+
+
+@contextmanager
+def _renamed_keys_shown() -> Iterator[None]:
+    """Print each warning of renamed keys once, as one line."""
+    seen: set[str] = set()
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> None:
+            if not issubclass(category, RenamedKeyWarning):
+                others(message, category, *where, **line)
+            elif str(message) not in seen:
+                seen.add(str(message))
+                echo(f"warning: {message}", err=True)
+
+        warnings.showwarning = show
+        yield
 
 
 def _fail(message: str, hint: str | None, code: int) -> None:

@@ -1,4 +1,4 @@
-"""From other trainers to presets: import-verl."""
+"""Command that imports configs of other trainers: import-verl."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from posttrain.core.errors import ConfigError
 
 
 def import_verl(
-    script: Annotated[str, typer.Argument(help="A launch script of verl. It is read, and never run.")],
+    script: Annotated[str, typer.Argument(help="Launch script of verl. It is read and never executed.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]", help="Arguments that the script would get: $1, $2, ...")
+        list[str] | None, typer.Argument(metavar="[ARGS]", help="Arguments of the script: $1, $2, ...")
     ] = None,
-    out: Annotated[str | None, typer.Option(metavar="FILE.toml", help="Write the preset here, not to stdout.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE.toml", help="Write the preset to this file instead of stdout.")
+    ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A variable that the script would see; repeatable."),
+        typer.Option(metavar="NAME=VALUE", help="Environment variable of the script; repeatable."),
     ] = None,
     root: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder that the script is started in; default: this one.")
+        str | None, typer.Option(metavar="DIR", help="Working directory of the script; default: the current one.")
     ] = None,
-    keys: Annotated[bool, typer.Option("--keys", help="Say of every key what became of it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as one JSON line, not the preset.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="Report the outcome of every key.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the findings as one JSON line instead of the preset.")
+    ] = False,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Turn a launch script of verl into a preset, and name the keys that have no place in it."""
+    """Turn a launch script of verl into a preset, and name the keys that have no counterpart."""
     import os
 
     from posttrain.interop.verl import command as import_verl

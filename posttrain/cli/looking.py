@@ -1,4 +1,4 @@
-"""Commands that only look: presets, doctor, report, version."""
+"""Commands on presets, machines and finished runs: presets, doctor, report, version."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def presets_list(context: typer.Context) -> None:
 
 def presets_show(
     name: Annotated[str, typer.Argument(help="A preset's name, or the path of a .toml.")],
-    provenance: Annotated[bool, typer.Option("--provenance", help="Say where each value came from.")] = False,
+    provenance: Annotated[bool, typer.Option("--provenance", help="Show the origin of each value.")] = False,
 ) -> None:
     """Print a preset's resolved config as TOML."""
     from posttrain.config.presets import dump_toml, load_preset, resolve
@@ -36,15 +36,28 @@ def presets_show(
     echo(dump_toml(resolved.config, resolved.provenance if provenance else None), nl=False)
 
 
+def presets_migrate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A preset of yours; it is replaced.")],
+) -> None:
+    """Give renamed keys of a preset file their current names. Comments and layout stay."""
+    from posttrain.config.migrate import migrate
+
+    renamed = migrate(file)
+    for old, new in renamed.items():
+        echo(f"{file}: {old} -> {new}")
+    if not renamed:
+        echo(f"{file}: no renamed keys, nothing to change")
+
+
 def doctor(
-    dir_: Annotated[str | None, typer.Option("--dir", help="Folder of runs that is looked at (run.dir).")] = None,
+    dir_: Annotated[str | None, typer.Option("--dir", help="Folder of runs to check (run.dir).")] = None,
     address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster that must answer (cluster.address).")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Do not start Ray.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
-    """Look whether this machine is fit for a run: ok, warn or fail, and what to do. Exit code 1 with a fail."""
+    """Check whether this machine is fit for a run: ok, warn or fail, with hints. Exit code 1 if a check fails."""
     from posttrain.doctor import command as doctor
     from posttrain.doctor.base import worst
 
@@ -63,10 +76,10 @@ def doctor(
 
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of runs, or paths of their folders.")],
-    out: Annotated[Path | None, typer.Option(help="The file; default: report.html in the run's folder.")] = None,
-    root: Annotated[str, typer.Option("--dir", help="Folder that holds runs (run.dir).")] = "runs",
+    out: Annotated[Path | None, typer.Option(help="Output file; default: report.html in the run's folder.")] = None,
+    root: Annotated[str, typer.Option("--dir", help="Folder that contains the runs (run.dir).")] = "runs",
 ) -> None:
-    """Make one HTML page of one or more runs: curves, time, distributions, trajectories, config."""
+    """Write one HTML page on one or more runs: curves, time, distributions, trajectories, config."""
     from posttrain.runs import report
 
     echo(report.run(runs, root, out))

@@ -1,4 +1,4 @@
-"""Commands and groups of them that name the nearest command or option for a word that is none."""
+"""Command classes that suggest the nearest command or option for an unknown word."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from posttrain.core.registry import nearest, unknown
 
 
 class Commands(TyperGroup):
-    """Commands of the command line."""
+    """Group of commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names. Ends with a usage error, exit code 2, where it names none."""
+        """Return the command that the first word names. Ends with a usage error, exit code 2, where it names none."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
             ctx.fail(f"No such command {args[0]!r}: {unknown(args[0], self.commands)}")
         return super().resolve_command(ctx, args)
@@ -38,7 +38,7 @@ class OneCommand(TyperCommand):
 
 
 def _option_hint(option: str, known: Sequence[str]) -> str:
-    """The nearest option; else, for a command that has `--set`, the key of the config that it may have meant."""
+    """Return the nearest option; else, for a command that has `--set`, the key of the config that it may have meant."""
     options = [name for name in known if name.startswith("--")]
     if close := nearest(option, options):
         return f"did you mean {close}?"

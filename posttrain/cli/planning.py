@@ -1,4 +1,4 @@
-"""What a run will take: plan."""
+"""Command that predicts a run: plan."""
 
 from __future__ import annotations
 
@@ -7,60 +7,47 @@ from typing import Annotated, Any
 import typer
 
 from posttrain.cli.console import echo
-from posttrain.cli.options import (
-    AlgoOption,
-    PresetOption,
-    SetOption,
-    StepsOption,
-    WorkersOption,
-    resolve_for,
-)
+from posttrain.cli.options import PRESET, Settings, with_settings
 from posttrain.core.errors import ConfigError
 
 _PLANNED = "give a preset of sft, prefer or rl: `posttrain presets` lists them"
 
 
+@with_settings(
+    *(*PRESET, "model.path", "algo.name", "cluster.workers", "train.steps"),
+    about={"model.path": "Folder, hub id, builtin:tiny, run:NAME or a config.json."},
+)
 def plan(
-    preset: PresetOption = None,
-    set_: SetOption = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", help="Folder, hub id, builtin:tiny, run:NAME or a config.json."),
-    ] = None,
-    algo: AlgoOption = None,
-    workers: WorkersOption = None,
-    steps: StepsOption = None,
+    settings: Settings,
     gpu: Annotated[
-        str | None, typer.Option(help="GPU to plan for: h200, h100, b200, a100, ...; without it, this machine's.")
+        str | None, typer.Option(help="GPU to plan for: h200, h100, b200, a100, ...; default: this machine's.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="How many a node; without it, as many as the config asks for.")
+        int | None, typer.Option(min=1, help="GPUs per node; default: as many as the config asks for.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="How many nodes.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
     length: Annotated[
         float | None,
-        typer.Option(min=1, help="Mean tokens of a sequence; without it, of the data's card, or the longest."),
+        typer.Option(min=1, help="Mean tokens per sequence; default: from the data's card, or the maximum length."),
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A run, or its folder: what it has measured beside what is predicted."),
+        typer.Option(metavar="NAME", help="Name or folder of a run: compare its measurements with the prediction."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
-    """Tell what a run will take, without a GPU and without weights: memory, batches, time, and what will not work."""
+    """Predict memory, batches, time and problems of a run, without a GPU and without weights."""
     from posttrain.config import RunConfig
     from posttrain.config.presets import load_preset
     from posttrain.plan import command as plan
 
     asked = plan.PlanOptions(gpu, gpus, nodes, length)
     if run is not None:
-        if preset is not None:
+        if settings.preset is not None:
             raise ConfigError("--run and --preset exclude each other", hint="a run has its own config")
         echo(plan.show_run(plan.run_folder(RunConfig().dir, run), asked, as_json))
         return
-    command: Any = "rl" if preset is None else load_preset(preset).command
+    command: Any = "rl" if settings.preset is None else load_preset(settings.preset).command
     if command not in ("sft", "prefer", "rl"):
-        raise ConfigError(f"preset {preset} is for {command}, and plan is about runs that train", hint=_PLANNED)
-    flags = {"model.path": model, "algo.name": algo, "cluster.workers": workers, "train.steps": steps}
-    resolved = resolve_for(command, preset, set_, flags)
-    echo(plan.show(resolved.config, asked, as_json))
+        raise ConfigError(f"preset {settings.preset} is for {command}, and plan is for runs that train", hint=_PLANNED)
+    echo(plan.show(settings.resolve(command).config, asked, as_json))

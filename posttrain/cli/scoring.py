@@ -1,4 +1,4 @@
-"""Responses and their grades: generate, eval."""
+"""Commands that sample and grade responses: generate, eval."""
 
 from __future__ import annotations
 
@@ -8,110 +8,69 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.console import echo
-from posttrain.cli.options import (
-    ConsoleOption,
-    EndpointOption,
-    ExamineOption,
-    LimitOption,
-    ModelOption,
-    NameOption,
-    OverwriteOption,
-    PluginOption,
-    PresetOption,
-    RepeatsOption,
-    SeedOption,
-    SetOption,
-    TemperatureOption,
-    ToolsOption,
-    resolve_for,
-    run_flags,
-    sampling_flags,
-)
+from posttrain.cli.options import PRESET, SAMPLING, Settings, with_settings
+from posttrain.config import EvalConfig
 from posttrain.core.errors import ConfigError
 
+_PASS_AT = ",".join(map(str, EvalConfig().pass_at))
+_GRADING = frozenset({"plugins", "reward.examine", "run.seed"})
+"""Keys that are of use without sampling."""
 
-def generate(
-    preset: PresetOption = None,
-    set_: SetOption = None,
-    name: NameOption = None,
-    model: ModelOption = None,
-    data: Annotated[str | None, typer.Option(help="Parquet of prompts (generate.data).")] = None,
-    out: Annotated[str | None, typer.Option(help="Responses parquet (generate.out).")] = None,
-    n: RepeatsOption = None,
-    temperature: TemperatureOption = None,
-    limit: LimitOption = None,
-    endpoint: EndpointOption = None,
-    tools: ToolsOption = None,
-    seed: SeedOption = None,
-    overwrite: OverwriteOption = False,
-    plugin: PluginOption = None,
-    console: ConsoleOption = None,
-) -> None:
+
+@with_settings(
+    *(*PRESET, "run.name", "model.path", "generate.data", "generate.out", *SAMPLING),
+    *("run.seed", "run.overwrite", "plugins", "run.console"),
+)
+def generate(settings: Settings) -> None:
     """Sample responses to a parquet of prompts."""
-    flags = run_flags(name, model, seed, overwrite, console, plugin) | {"generate.out": out}
-    flags |= sampling_flags(data, limit, endpoint, n, temperature, tools)
-    resolved = resolve_for("generate", preset, set_, flags)
+    resolved = settings.resolve("generate")
     from posttrain.generation import command as generate
 
     echo(generate.run(resolved))
 
 
+@with_settings(
+    *("reward.examine", *PRESET, "run.name", "model.path", "generate.data", *SAMPLING),
+    *("run.seed", "run.overwrite", "plugins"),
+    about={
+        "model.path": "Sample from this model first (model.path), and grade that.",
+        "generate.data": "Parquet of prompts to sample (generate.data).",
+    },
+)
 def evaluate(
     file: Annotated[
-        Path | None, typer.Argument(help="Responses parquet; default: the newest one under runs/, or what is sampled.")
+        Path | None, typer.Argument(help="Responses parquet; default: the sampled one, or the newest one under runs/.")
     ] = None,
-    pass_at: Annotated[str, typer.Option("--pass-at", help="k of pass@k, separated by commas.")] = "1",
+    pass_at: Annotated[
+        str | None, typer.Option("--pass-at", help="k of pass@k, separated by commas.", show_default=_PASS_AT)
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option("--compare", metavar="A B", help="Compare two responses files on the problems that both have."),
+        typer.Option("--compare", metavar="A B", help="Compare two responses files on their common problems."),
     ] = None,
     failures: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write each response that is not right, as .md, .jsonl or .parquet; - shows them."
-        ),
+        typer.Option(metavar="FILE", help="Write the wrong responses as .md, .jsonl or .parquet; - shows them."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line on stdout.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
-    examine: ExamineOption = None,
-    preset: PresetOption = None,
-    set_: SetOption = None,
-    name: NameOption = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Sample from this model first (model.path), and grade that.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Parquet of prompts to sample (generate.data).")] = None,
-    n: RepeatsOption = None,
-    temperature: TemperatureOption = None,
-    limit: LimitOption = None,
-    endpoint: EndpointOption = None,
-    tools: ToolsOption = None,
-    seed: SeedOption = None,
-    overwrite: OverwriteOption = False,
-    plugin: PluginOption = None,
+    *,
+    settings: Settings,
 ) -> None:
     """Grade responses: pass@k, mean@N, best@N and maj@N by data source and level, with intervals.
 
-    With --preset, --model or --data, responses are sampled first, as `posttrain generate` does it; what an earlier
-    command of the same settings has sampled is taken as it is.
+    With --preset, --model or --data, responses are sampled first, as with `posttrain generate`. Responses that an
+    earlier command sampled with the same settings are reused.
     """
-    from posttrain.config.presets import resolve
     from posttrain.core.registry import load_plugins
     from posttrain.evaluation import command as evaluate
     from posttrain.evaluation.rows import newest_responses
 
-    try:
-        ks = [int(k) for k in pass_at.split(",")]
-    except ValueError:
-        raise ConfigError(f"--pass-at {pass_at!r} is not a list of whole numbers", hint="--pass-at 1,5") from None
-    flags = {"eval.pass_at": ks, "plugins": plugin, "reward.examine": examine, "run.seed": seed}
-    sampling = run_flags(name, model, None, overwrite)
-    sampling |= sampling_flags(data, limit, endpoint, n, temperature, tools)
-    if preset is None and model is None and data is None:
-        given = [key for key, value in sampling.items() if value is not None]
-        if given:
-            raise ConfigError(f"{given[0]} is given, and nothing is sampled", hint="give --model, --data or --preset")
-        resolved = resolve("eval", sets=set_ or [], flags=flags)
+    flags = {"eval.pass_at": None if pass_at is None else _whole_numbers(pass_at)}
+    if settings.preset is None and not settings.flags.keys() & {"model.path", "generate.data"}:
+        if unused := sorted(settings.flags.keys() - _GRADING):
+            raise ConfigError(f"{unused[0]} is given, and nothing is sampled", hint="give --model, --data or --preset")
+        resolved = settings.resolve("eval", flags)
         load_plugins(resolved.config.plugins)
         if compare is not None:
             _refuse(file is not None or failures is not None, "--compare takes its two files and no other")
@@ -122,13 +81,16 @@ def evaluate(
             echo(f"evaluating {file}", err=True)
     else:
         _refuse(file is not None or compare is not None, "a file is given, and --preset, --model or --data")
-        resolved = resolve_for("generate", preset, set_, sampling | flags)
-        if name is None and not any(text.partition("=")[0].strip() == "run.name" for text in set_ or []):
-            cfg = resolved.config
-            sampling["run.name"] = evaluate.run_name(cfg.model.path, cfg.generate.data)
-            resolved = resolve("generate", preset, set_ or [], sampling | flags)
+        resolved = evaluate.with_run_name(settings.resolve("generate", flags))
         file = evaluate.sample(resolved)
     evaluate.run(file, resolved.config, as_json, out, failures)
+
+
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--pass-at {text!r} is not a list of whole numbers", hint="--pass-at 1,5") from None
 
 
 def _refuse(found: bool, message: str) -> None:

@@ -246,7 +246,7 @@ class Cluster:
             values=values,
             total_steps=total_steps,
             threads=_threads(world_size),
-            exact=cfg.rollout.exact,
+            batch_invariant=cfg.rollout.batch_invariant,
         )
         options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]
         remote = actor_class(TrainActor)
@@ -292,7 +292,7 @@ class Cluster:
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
             options=cfg.rollout.engine_options,
             sleeps=cfg.rollout.sleep,
-            exact=cfg.rollout.exact,
+            batch_invariant=cfg.rollout.batch_invariant,
         )
         if (dead := self._samplers.pop(index, None)) is not None:
             await dead.peer.end()  # one that only hangs would hold its memory

@@ -1,4 +1,4 @@
-"""RL algorithms, and the bundles of settings that `--algo` names."""
+"""Sections of the RL algorithm and the critic, and the bundles that `--algo` names."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 
 
 class CorrectionConfig(Section):
-    """Importance corrections for the gap between trainer and engine (algorithms.md). Any of them takes one more forward
-    pass a step, for the trainer's own log-probabilities before it."""
+    """Importance corrections for the gap between trainer and engine (algorithms.md). Each takes one more forward pass
+    per step, for the trainer's own log-probabilities before the update."""
 
     weight: Literal["none", "token", "sequence"] = "none"
-    """What multiplies the loss weight of a token: its ratio trainer / engine (truncated importance sampling), or the
-    product of its sequence's; none: 1."""
+    """Factor of a token's loss: its ratio trainer / engine (token, truncated importance sampling), or the product of
+    the ratios of its sequence (sequence); none: 1."""
     upper: PositiveFactor = 2.0
-    """Weights above it are cut to it, or are 0 where `lower` is given."""
+    """Upper bound of the factor. A larger one is cut to the bound, or is 0 if `lower` is given."""
     lower: PositiveFactor | None = None
-    """Weights below it, and above `upper`, are 0 (IcePop); none: no lower bound."""
+    """Lower bound of the factor. A smaller one, or one above `upper`, is 0 (IcePop); none: no lower bound."""
     reject: Literal["none", "geometric_mean", "max_token"] = "none"
-    """Sequences to leave out: those whose geometric mean of ratios lies outside [1 / reject_above, reject_above], or
-    any of whose tokens' ratios does."""
+    """Sequences to leave out: those whose geometric mean of ratios (geometric_mean), or the ratio of any token
+    (max_token), lies outside [1 / reject_above, reject_above]."""
     reject_above: Annotated[PositiveFactor, Field(ge=1.0)] = 1.01
-    """See `reject`."""
+    """Bound of the ratios for `reject`."""
 
     @property
     def active(self) -> bool:
-        """Whether anything is corrected."""
+        """Return whether anything is corrected."""
         return self.weight != "none" or self.reject != "none"
 
     @model_validator(mode="after")
@@ -61,78 +61,81 @@ class CorrectionConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic of `algo.advantage = "gae"`: a causal LM with one value a token, all of whose weights are trained."""
+    """The critic of `algo.advantage = "gae"`: a causal LM with one value per token. All of its weights are trained."""
 
     path: str = ""
-    """A model as `model.path`; empty: that one."""
+    """Model of the critic, in the form of `model.path`; empty: the same model."""
     value_clip: PositiveFactor = 0.5
-    """A value counts no farther than this from the one before the step's first update."""
+    """Clip range of a value around its value before the first update of the step."""
     warmup_steps: NaturalInt = 0
-    """RL steps at the start in which only the critic is trained."""
+    """Initial RL steps in which only the critic is trained."""
     optim: OptimConfig = OptimConfig()
 
 
 class AlgoConfig(Section):
-    """The RL algorithm. `--algo NAME` sets a coherent bundle; each field stays open to `--set`."""
+    """The RL algorithm. `--algo NAME` sets a coherent bundle; `--set` changes single fields of it."""
 
     name: str = "grpo"
-    """Which bundle the other fields start from."""
+    """Bundle that gives the other fields their values."""
     advantage: str = "grpo"
-    """From rewards of episodes to advantages of tokens: an estimator in the table of algorithms.md, or of a plugin."""
+    """Advantage estimator, from rewards of episodes to advantages of tokens: one of algorithms.md, or of a plugin."""
     policy_loss: str = "clipped"
-    """From advantages and the policy's log-probabilities to a loss of tokens: likewise."""
+    """Policy loss, from advantages and log-probabilities to losses of tokens: one of algorithms.md, or of a plugin."""
     advantage_kwargs: dict[str, Any] = {}
-    """Options of an advantage estimator of a plugin, by name; see algorithms.md."""
+    """Options of a plugin's advantage estimator, by name; see algorithms.md."""
     loss_kwargs: dict[str, Any] = {}
-    """Options of a policy loss of a plugin, by name; see algorithms.md."""
+    """Options of a plugin's policy loss, by name; see algorithms.md."""
     normalize_by_std: bool = True
-    """Divide group-relative rewards by their standard deviation (GRPO) or not (Dr. GRPO)."""
+    """Divide group-relative rewards by their standard deviation (GRPO); false: do not (Dr. GRPO)."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Discount of a reward for each token of the policy before it (`gae`, `reinforce_plus_plus`)."""
+    """Discount factor of rewards per policy token (`gae`, `reinforce_plus_plus`)."""
     lam: Fraction = 1.0
-    """Lambda of `gae`: 0 trusts the critic only, 1 the returns only."""
+    """Lambda of `gae`: 0 uses the critic only, 1 the returns only."""
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """The ratio to the old policy counts no lower than 1 - clip_low; in `gmpo` the log-ratio, than -clip_low."""
+    """Lower clip range: the ratio to the old policy is clipped at 1 - clip_low; in `gmpo` the log-ratio at
+    -clip_low."""
     clip_high: PositiveFactor = 0.2
-    """The ratio to the old policy counts no higher than 1 + clip_high; in `gmpo` the log-ratio, than clip_high."""
+    """Upper clip range: the ratio to the old policy is clipped at 1 + clip_high; in `gmpo` the log-ratio at
+    clip_high."""
     dual_clip: Annotated[PositiveFactor, Field(gt=1.0)] | None = None
     """`clipped`: lower bound c of the objective for negative advantages (dual-clip PPO); none: off."""
     tau_positive: PositiveFactor = 1.0
-    """`sapo`: how sharp the gate is for advantages above 0."""
+    """`sapo`: temperature of the sigmoid for positive advantages; a larger one is steeper."""
     tau_negative: PositiveFactor = 1.05
-    """`sapo`: how sharp it is for others."""
+    """`sapo`: temperature of the sigmoid for other advantages."""
     clip_cov_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.0002
-    """`clip_cov`: share of the tokens of an update that have no loss."""
+    """`clip_cov`: share of an update's tokens to leave out of the loss."""
     clip_cov_low: SignedFactor = 1.0
-    """`clip_cov`: their covariance of log-probability and advantage is above this."""
+    """`clip_cov`: lower bound of the covariance of log-probability and advantage of these tokens."""
     clip_cov_high: SignedFactor = 5.0
-    """`clip_cov`: and below this."""
+    """`clip_cov`: upper bound of the covariance of these tokens."""
     kl_cov_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.002
-    """`kl_cov`: share of the tokens, those of largest covariance, that are held back."""
+    """`kl_cov`: share of the tokens with a KL penalty, those of the largest covariance."""
     kl_cov_coef: Factor = 1.0
-    """`kl_cov`: weight of their penalty."""
+    """`kl_cov`: coefficient of the KL penalty."""
     loss_agg: Aggregation = "token-mean"
-    """How losses of tokens become one number; see algorithms.md."""
+    """Aggregation of token losses into one number; see algorithms.md."""
     norm_length: PositiveInt | None = None
-    """`seq-mean-token-sum-norm`: what the sum of a sequence is divided by; none: `rollout.max_response_tokens`."""
+    """`seq-mean-token-sum-norm`: divisor of a sequence's sum; none: `rollout.max_response_tokens`."""
     entropy_coef: SignedFactor = 0.0
-    """The entropy of the policy, weighted as the loss, is subtracted from it so many times."""
+    """Coefficient of the policy's entropy, which is weighted like the loss and subtracted from it."""
     kl_coef: Factor = 0.0
-    """Weight of the KL to the reference model; 0: no reference model is loaded, nor is it with LoRA, where the
-    reference is the model without its adapter."""
+    """Coefficient of the KL to the reference model; 0: no reference model. With LoRA the reference is the model without
+    its adapter, and no further model is loaded."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL to the loss, or subtract it from the rewards of tokens."""
+    """Use of the KL: add it to the loss, or subtract it from the rewards of tokens."""
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k2+", "k3+"] = "low_var_kl"
-    """How the KL is estimated from the sampled tokens (Schulman 2020); low_var_kl is k3. Those with `+` have the
+    """Estimator of the KL from the sampled tokens (Schulman 2020); low_var_kl is k3. Estimators with `+` use the
     gradient of k2, for a KL in the loss."""
     kl_target: PositiveFactor | None = None
-    """KL in the reward: the coefficient, from `kl_coef` on, follows this mean KL of tokens; none: it stays."""
+    """KL in the reward: target of the mean KL per token, to which the coefficient adapts, starting from `kl_coef`;
+    none: constant coefficient."""
     kl_horizon: PositiveInt = 10_000
-    """Episodes in which a KL far above its target raises the coefficient by 20 %."""
+    """Number of episodes in which a KL far above its target raises the coefficient by 20 %."""
     updates_per_step: PositiveInt = 1
-    """Optimizer steps made from one batch of trajectories; above 1 the clip acts on stale log-probabilities."""
+    """Optimizer steps per batch of trajectories; above 1 the clip range applies to stale log-probabilities."""
     teacher: str = ""
-    """`distill`: the model whose log-probabilities are learned, as `model.path`; of the same vocabulary."""
+    """`distill`: teacher model, in the form of `model.path`; it must have the same vocabulary."""
     correction: CorrectionConfig = CorrectionConfig()
 
     @field_validator("advantage", "policy_loss")

@@ -1,9 +1,18 @@
-"""What other trainers call our keys: Hugging Face's TrainingArguments, TRL, OpenRLHF and verl, by the last part of a
-name. verl's whole keys are in ``posttrain.interop.verl``."""
+"""Map other names of config keys to the keys: earlier names, and those of Hugging Face's TrainingArguments, TRL,
+OpenRLHF and verl by the last part of a name. verl's whole keys are in ``posttrain.interop.verl``."""
 
 from __future__ import annotations
 
 from functools import cache
+
+RENAMED: dict[str, str] = {
+    "rollout.carry_cancelled": "rollout.partial_rollouts",
+    "rollout.exact": "rollout.batch_invariant",
+    "run.trace_every": "run.rollouts_every",
+    "run.traces": "run.rollouts",
+}
+"""Earlier key -> key, in the same section. Presets, `--set` and the configs of existing runs are read by either name
+(``posttrain.config.keys``)."""
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "run.name": ("run_name", "experiment_name", "wandb_run_name"),
@@ -75,6 +84,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     ),
     "rollout.memory_fraction": ("gpu_memory_utilization", "vllm_gpu_memory_utilization", "mem_fraction_static"),
     "rollout.sleep": ("vllm_enable_sleep", "free_cache_engine"),
+    "rollout.partial_rollouts": ("partial_rollout",),
     "rollout.filter_groups": ("dynamic_filtering", "dynamic_sampling"),
     "reward.function": ("reward_funcs", "reward_fn", "custom_reward_function", "remote_rm_url"),
     "reward.model.path": ("reward_pretrain", "reward_model_path"),
@@ -82,7 +92,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "checkpoint.keep": ("save_total_limit", "max_ckpt_num", "max_actor_ckpt_to_keep"),
     "checkpoint.best": ("metric_for_best_model",),
 }  # fmt: skip
-"""Our key -> names elsewhere. Values may be written otherwise: docs/config.md says what a key takes."""
+"""Our key -> names in other trainers. Their values may have another form: docs/config.md describes ours."""
 
 NO_KEY: dict[str, str] = {
     "gradient_accumulation_steps": "it follows from data.batch_size and train.tokens_per_microbatch",
@@ -95,10 +105,10 @@ NO_KEY: dict[str, str] = {
     "load_in_4bit": "weights are not quantized; train.lora.rank and train.param_dtype save memory",
     "load_in_8bit": "weights are not quantized; train.lora.rank and train.param_dtype save memory",
 }
-"""Names that have no key here, and why."""
+"""Names in other trainers without a key here, and the reason."""
 
 
 @cache
 def keys_by_alias() -> dict[str, str]:
-    """Our key by each name that it has elsewhere."""
+    """Return our key by each name in other trainers."""
     return {alias: key for key, aliases in ALIASES.items() for alias in aliases}

@@ -1,4 +1,4 @@
-"""What all sections of the config share."""
+"""Base class and bounded types of all config sections."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 _LARGEST_INT = 2**31 - 1
 """Engines, kernels and random generators take 32-bit integers."""
 _LARGEST_FACTOR = 1e6
-"""A larger factor of a loss or a ratio leaves float32 no digits for what is added to it."""
+"""A term with a larger factor leaves no float32 digits for the terms that it is added to."""
 _YEAR_S = 365 * 86400.0
-"""Nobody waits longer, and waits of centuries overflow the clocks of other libraries."""
+"""Longer waits are of no use, and waits of centuries overflow the clocks of other libraries."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST_INT)]
 NaturalInt = Annotated[int, Field(ge=0, le=_LARGEST_INT)]
@@ -33,5 +33,5 @@ class Section(BaseModel):
 
     @property
     def changed(self) -> set[str]:
-        """Fields that are not at their default."""
+        """Return the fields that differ from their defaults."""
         return {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}

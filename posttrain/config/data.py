@@ -1,4 +1,4 @@
-"""Runs, models, data."""
+"""Sections of the run folder, the model and the data."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from posttrain.core.text import printable
 
 
 class RunConfig(Section):
-    """Where a run lives and how it starts."""
+    """The run folder, and how a run starts."""
 
     name: Annotated[str, Field(max_length=200)] = ""
-    """Folder under `run.dir`; empty: the preset's name."""
+    """Name of the run's folder in `run.dir`; empty: the preset's name."""
     dir: str = "runs"
-    """Folder that holds runs."""
+    """Folder that contains the runs."""
     seed: NaturalInt = 0
-    """Seeds data order, sampling and model initialisation."""
+    """Seed of data order, sampling and model initialisation."""
     resume: str = "auto"
-    """auto: an unfinished run of this name and config goes on from its last checkpoint. never: it is an error. A path:
-    begin with that checkpoint (of a run, its last one), optimizer, order of the data and all."""
+    """auto: resume an unfinished run of the same name and config from its last checkpoint. never: such a run is an
+    error. A path: start from that checkpoint (from a run's last one), including optimizer state and position in the
+    data."""
     restarts: NaturalInt = 0
-    """How often the run starts its workers again by itself, from its last checkpoint, after one died or hung."""
+    """Maximum automatic restarts of the workers, from the last checkpoint, after one has died or hung."""
     overwrite: bool = False
-    """Delete an existing run of this name first."""
+    """Delete an existing run of the same name before the start."""
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]] = ["console", "jsonl"]
-    """Where metrics go; see metrics.md. The last three need extras of the same name."""
+    """Destinations of metrics; see metrics.md. The last three need the extras of the same names."""
     console: Literal["auto", "panel", "plain", "json", "quiet"] = "auto"
-    """What the console among the loggers shows. auto: a live panel on a terminal, else one plain line a step. json: one
-    JSON object a line, on stderr as all of them. quiet: warnings and errors only."""
+    """Output of the console logger, on stderr. auto: a live panel on a terminal, else one plain line per step. json:
+    one JSON object per line. quiet: warnings and errors only."""
     report: bool = True
-    """Keep `report.html` in the run's folder: made anew at each checkpoint and at the end (report.md)."""
-    traces: bool = True
-    """rl: write every trajectory to `traces/` in the run's folder, about 6 bytes a token (docs/traces.md)."""
-    trace_every: PositiveInt = 1
-    """Steps between two that are written there."""
+    """Write `report.html` to the run's folder at each checkpoint and at the end (report.md)."""
+    rollouts: bool = True
+    """`rl`: write rollout files with every trajectory to `traces/` in the run's folder, about 6 bytes per token
+    (docs/traces.md)."""
+    rollouts_every: PositiveInt = 1
+    """Steps between two rollout files."""
     profile: str = ""
-    """`FIRST:LAST`: trace the updates of these steps with torch.profiler, into `profile/` of the run's folder: a Chrome
-    trace and a table of the costliest kernels for each rank. Empty: none."""
+    """Steps to profile, as `FIRST:LAST`: torch.profiler writes a Chrome trace and a table of the most expensive kernels
+    of each rank to `profile/` in the run's folder. Empty: none."""
 
     @field_validator("name", "dir")
     @classmethod
     def _path(cls, value: str, info: ValidationInfo) -> str:
-        """Refuse what cannot be shown: the two are parts of paths, of titles and of lines on a terminal."""
+        """Reject unprintable characters: both values are shown in paths, in titles and on terminals."""
         if printable(value, "") != value:
             raise ValueError(f"run.{info.field_name} = {value!a} has characters that a terminal does not show")
         if info.field_name == "name" and (value in (".", "..") or "/" in value):
@@ -54,7 +56,7 @@ class RunConfig(Section):
 
     @property
     def profiled_steps(self) -> range:
-        """The steps of `profile`."""
+        """Return the steps of `profile`."""
         if not self.profile:
             return range(0)
         first, last = map(int, self.profile.split(":"))
@@ -73,10 +75,10 @@ class ModelConfig(Section):
     """The model to start from."""
 
     path: str = "builtin:tiny"
-    """A Hugging Face folder or hub id, `builtin:tiny`, or `run:NAME` (the newest checkpoint of a run; `run:latest`;
-    `run:NAME/best`: the best one, by `checkpoint.best`)."""
+    """Hugging Face folder or hub id, `builtin:tiny`, or the newest checkpoint of a run, `run:NAME` (`run:latest`: of
+    the newest run; `run:NAME/best`: the best one by `checkpoint.best`)."""
     trust_remote_code: bool = False
-    """Run Python code that ships with the model. Off unless asked."""
+    """Run Python code that ships with the model."""
 
 
 _RENDERING_ARGUMENTS = {
@@ -84,46 +86,47 @@ _RENDERING_ARGUMENTS = {
     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize",
     "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
-"""Arguments of transformers' ``apply_chat_template`` that are no variables of a template."""
+"""Arguments of transformers' ``apply_chat_template`` that are not template variables."""
 
 
 class DataConfig(Section):
-    """What is trained on, and in which batches."""
+    """Training and validation data, and batches."""
 
     train: str | list[str] = ""
-    """Parquet of SFT, preference or RLHF rows. The first two: also a folder, a glob, or a list of these."""
+    """Parquet file of SFT, preference or RLHF rows. For SFT and preference rows also a folder, a glob, or a list of
+    these."""
     val: str | list[str] = ""
-    """Held-out parquet, as `train`; empty: no validation."""
+    """Held-out data, in the same form as `train`; empty: no validation."""
     batch_size: PositiveInt = 32
     """Rows per optimizer step (`sft`), pairs (`prefer`), or prompts per step (`rl`), over all workers."""
     max_length: PositiveInt = 2048
-    """`sft`, `prefer`: longest conversation, in tokens."""
+    """`sft`, `prefer`: maximum length of a conversation, in tokens."""
     truncation: Literal["error", "left", "right", "drop"] = "error"
-    """`sft`, `prefer`: what happens to a longer conversation. A pair is dropped with either of its two. `rl`: a prompt
-    of more than `rollout.max_prompt_tokens` is an error, or with drop left out; none is cut."""
+    """`sft`, `prefer`: treatment of longer conversations; drop removes a pair if either conversation is too long. `rl`:
+    a prompt longer than `rollout.max_prompt_tokens` is an error, or with drop is left out; prompts are never cut."""
     enable_thinking: bool | None = None
-    """Passed to the chat template, in training and in sampling; none: as the template does without it."""
+    """Value passed to the chat template in training and in sampling; none: the template's own default."""
     template_kwargs: dict[str, Any] = {}
-    """Further variables of the chat template."""
+    """Additional variables of the chat template."""
     shuffle: bool = True
-    """A new order every epoch, from `run.seed`."""
+    """Shuffle the rows anew every epoch, seeded by `run.seed`."""
     stream_above: NaturalInt = 20_000
-    """`sft`, `prefer`: data of at most so many rows is read, checked and tokenized before the run starts. More is
-    streamed from its files while it trains, and `train.epochs` then counts all rows, also those that `truncation`
+    """`sft`, `prefer`: maximum number of rows that are read, checked and tokenized before the run starts. Larger data
+    is streamed from its files during training; `train.epochs` then counts all rows, including those that `truncation`
     drops."""
     shuffle_rows: PositiveInt = 32_768
-    """`sft`, `prefer`: rows in memory at once when streaming. The next row is drawn from these, and they come from
-    several places of the files; data of no more rows is shuffled as a whole."""
+    """`sft`, `prefer`: size of the shuffle buffer when streaming, in rows. Rows enter it from several positions of the
+    files, and the next row is drawn from it; data that fits into it is shuffled as a whole."""
     workers: NaturalInt = 2
-    """`sft`, `prefer`: processes that tokenize streamed data ahead of the trainer; 0: a thread of the driver does."""
+    """`sft`, `prefer`: processes that tokenize streamed data ahead of the trainer; 0: a thread of the driver."""
     prefetch: PositiveInt = 4
-    """`sft`, `prefer`: batches of streamed data that are ready ahead of the trainer."""
+    """`sft`, `prefer`: batches of streamed data to prepare ahead of the trainer."""
     deadline_s: Seconds = 300.0
-    """`sft`, `prefer`: longest wait for the next batch of streamed data, the start of the processes included."""
+    """`sft`, `prefer`: longest wait for the next batch of streamed data, including the start of the processes."""
 
     @property
     def chat_kwargs(self) -> dict[str, Any]:
-        """All keyword arguments of the chat template."""
+        """Return all keyword arguments of the chat template."""
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         return {**self.template_kwargs, **thinking}
 

@@ -1,4 +1,4 @@
-"""What a key of the config is: its type and bounds, its default, what it does, and which commands read it."""
+"""Describe config keys: type and bounds, default, meaning, and the commands that read them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "command": COMMANDS, "description": COMMANDS, "plugins": COMMANDS,
     "run": _RUNS, "run.seed": COMMANDS,
     "run.resume": _TRAINING, "run.restarts": _TRAINING, "run.report": _TRAINING, "run.profile": _TRAINING,
-    "run.traces": _RL, "run.trace_every": _RL,
+    "run.rollouts": _RL, "run.rollouts_every": _RL,
     "model": _RUNS,
     "data": _TRAINING, "data.enable_thinking": _RUNS, "data.template_kwargs": _RUNS,
     "data.max_length": ("sft", "prefer"), "data.stream_above": ("sft", "prefer"),
@@ -30,8 +30,9 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "data.workers": ("sft", "prefer"), "data.prefetch": ("sft", "prefer"), "data.deadline_s": ("sft", "prefer"),
     "train": _TRAINING, "train.dtype": _RUNS, "train.offload": _RL, "train.early_stop": ("sft", "prefer"),
     "prefer": ("prefer",), "algo": _RL, "critic": _RL, "val": _RL,
-    "rollout": _SAMPLING, "rollout.over_sample_rate": _RL, "rollout.carry_cancelled": _RL, "rollout.filter_groups": _RL,
-    "rollout.filter_max_batches": _RL, "rollout.sleep": _RL, "rollout.replay": _RL, "rollout.only": _RL,
+    "rollout": _SAMPLING, "rollout.over_sample_rate": _RL, "rollout.partial_rollouts": _RL,
+    "rollout.filter_groups": _RL, "rollout.filter_max_batches": _RL, "rollout.sleep": _RL,
+    "rollout.replay": _RL, "rollout.only": _RL,
     "tools": _SAMPLING, "reward": ("rl", "eval"), "sandbox": (*_SAMPLING, "eval"),
     "cluster": _RUNS, "cluster.workers": _TRAINING, "cluster.placement": _RL, "cluster.sampler_restarts": _SAMPLING,
     "cluster.weight_transfer": _RL, "cluster.sync_tolerance": _RL,
@@ -43,31 +44,31 @@ reads what `generate` reads."""
 
 @dataclass(frozen=True)
 class Described:
-    """One key."""
+    """Description of one key."""
 
     key: str
     type: str
-    """In words, with bounds"""
+    """Type in words, with bounds"""
     default: str
     about: str
 
     @property
     def read_by(self) -> tuple[str, ...]:
-        """The commands that read it."""
+        """Return the commands that read the key."""
         parts = self.key.split(".")
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next(READ_BY[name] for name in names if name in READ_BY)
 
 
 def described(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Described]:
-    """Every key of a section and of those below it."""
+    """Yield every key of a section and of the sections below it."""
     yield from own_keys(section, prefix)
     for name, inner in sections(section, prefix):
         yield from own_keys(inner, f"{name}.")
 
 
 def own_keys(section: type[BaseModel], prefix: str) -> Iterator[Described]:
-    """The keys of a section itself."""
+    """Yield the keys of a section itself."""
     about = docstrings(section)
     for name, schema in section.model_json_schema()["properties"].items():
         if "$ref" not in schema:
@@ -76,7 +77,7 @@ def own_keys(section: type[BaseModel], prefix: str) -> Iterator[Described]:
 
 
 def sections(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """(dotted name, class) of each section below ``section``."""
+    """Yield (dotted name, class) of each section below ``section``."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield f"{prefix}{name}", field.annotation
@@ -84,7 +85,7 @@ def sections(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tu
 
 
 def type_words(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Return a JSON schema in a few words."""
     if "anyOf" in schema:
         return " or ".join(type_words(option) for option in schema["anyOf"])
     if "enum" in schema:
@@ -103,13 +104,13 @@ def type_words(schema: Mapping[str, Any]) -> str:
 
 
 def plural(text: str) -> str:
-    """Words of ``type_words`` for several."""
+    """Return the plural of words from ``type_words``."""
     first, _, rest = text.partition(" ")
     return text if first.startswith("`") or first == "text" else f"{first}s {rest}".strip()
 
 
 def default_text(schema: Mapping[str, Any]) -> str:
-    """The default that a JSON schema states."""
+    """Return the default that a JSON schema states."""
     if "default" not in schema:
         return "(required)"
     value = schema["default"]
@@ -117,7 +118,8 @@ def default_text(schema: Mapping[str, Any]) -> str:
 
 
 def docstrings(model: type) -> dict[str, str]:
-    """The texts below the fields of a class. Pydantic can read them too, but does so at each start of the program."""
+    """Return the docstrings below the fields of a class by field. Pydantic can read them too, but does so at each start
+    of the program."""
     (definition,) = ast.parse(inspect.getsource(model)).body
     assert isinstance(definition, ast.ClassDef)
     texts = {}

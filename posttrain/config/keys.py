@@ -1,26 +1,47 @@
-"""The keys of the config by name: those that there are, and what an unknown one may have meant."""
+"""Look up config keys by name: those that exist, those that were renamed, and what an unknown one may have meant."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_origin
 
 from pydantic import BaseModel
 
 from posttrain.config import Config
-from posttrain.config.aliases import NO_KEY, keys_by_alias
+from posttrain.config.aliases import NO_KEY, RENAMED, keys_by_alias
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import nearest
 
 
+class RenamedKeyWarning(UserWarning):
+    """Warn that a preset, a flag or a stored config gives keys by their earlier names."""
+
+
+_FLAGS = {
+    "algo.name": "--algo",
+    "data.train": "--data",
+    "generate.endpoint.url": "--endpoint",
+    "model.path": "--model",
+    "plugins": "--plugin",
+    "rollout.only": "--rollout-only",
+}
+"""Options of commands that are not called after the last part of their key."""
+
+
+def flag_name(key: str) -> str:
+    """Return the option of commands that sets a key (`train.steps` -> `--steps`)."""
+    return _FLAGS.get(key, "--" + key.rsplit(".", 1)[-1].replace("_", "-"))
+
+
 def leaf_keys() -> list[str]:
-    """Every dotted key that a config knows."""
+    """Return every dotted key that a config knows."""
     return [key for key, _ in leaves_of(Config)]
 
 
 def leaves_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, type) of each value in the tree."""
+    """Yield (dotted key, type) of each value in the tree."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -29,20 +50,64 @@ def leaves_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", kind
 
 
+def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as dotted keys, whether a config knows the keys or not."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten_tree(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
 @functools.cache
 def _tables() -> frozenset[str]:
-    """The keys whose value is a table of free names, such as `tools`."""
+    """Return the keys whose value is a table of free names, such as `tools`."""
     return frozenset(key for key, kind in leaves_of(Config) if get_origin(kind) is dict)
 
 
 def table_of(key: str) -> str | None:
-    """The table that ``key`` lies in, if it does (`tools` of `tools.search.url`)."""
+    """Return the table that ``key`` lies in (`tools` of `tools.search.url`), or None."""
     return next((table for table in _tables() if key.startswith(f"{table}.") and all(key.split("."))), None)
 
 
+def current_keys(values: Mapping[str, Any], source: str, *, hint: str = "") -> dict[str, Any]:
+    """Return ``values`` (dotted key -> value) with renamed keys under their current names.
+
+    One ``RenamedKeyWarning`` names all of them.
+
+    Args:
+        source: what gives the values, as the warning's first words (``preset old.toml``).
+        hint: what to do about it, as the warning's last words.
+
+    Raises:
+        ConfigError: a key is given by its earlier and by its current name.
+    """
+    renamed = renamed_in(values, source)
+    if renamed:
+        names = ", ".join(f"`{old}` is called `{new}`" for old, new in renamed.items())
+        warnings.warn(f"{source} has renamed keys: {names}{hint and f'; {hint}'}", RenamedKeyWarning, stacklevel=1)
+    return {renamed.get(key, key): value for key, value in values.items()}
+
+
+def renamed_in(values: Mapping[str, Any], source: str) -> dict[str, str]:
+    """Return the current name by earlier name of each renamed key in ``values``. ``source`` gives them.
+
+    Raises:
+        ConfigError: a key is given by both names.
+    """
+    renamed = {old: new for old, new in RENAMED.items() if old in values}
+    if twice := [f"`{old}` and `{new}`" for old, new in renamed.items() if new in values]:
+        raise ConfigError(
+            f"{source} gives one key by two names: {', '.join(twice)}", hint="keep the second name and drop the first"
+        )
+    return renamed
+
+
 def known_key(name: str) -> str:
-    """The key or section that a name stands for: itself, the table that it is an entry of, or what another trainer
-    calls it.
+    """Return the key or section that a name stands for: itself, its current name, the table that it is an entry of, or
+    the key that another trainer calls so.
 
     Raises:
         ConfigError: there is none; the hint has the nearest.
@@ -50,14 +115,14 @@ def known_key(name: str) -> str:
     leaves = leaf_keys()
     if name in leaves or any(leaf.startswith(f"{name}.") for leaf in leaves):
         return name
-    known = table_of(name) or _called_elsewhere(name)
+    known = RENAMED.get(name) or table_of(name) or _called_elsewhere(name)
     if known is None:
         raise ConfigError(f"unknown key `{name}`", hint=key_hint(name, leaves))
     return known
 
 
 def key_hint(key: str, leaves: Sequence[str]) -> str:
-    """What an unknown key may have meant (``nearest_key``), or why there is none."""
+    """Say what an unknown key may have meant (``nearest_key``), or why there is none."""
     last = key.rpartition(".")[2]
     if last in NO_KEY:
         return f"`{last}` has no key here: {NO_KEY[last]}"
@@ -67,21 +132,22 @@ def key_hint(key: str, leaves: Sequence[str]) -> str:
 
 
 def nearest_key(key: str, leaves: Sequence[str]) -> str | None:
-    """The key that an unknown one may have meant: the same last part in another section (`train.lr` ->
-    `train.optim.lr`), what another trainer calls so, or one that is spelled alike. None: there is none."""
+    """Return the key that an unknown one may have meant: the same last part in another section (`train.lr` ->
+    `train.optim.lr`), the key that another trainer calls so, or one that is spelled alike, also by an earlier name.
+    None: there is none."""
     prefix, _, last = key.rpartition(".")
     if known := _called_elsewhere(key):
         return known
     if same_name := [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]:
         return nearest(key, same_name) or same_name[0]
     others = {f"{prefix}.{name}".lstrip("."): ours for name, ours in keys_by_alias().items()}
-    names = {leaf: leaf for leaf in leaves} | others
+    names = {leaf: leaf for leaf in leaves} | others | RENAMED
     close = nearest(key, names)
     return None if close is None else names[close]
 
 
 def _called_elsewhere(name: str) -> str | None:
-    """Our key that another trainer calls so."""
+    """Return our key that another trainer calls so."""
     from posttrain.config.verl.names import ours_of  # on demand: hundreds of rules
 
     return ours_of(name) or keys_by_alias().get(name.rpartition(".")[2])

@@ -1,4 +1,4 @@
-"""Preference training."""
+"""Section of preference training."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from posttrain.config.base import Factor, PositiveFactor, Section
 _OF_METHOD = {
     "beta": "dpo", "loss": "dpo", "nll_coef": "dpo", "length_normalized": "dpo", "center_coef": "reward_model",
 }  # fmt: skip
-"""The method that reads a field, where only one does."""
+"""The method that reads a field, for fields that only one method reads."""
 
 
 class PreferConfig(Section):
-    """`posttrain prefer`: what is learnt from pairs of answers; see preference.md."""
+    """Training on pairs of answers with `posttrain prefer`; see preference.md."""
 
     method: Literal["dpo", "reward_model"] = "dpo"
-    """dpo: a policy that prefers as the pairs do (arXiv:2305.18290). reward_model: a model that scores conversations
-    (arXiv:2203.02155), for `reward.model.path`."""
+    """dpo: train a policy on the preferences directly (arXiv:2305.18290). reward_model: train a model that scores
+    conversations (arXiv:2203.02155), for `reward.model.path`."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """DPO: of the margin between the two answers. ipo pulls it to a fixed value (arXiv:2310.12036)."""
+    """DPO: loss on the margin between the two answers. ipo regresses the margin to a fixed value (arXiv:2310.12036)."""
     beta: PositiveFactor = 0.1
-    """DPO: how strongly the policy is held to the reference. A smaller one lets it go further."""
+    """DPO: strength of the constraint to the reference model. Smaller values let the policy move further away."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-    """Share of the pairs that may be labelled the wrong way round (conservative DPO)."""
+    """Assumed share of pairs with swapped labels (conservative DPO)."""
     nll_coef: Factor = 0.0
-    """DPO: factor of the chosen answer's mean negative log-likelihood, added to the loss (arXiv:2404.19733)."""
+    """DPO: coefficient of the chosen answer's mean negative log-likelihood, which is added to the loss
+    (arXiv:2404.19733)."""
     length_normalized: bool = False
-    """DPO: log-ratios are means over an answer's tokens, not sums. `beta` then wants to be larger."""
+    """DPO: average log-ratios over an answer's tokens instead of summing them. Use a larger `beta` with it."""
     center_coef: Factor = 0.0
-    """Reward model: factor of the squared sum of a pair's scores, which keeps scores around 0 (arXiv:2312.09244)."""
+    """Reward model: coefficient of the squared sum of a pair's scores, which keeps scores around 0
+    (arXiv:2312.09244)."""
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> PreferConfig:

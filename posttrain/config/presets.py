@@ -1,4 +1,4 @@
-"""From presets and flags to one typed config, with the origin of every value.
+"""Resolve presets and flags to one typed config, with the origin of every value.
 
 Layers, the later one wins: defaults <- the algo's bundle <- the preset (parents through ``extends`` first) <-
 ``--algo`` <- ``--set a.b=value`` <- named flags. Imports neither torch nor anything that does: ``posttrain presets``
@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,7 +24,8 @@ from pydantic import ValidationError
 
 from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
 from posttrain.config import Command, Config, algo_bundle
-from posttrain.config.keys import key_hint, leaf_keys, leaves_of, table_of
+from posttrain.config.aliases import RENAMED
+from posttrain.config.keys import current_keys, flag_name, flatten_tree, key_hint, leaf_keys, leaves_of, table_of
 from posttrain.config.reading import read_toml
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Registry, load_plugins, nearest
@@ -38,19 +39,6 @@ GPU_PRESETS = {
 }  # fmt: skip
 CPU_PRESETS = {"sft": "tiny-multiturn", "prefer": "tiny-prefer", "rl": "tiny-gsm8k", "generate": "tiny-generate"}
 
-FLAGS = {
-    "algo.name": "--algo",
-    "cluster.workers": "--workers",
-    "data.train": "--data",
-    "eval.pass_at": "--pass-at",
-    "generate.data": "--data",
-    "model.path": "--model",
-    "plugins": "--plugin",
-    "rollout.only": "--rollout-only",
-    "val.n": "--val-n",
-}
-"""Flags that are not called after the last part of their key."""
-
 
 @dataclass(frozen=True)
 class Resolved:
@@ -61,6 +49,12 @@ class Resolved:
     """Where the value of each dotted key came from: ``default``, ``preset NAME``, ``algo NAME``, ``--set``, ..."""
     preset_name: str
     """Empty for a command that needs no preset."""
+
+    def named(self, name: str, origin: str) -> Resolved:
+        """Return the same with another `run.name`, which comes from ``origin``. Raises ``ConfigError``."""
+        tree = self.config.model_dump()
+        tree["run"]["name"] = name
+        return replace(self, config=config_of(tree, origin), provenance={**self.provenance, "run.name": origin})
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ def resolve(
     algo_flag = given.pop("algo.name", None)
     of_command = [("--set", _parse_sets(sets))]
     for key, value in given.items():
-        of_command.append((f"flag {_flag_name(key)}", _flatten({key: value}, "flags", dotted=True)))
+        of_command.append((f"flag {flag_name(key)}", _flatten({key: value}, "flags", dotted=True)))
     named = [values for _, values in [*layers, *of_command]] + [{"algo.name": algo_flag}]
     import_algorithms(_last([*layers, *of_command], "plugins", []), named)
     if algo_flag is not None:
@@ -163,7 +157,8 @@ def load_preset(name_or_path: str) -> Preset:
         command = command or _text(raw, "command", current)
         description = description or _text(raw, "description", current)
         values = {key: value for key, value in raw.items() if key not in ("extends", "command", "description")}
-        layers.insert(0, (f"preset {current.stem}", _flatten(values, str(current))))
+        flat = _flatten(values, str(current), f"`posttrain presets migrate {current}` rewrites it")
+        layers.insert(0, (f"preset {current.stem}", flat))
         current = find_preset(parent, beside=current.parent) if parent else None
     known = get_args(Command)
     if command not in known:
@@ -173,7 +168,7 @@ def load_preset(name_or_path: str) -> Preset:
 
 
 def find_preset(name_or_path: str, beside: Path | None = None) -> Path:
-    """The file of a shipped preset's name, or of a path (relative to ``beside``, else to the current folder)."""
+    """Return the file of a shipped preset's name, or of a path (relative to ``beside``, else to the current folder)."""
     if name_or_path.endswith(".toml") or "/" in name_or_path:
         path = (beside or Path()) / name_or_path
         if not path.is_file():
@@ -188,19 +183,19 @@ def find_preset(name_or_path: str, beside: Path | None = None) -> Path:
 
 
 def presets_dir() -> Path:
-    """The folder of shipped presets: inside the installed package, or at the top of a checkout."""
+    """Return the folder of shipped presets: inside the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     shipped = package / "_presets"
     return shipped if shipped.is_dir() else package.parent / "presets"
 
 
 def list_presets() -> list[Preset]:
-    """Every shipped preset, by name."""
+    """Return every shipped preset, by name."""
     return [load_preset(name) for name in sorted(path.stem for path in presets_dir().glob("*.toml"))]
 
 
 def default_preset(command: str) -> tuple[str, str]:
-    """The preset that ``command`` uses when none is given, and one line that says so."""
+    """Return the preset that ``command`` uses when none is given, and one line that says so."""
     if has_gpu():
         name = GPU_PRESETS[command]
         return name, f"GPU found: using preset {name}"
@@ -209,7 +204,7 @@ def default_preset(command: str) -> tuple[str, str]:
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU can be used here, found out without importing torch."""
+    """Return whether an NVIDIA GPU can be used here, without importing torch."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return False
     driver = Path("/proc/driver/nvidia/gpus")
@@ -226,26 +221,15 @@ def has_gpu() -> bool:
 
 
 def dump_toml(config: Config, provenance: Mapping[str, str] | None = None) -> str:
-    """The whole tree as TOML; values that are None (TOML has none) are left out. With ``provenance``, each line of a
-    value ends with a comment that says where it came from."""
+    """Return the whole tree as TOML; values that are None (TOML has none) are left out. With ``provenance``, each line
+    of a value ends with a comment that gives its origin."""
     text = tomli_w.dumps(_without_none(config.model_dump()))
     return text if provenance is None else _annotate(text, provenance)
 
 
 def flatten_config(config: Config) -> Values:
-    """Every leaf of the tree by dotted key, in TOML's types; None values are left out."""
+    """Return every leaf of the tree by dotted key, in TOML's types; None values are left out."""
     return flatten_tree(tomli.loads(dump_toml(config)))
-
-
-def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> Values:
-    """Nested tables to dotted keys, whether a config knows the keys or not."""
-    flat: Values = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten_tree(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def _text(raw: Mapping[str, Any], key: str, path: Path) -> str:
@@ -255,16 +239,26 @@ def _text(raw: Mapping[str, Any], key: str, path: Path) -> str:
     return value
 
 
-def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> Values:
-    """Nested (or, with ``dotted``, already dotted) keys to dotted ones. Unknown keys raise, all of them at once."""
+def config_of(tree: Mapping[str, Any], source: str) -> Config:
+    """Return the config of a whole tree, as a run stores it. Raises ``ConfigError``: a key or a value is wrong."""
+    try:
+        return Config.model_validate(_nested(_flatten(tree, source)))
+    except ValidationError as error:
+        raise _config_error(error, dict.fromkeys(leaf_keys(), source)) from None
+
+
+def _flatten(tree: Mapping[str, Any], source: str, migrate: str = "", *, dotted: bool = False) -> Values:
+    """Return nested (or, with ``dotted``, already dotted) keys as dotted ones, renamed keys by their current names
+    (``migrate``: how to rewrite ``source``, for the warning). Unknown keys raise, all of them at once."""
     leaves = leaf_keys()
-    sections = {key.rsplit(".", 1)[0] for key in leaves if "." in key}
+    readable = frozenset((*leaves, *RENAMED))
+    sections = {key.rsplit(".", 1)[0] for key in readable if "." in key}
     flat: Values = {}
     problems: list[str] = []
     hints: list[str] = []
 
     def walk(value: Any, key: str) -> None:
-        if key in leaves or (dotted and table_of(key)):
+        if key in readable or (dotted and table_of(key)):
             flat[key] = value
         elif key in sections and isinstance(value, Mapping):
             for name, inner in value.items():
@@ -285,21 +279,22 @@ def _flatten(tree: Mapping[str, Any], source: str, *, dotted: bool = False) -> V
             walk(value, name)
     if problems:
         raise ConfigError("\n".join(problems), hint="; ".join(dict.fromkeys(hints)))
-    return flat
+    return current_keys(flat, source, hint=migrate)
 
 
 def _parse_sets(sets: Sequence[str]) -> Values:
-    values: Values = {}
+    given: Values = {}
     for text in sets:
         key, equals, raw = text.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"--set {text!r} is not of the form key=value", hint="for example --set train.steps=20")
-        values |= _flatten({key.strip(): _toml_value(raw.strip())}, "--set", dotted=True)
-    return values
+        given.pop(key.strip(), None)  # the last one wins, also over a section that was set in between
+        given[key.strip()] = _toml_value(raw.strip())
+    return _flatten(given, "--set", dotted=True)
 
 
 def _toml_value(text: str) -> Any:
-    """A TOML value; text that is not one (a bare word, a path, a date) is taken as a string."""
+    """Return the value of TOML text; text that is not TOML (a bare word, a path, a date) is taken as a string."""
     try:
         parsed = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:
@@ -308,10 +303,6 @@ def _toml_value(text: str) -> Any:
     # A second key can only come from a line break inside `text`; dates have no place in the tree.
     plain = isinstance(value, bool | int | float | str | list | dict) and len(parsed) == 1
     return value if plain else text
-
-
-def _flag_name(key: str) -> str:
-    return FLAGS.get(key, "--" + key.rsplit(".", 1)[-1].replace("_", "-"))
 
 
 def _last(layers: Sequence[tuple[str, Values]], key: str, default: Any) -> Any:
@@ -333,18 +324,13 @@ def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) ->
                 values[key] = None if value == "none" and key in optional else value
             provenance[key] = source
     provenance["command"] = "command line"
-    nested: dict[str, Any] = {"command": command}
     for key, value in values.items():
         try:
             json.dumps(value, default=str, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             origin = f"{key} is set by: {provenance[key]}" if key in provenance else None
             raise ConfigError(f"{key} = {value!a} is not text in UTF-8", hint=origin) from None
-        section = nested
-        *parents, leaf = key.split(".")
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[leaf] = value
+    nested = _nested({"command": command, **values})
     try:
         # Through JSON in strict mode: "3" is not a number, while a list may fill a tuple.
         config = Config.model_validate_json(json.dumps(nested, default=str), strict=True)
@@ -353,8 +339,20 @@ def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) ->
     return Resolved(config, provenance, name)
 
 
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section = tree
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[leaf] = value
+    return tree
+
+
 def _with_entry(table: Any, path: Sequence[str], value: Any) -> Values:
-    """``table`` with one value changed, the tables on the way to it made where they are not there."""
+    """Return ``table`` with one value changed, the tables on the way to it made where they are not there."""
     copy: Values = dict(table) if isinstance(table, Mapping) else {}
     name, *rest = path
     copy[name] = _with_entry(copy.get(name, {}), rest, value) if rest else value
@@ -362,7 +360,7 @@ def _with_entry(table: Any, path: Sequence[str], value: Any) -> Values:
 
 
 def _config_error(error: ValidationError, provenance: Mapping[str, str]) -> ConfigError:
-    """One line per mistake: the dotted key, its value and where that came from."""
+    """Return an error with one line per mistake: the dotted key, its value and the origin of that."""
     lines: list[str] = []
     hints: list[str] = []
     for item in error.errors(include_url=False):
@@ -412,7 +410,7 @@ def _annotate(text: str, provenance: Mapping[str, str]) -> str:
 
 
 def origin(key: str, provenance: Mapping[str, str]) -> str:
-    """Where a value came from. A table that is one value (`reward.weights`, `tools`) has one origin."""
+    """Return the origin of a value. A table that is one value (`reward.weights`, `tools`) has one origin."""
     while "." in key and key not in provenance:
         key = key.rpartition(".")[0]
     return provenance[key]

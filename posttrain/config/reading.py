@@ -1,4 +1,4 @@
-"""TOML files of people: read whole, or refused with the line and what is wrong there."""
+"""Read TOML files, or reject them with the line of the mistake."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TWICE = ("Cannot overwrite a value", "Cannot declare", "Duplicate inline table 
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """The tree of a TOML file. ``what`` it is, for messages (``preset``).
+    """Return the tree of a TOML file. ``what`` names the kind of file in messages (``preset``).
 
     Raises:
         ConfigError: it cannot be read, is not UTF-8 or has a byte order mark, is not TOML, or gives a key twice.
@@ -26,7 +26,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error}") from error
+        raise ConfigError(f"{what} {path} cannot be read: {error}", hint="check the path") from error
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ConfigError(
             f"{what} {path} is UTF-16, and TOML is UTF-8", hint="`iconv -f UTF-16 -t UTF-8 FILE` converts it"
@@ -51,7 +51,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def _given_twice(text: str, error: str) -> str:
-    """Which key or table is given twice, and on which lines."""
+    """Return the key or table that is given twice, and its lines."""
     lines = text.splitlines()
     found = re.search(r"at line (\d+)", error)
     last = int(found[1]) if found else len(lines)
@@ -74,7 +74,7 @@ def _given_twice(text: str, error: str) -> str:
 
 
 def _same_table(lines: list[str], key: str) -> list[int]:
-    """The lines since the last table header that give this key."""
+    """Return the lines since the last table header that give this key."""
     start = next((n for n in range(len(lines), 0, -1) if _HEADER.match(lines[n - 1])), 0)
     return [n for n in range(start + 1, len(lines) + 1) if (m := _KEY.match(lines[n - 1])) and _plain(m[1]) == key]
 

@@ -1,4 +1,4 @@
-"""Rewards, and the sandbox that graders and tools share."""
+"""Sections of rewards, and of the sandbox that graders and tools share."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from posttrain.config.base import NaturalInt, PositiveFactor, PositiveInt, Secon
 
 
 class OverlongConfig(Section):
-    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): the part `overlong` of a reward."""
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13): the reward part `overlong`."""
 
     buffer_tokens: PositiveInt | None = None
-    """The last so many tokens before `rollout.max_response_tokens` cost linearly more; none: no such part."""
+    """Length of the interval before `rollout.max_response_tokens`, in tokens, in which the penalty grows linearly;
+    none: no such part."""
 
 
 class RewardModelConfig(Section):
-    """A sequence-classification model that scores conversations: the part `model` of a reward."""
+    """A sequence-classification model that scores conversations: the reward part `model`."""
 
     path: str = ""
-    """A Hugging Face folder or hub id with one label; empty: no reward model."""
+    """Hugging Face folder or hub id of a model with one label; empty: no reward model."""
     max_length: PositiveInt = 4096
-    """A longer conversation is an error of that episode (`reward.on_error`)."""
+    """Maximum length of a conversation, in tokens; a longer one is an error of its episode (`reward.on_error`)."""
     tokens_per_batch: PositiveInt = 16384
-    """Most tokens, padding included, that it runs through at once."""
+    """Maximum tokens per forward pass, including padding."""
 
     @model_validator(mode="after")
     def _longest_fits(self) -> RewardModelConfig:
@@ -37,67 +38,68 @@ class RewardModelConfig(Section):
 
 
 class JudgeConfig(Section):
-    """A model behind an OpenAI-compatible endpoint that scores conversations: the part `judge` of a reward."""
+    """A model behind an OpenAI-compatible endpoint that scores conversations: the reward part `judge`."""
 
     url: str = ""
     """Base URL, for example `http://127.0.0.1:8000/v1`; empty: no judge."""
     model: str = ""
-    """Name of the model at the endpoint."""
+    """Name of the model on the endpoint."""
     api_key_env: str = ""
-    """Environment variable that holds the key; empty: none is sent."""
+    """Environment variable that holds the API key; empty: no key is sent."""
     prompt: str = (
         "Judge the last answer of this conversation.\n\n<conversation>\n{conversation}\n</conversation>\n\n"
         "<reference>\n{ground_truth}\n</reference>\n\n"
         "Think briefly, then end with one line: Score: N, where N is a whole number from 0 (wrong or useless) to 10."
     )
-    """What the judge reads; `{conversation}`, `{response}`, `{question}` and `{ground_truth}` are filled in."""
+    """Prompt of the judge; `{conversation}`, `{response}`, `{question}` and `{ground_truth}` are replaced."""
     pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression; the last match's first group is the number."""
+    """Regular expression for the score; the first group of its last match is the number."""
     scale: PositiveFactor = 10.0
-    """The number is divided by this."""
+    """Divisor of the number."""
     temperature: Temperature = 0.0
-    """Of the judge's sampling."""
+    """Sampling temperature of the judge."""
     max_tokens: PositiveInt = 512
-    """Of the judge's answer."""
+    """Maximum tokens of the judge's answer."""
     concurrency: PositiveInt = 32
-    """Most requests at once."""
+    """Maximum concurrent requests."""
     retries: NaturalInt = 4
-    """After a refused connection, a timeout, HTTP 408, 429 or 5xx: exponential backoff, `Retry-After` respected."""
+    """Maximum retries after a refused connection, a timeout, HTTP 408, 429 or 5xx, with exponential backoff;
+    `Retry-After` is respected."""
     deadline_s: Seconds = 60.0
     """Longest wait for one answer."""
     cache: bool = True
-    """Ask for the same text once; in a run, answers are kept in its folder and survive a resume."""
+    """Cache answers by prompt; the cache of a run is in its folder and survives a resume."""
 
 
 class RewardConfig(Section):
-    """What an episode earns: a weighted sum of named parts."""
+    """The reward of an episode: a weighted sum of named parts."""
 
     function: str = ""
     """`my_file.py:name` (or `package.module:name`) of a function that grades every row instead of its data source's
     grader: `(data_source, solution_str, ground_truth, extra_info)` to a float, a dict with `score`, or a `Score`."""
     function_kwargs: dict[str, Any] = {}
-    """More keyword arguments for `function`."""
+    """Additional keyword arguments of `function`."""
     weights: dict[str, SignedFactor] = {"score": 1.0}
-    """The reward is the sum of weight x part. Parts: `score` (the grader's), `correct` and `format` (1 or 0), whatever
-    parts the grader names, `tool/NAME`, `length` (share of `rollout.max_response_tokens`, negative), `overlong`,
-    `model`, `judge`."""
+    """Weight of each part; the reward is the sum of weight x part. Parts: `score` (the grader's), `correct` and
+    `format` (1 or 0), any part that the grader names, `tool/NAME`, `length` (share of `rollout.max_response_tokens`,
+    negative), `overlong`, `model`, `judge`."""
     on_error: Literal["drop", "zero", "raise"] = "drop"
-    """What an episode whose grader failed counts as: it is left out, it earns 0, or the run ends."""
+    """Treatment of an episode whose grader failed: leave it out (drop), reward 0 (zero), or end the run (raise)."""
     deadline_s: Seconds = 30.0
-    """Longest wait for the verdict on one response; then its grader process is replaced."""
+    """Longest grading of one response; after it the grader process is replaced."""
     memory_mb: PositiveInt = 2048
-    """Memory of a grader process. A response whose grading takes more is a failure of its grader."""
+    """Memory limit of a grader process. Exceeding it counts as a failure of the grader."""
     workers: PositiveInt = 2
-    """Grader processes."""
+    """Number of grader processes."""
     examine: NaturalInt = 0
-    """Print so many graded conversations of every step, with their parts."""
+    """Number of graded conversations to print per step, with their reward parts."""
     overlong: OverlongConfig = OverlongConfig()
     model: RewardModelConfig = RewardModelConfig()
     judge: JudgeConfig = JudgeConfig()
 
     @model_validator(mode="after")
     def _weights_match(self) -> RewardConfig:
-        """A part that is computed has a weight, and a weight has its part: neither is ever ignored in silence."""
+        """Require a weight for each computed part, and a part for each weight, so that none is ignored."""
         computed = {
             "overlong": ("reward.overlong.buffer_tokens", self.overlong.buffer_tokens is not None),
             "model": ("reward.model.path", bool(self.model.path)),
@@ -114,29 +116,29 @@ class RewardConfig(Section):
 
 
 class SandboxConfig(Section):
-    """Where generated code runs, for graders and tools. Limits are of one run."""
+    """Sandbox of generated code, for graders and tools. Limits apply to one execution."""
 
     mode: Literal["local", "remote"] = "local"
-    """local: processes of this machine without network, in namespaces. remote: a SandboxFusion-compatible service."""
+    """local: processes on this machine, in namespaces without network. remote: a SandboxFusion-compatible service."""
     url: str = ""
     """remote: base URL of the service; `/run_code` is appended."""
     api_key_env: str = ""
-    """remote: environment variable that holds a bearer token for the service; empty: none is sent."""
+    """remote: environment variable that holds a bearer token for the service; empty: no token is sent."""
     deadline_s: Seconds = 10.0
-    """Longest wall time, and CPU time of each process."""
+    """Maximum wall time, and maximum CPU time of each process."""
     memory_mb: PositiveInt = 1024
-    """Address space of each process, and memory of all together with their files."""
+    """Maximum address space of each process, and maximum memory of all processes and their files together."""
     processes: PositiveInt = 32
-    """Processes and threads."""
+    """Maximum number of processes and threads."""
     file_mb: PositiveInt = 16
-    """Size of one file."""
+    """Maximum size of one file."""
     disk_mb: PositiveInt = 64
-    """Size of the private temporary folder, which is the only place it can write to."""
+    """Maximum size of the private temporary folder, the only writable folder."""
     output_kb: PositiveInt = 1024
-    """Of stdout and of stderr; a program that writes more is killed."""
+    """Maximum size of stdout and of stderr; a program that writes more is killed."""
     allow_unisolated: bool = False
-    """Run code with the resource limits alone where the kernel allows no namespaces. It then has your network, and can
-    read and write whatever you can."""
+    """Run code with resource limits only if the kernel allows no namespaces. The code then has network access and your
+    file permissions."""
 
     @model_validator(mode="after")
     def _remote_has_url(self) -> SandboxConfig:

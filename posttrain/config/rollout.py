@@ -1,4 +1,4 @@
-"""Sampling."""
+"""Sections of sampling and of validation."""
 
 from __future__ import annotations
 
@@ -10,100 +10,104 @@ from posttrain.config.base import NaturalInt, PositiveInt, Seconds, Section, Tem
 
 
 class RolloutConfig(Section):
-    """How episodes are sampled."""
+    """Sampling of episodes."""
 
     engine: Literal["hf", "sglang", "vllm"] = "hf"
-    """What samples; see engines.md. hf is the embedded engine: transformers' continuous batching."""
+    """Sampling engine; see engines.md. hf is the embedded engine: transformers' continuous batching."""
     n: PositiveInt = 8
     """Episodes per prompt."""
     temperature: Temperature = 1.0
-    """Of sampling; the trainer computes log-probabilities at the same one. 0 is greedy (`generate` only)."""
+    """Sampling temperature; the trainer computes log-probabilities at the same temperature. 0: greedy (`generate`
+    only)."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the smallest set of tokens with this probability; 1: from all."""
+    """Sample from the smallest set of tokens with this total probability; 1: from all tokens."""
     top_k: NaturalInt = 0
-    """Sample from this many most likely tokens; 0: from all."""
+    """Sample from this many most likely tokens; 0: from all tokens."""
     max_prompt_tokens: PositiveInt = 1024
-    """A prompt longer than this is an error before the first step."""
+    """Maximum prompt length. A longer prompt is an error before the first step."""
     max_response_tokens: PositiveInt = 1024
-    """Most tokens after the prompt, over all turns, tool results included."""
+    """Maximum tokens after the prompt, over all turns and including tool results."""
     max_turns: PositiveInt = 1
-    """Most assistant turns in an episode."""
+    """Maximum assistant turns per episode."""
     max_user_turns: PositiveInt = 4
-    """Most turns of the simulated user in an episode."""
+    """Maximum turns of the simulated user per episode."""
     max_calls_per_turn: PositiveInt = 16
-    """Most tool calls of one assistant turn; they run side by side, and those above are answered with an error."""
+    """Maximum tool calls per assistant turn. Calls of one turn run concurrently; further calls are answered with an
+    error."""
     tools: list[str] = []
     """Tools the model may call: names of registered tools and of `[tools.NAME]` tables, `my_file.py:function`, or a
     `.yaml` file in verl's format; see tools.md."""
     tool_format: str = "auto"
-    """How the model writes calls: a format of docs/tool-formats.md or of a plugin. auto: told by its chat template."""
+    """Format of the model's tool calls: one of docs/tool-formats.md or of a plugin. auto: detected from the chat
+    template."""
     max_tool_response_chars: PositiveInt = 1024
-    """A longer tool result is cut."""
+    """Maximum length of a tool result, in characters; a longer one is cut."""
     tool_response_cut: Literal["left", "middle", "right"] = "middle"
-    """Where it is cut: its start, its middle or its end is left out."""
+    """Part of a long tool result that is cut out: its start, its middle or its end."""
     interaction: str = ""
-    """A simulated user who answers when the assistant calls no tool: `retry`, or one of a plugin; empty: none."""
+    """Simulated user that answers when the assistant calls no tool: `retry`, or one from a plugin; empty: none."""
     interaction_options: dict[str, Any] = {}
     """Keyword arguments of the interaction."""
     over_sample_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """`rl`: start this share of groups more than needed, and cancel the slowest once enough are in. A cancelled group
-    comes first in the next step, and is not cancelled again, so no prompt is passed over."""
-    carry_cancelled: bool = False
-    """What a cancelled group has sampled is kept, and played on in the next step with weights that are one step newer
-    (partial rollout); off: the group is played anew."""
+    """`rl`: share of additional groups to start; the slowest groups are cancelled once enough have finished. A
+    cancelled group comes first in the next step and is not cancelled again, so no prompt is skipped."""
+    partial_rollouts: bool = False
+    """Keep the partial rollouts of cancelled groups and continue them in the next step, with weights that are one step
+    newer; false: sample these groups from the start."""
     filter_groups: bool = False
-    """`rl`: leave out groups whose episodes are all alike in `filter_metric`, and draw others (dynamic sampling, DAPO,
+    """`rl`: replace groups whose episodes all have the same `filter_metric` by further groups (dynamic sampling, DAPO,
     arXiv:2503.14476)."""
     filter_metric: str = "correct"
-    """With `filter_groups`: what episodes are compared by. `correct`, as in DAPO: groups that are all right or all
-    wrong are left out, whatever they earn for length or format; `reward`: the weighted sum; or any other part of it,
-    such as `score`, where a grader gives shares."""
+    """With `filter_groups`: value to compare the episodes by. `correct`, as in DAPO: leave out groups that are all
+    right or all wrong, whatever they earn for length or format; `reward`: the weighted sum; or any part of the reward,
+    such as `score` for graders with partial credit."""
     filter_max_batches: PositiveInt = 10
-    """With `filter_groups`: draw at most so many times `data.batch_size` prompts for one step. Then the step trains on
-    what it has."""
+    """With `filter_groups`: maximum prompts drawn for one step, in multiples of `data.batch_size`. At the limit the
+    step trains on the groups that it has."""
     replicas: PositiveInt = 1
-    """Engines that share the load."""
+    """Number of engines that share the load."""
     tensor_parallel: PositiveInt = 1
-    """GPUs of one engine."""
+    """GPUs per engine."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """Share of a GPU's memory for an engine (weights and KV cache); with SGLang, of what is free when it starts. On CPU
-    `kv_tokens` rules."""
+    """Share of a GPU's memory for an engine (weights and KV cache); with SGLang, share of the memory that is free at
+    its start. On a CPU `kv_tokens` applies instead."""
     engine_options: dict[str, Any] = {}
-    """More arguments of the engine itself: fields of vLLM's `AsyncEngineArgs`, or of SGLang's `ServerArgs`."""
-    exact: bool = False
-    """Engine and trainer use products and attention whose result for a sequence does not depend on what else is in the
-    batch, so that their log-probabilities are as near to each other as bfloat16 allows. Slower; see engines.md."""
+    """Additional arguments of the engine: fields of vLLM's `AsyncEngineArgs` or SGLang's `ServerArgs`."""
+    batch_invariant: bool = False
+    """Batch-invariant mode: engine and trainer use matrix products and attention whose result for a sequence does not
+    depend on the rest of the batch, so that their log-probabilities are as close as bfloat16 allows. Slower; see
+    engines.md."""
     sleep: bool = False
-    """`rl`: engines give back their weights and KV cache while trainers work on the same GPUs. See also
-    `train.offload`."""
+    """`rl`: engines release their weights and KV cache while trainers use the same GPUs. See also `train.offload`."""
     kv_tokens: PositiveInt = 65536
-    """KV cache of an engine on a CPU, in tokens."""
+    """Size of an engine's KV cache on a CPU, in tokens."""
     max_concurrent: PositiveInt = 256
-    """Requests an engine runs at once."""
+    """Maximum concurrent requests per engine."""
     tool_deadline_s: Seconds = 30.0
-    """A tool call that takes longer becomes an error that the model can read; also the limit of a simulated user."""
+    """Longest tool call, and longest answer of a simulated user. A slower call returns an error that the model can
+    read."""
     episode_deadline_s: Seconds = 600.0
-    """An episode that takes longer ends with stop reason `deadline`."""
+    """Longest episode. A longer one ends with stop reason `deadline`."""
     replay: str | list[str] = ""
-    """Train from these traces instead of sampling: a file, a folder, a glob, or a list of these; empty: sample."""
+    """Rollout files to train from instead of sampling: a file, a folder, a glob, or a list of these; empty: sample."""
     only: bool = False
-    """Sample and grade the batches, write their traces, and train nothing."""
+    """Sample and grade the batches and write their rollout files, without training."""
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> RolloutConfig:
         if "filter_metric" in self.changed and not self.filter_groups:
             raise ValueError("rollout.filter_metric has no effect without rollout.filter_groups")
-        if self.carry_cancelled and not self.over_sample_rate:
-            raise ValueError("rollout.carry_cancelled has no effect without rollout.over_sample_rate")
+        if self.partial_rollouts and not self.over_sample_rate:
+            raise ValueError("rollout.partial_rollouts has no effect without rollout.over_sample_rate")
         if self.interaction_options and not self.interaction:
             raise ValueError("rollout.interaction_options has no effect without rollout.interaction")
         if self.only and (self.over_sample_rate or self.filter_groups):
             raise ValueError("rollout.over_sample_rate and rollout.filter_groups have no effect without training")
         if self.engine_options and self.engine == "hf":
             raise ValueError("rollout.engine_options has no effect with rollout.engine = 'hf'")
-        if self.exact and self.engine == "hf":
+        if self.batch_invariant and self.engine == "hf":
             raise ValueError(
-                "rollout.exact: the embedded engine (rollout.engine = 'hf') has no batch-invariant kernels; "
+                "rollout.batch_invariant: the embedded engine (rollout.engine = 'hf') has no batch-invariant kernels; "
                 "sglang and vllm have them"
             )
         return self
@@ -115,12 +119,12 @@ class ValConfig(Section):
     n: PositiveInt = 1
     """Episodes per prompt."""
     temperature: Temperature = 1.0
-    """Of sampling; 0 is greedy."""
+    """Sampling temperature; 0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """As `rollout.top_p`."""
+    """Same as `rollout.top_p`, for validation."""
     top_k: NaturalInt = 0
-    """As `rollout.top_k`."""
+    """Same as `rollout.top_k`, for validation."""
     limit: PositiveInt | None = None
-    """Only the first so many rows of `data.val`."""
+    """Maximum number of rows of `data.val`, from its start; none: all."""
     before_train: bool = False
-    """Validate the model that the run starts from, too: step 0 of the metrics."""
+    """Also validate the initial model, as step 0 of the metrics."""

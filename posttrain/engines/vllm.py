@@ -33,7 +33,7 @@ async def open_engine(spec: EngineSpec) -> VLLMEngine:
     """Start vLLM with the weights of ``spec.source`` as version 0. Raises ``RunError``, ``ModelError``."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if spec.exact:
+    if spec.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if spec.threads:
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)

@@ -104,10 +104,14 @@ def sample(resolved: Resolved) -> Path:
     return generate.run(resolved, reuse=True)
 
 
-def run_name(model: str, data: str) -> str:
-    """Return the name of the run that `eval` samples in, from model and data: two models have two runs."""
-    folder = Path(data)
-    return f"eval-{_slug(model)}-{_slug(f'{folder.parent.name}-{folder.stem}')}"
+def with_run_name(resolved: Resolved) -> Resolved:
+    """Return the config of the run that `eval` samples in, named by model and data unless the command line names it:
+    two models have two runs."""
+    if resolved.provenance["run.name"] in ("--set", "flag --name"):
+        return resolved
+    data = Path(resolved.config.generate.data)
+    name = f"eval-{_slug(resolved.config.model.path)}-{_slug(f'{data.parent.name}-{data.stem}')}"
+    return resolved.named(name, "model and data")
 
 
 def _slug(text: str) -> str:

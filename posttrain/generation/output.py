@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from posttrain.config.keys import current_keys
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.files import write_text, writing
 from posttrain.data.parquet import append_columns, write_table
@@ -92,7 +93,7 @@ def manifest_of(settings: Mapping[str, Any], data: str | Path, version: str) -> 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """`key: old -> new` for what rows of two manifests do not have in common. The version is none of it."""
-    before, now = old.get("settings", {}), new["settings"]
+    before, now = current_keys(old.get("settings", {}), "the settings of earlier responses"), new["settings"]
     keys = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
     lines = [f"{key}: {before.get(key, 'none')!r} -> {now.get(key, 'none')!r}" for key in keys]
     if old.get("data", {}).get("sha256") != new["data"]["sha256"]:

@@ -18,7 +18,8 @@ import tomli
 
 from posttrain.algos import ADVANTAGES
 from posttrain.config import Config
-from posttrain.config.presets import flatten_tree, import_algorithms, load_preset, presets_dir, resolve
+from posttrain.config.keys import flatten_tree
+from posttrain.config.presets import config_of, import_algorithms, load_preset, presets_dir, resolve
 from posttrain.core.errors import ConfigError, DataError, ModelError, UserError
 from posttrain.core.machines import Machine, gpu_named, machine_stored, this_machine
 from posttrain.core.registry import nearest
@@ -156,7 +157,7 @@ def stored_config(folder: Path) -> Config:
     try:
         tree = tomli.loads(file.read_text(encoding="utf-8"))
         import_algorithms(tree.get("plugins"), [flatten_tree(tree)])
-        return Config.model_validate(tree)
+        return config_of(tree, str(file))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", hint="was it made by this version?") from error
 

@@ -50,7 +50,7 @@ def pack(kept: Sequence[Trajectory]) -> PackedBatch:
 
 
 def stale_tokens(kept: Sequence[Trajectory], version: int) -> Tensor:
-    """[T] true where other weights than those of ``version`` sampled the token (`rollout.carry_cancelled`)."""
+    """[T] true where other weights than those of ``version`` sampled the token (`rollout.partial_rollouts`)."""
     versions = torch.from_numpy(np.concatenate([t.weight_version for t in kept]))
     return (versions >= 0) & (versions != version)
 

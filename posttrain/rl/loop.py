@@ -299,9 +299,9 @@ async def open_scorers(cluster: Cluster, run: TrainingRun) -> list[EpisodeScorer
 
 
 def open_traces(run: TrainingRun, env: Environment) -> TraceWriter:
-    """What writes the trajectories of the run, where `run.traces` asks for it."""
+    """What writes the trajectories of the run, where `run.rollouts` asks for it."""
     cfg = run.cfg
-    every = cfg.run.trace_every if cfg.run.traces else 0
+    every = cfg.run.rollouts_every if cfg.run.rollouts else 0
     return TraceWriter(run.folder.path / "traces", every, fingerprint(env.tokenizer), cfg.cluster.step_deadline_s)
 
 

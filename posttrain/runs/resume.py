@@ -8,7 +8,8 @@ from typing import Any
 
 import tomli
 
-from posttrain.config.presets import Resolved, flatten_config, flatten_tree
+from posttrain.config.keys import current_keys, flatten_tree
+from posttrain.config.presets import Resolved, flatten_config
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import nearest
 from posttrain.train import checkpoint
@@ -17,7 +18,7 @@ from posttrain.train.checkpoint import Checkpoint
 MAY_CHANGE = frozenset(
     {
         *("description", "run.dir", "run.resume", "run.restarts", "run.overwrite", "run.logger"),
-        *("run.console", "run.report", "run.traces", "run.trace_every", "run.profile", "reward.examine"),
+        *("run.console", "run.report", "run.rollouts", "run.rollouts_every", "run.profile", "reward.examine"),
         *("train.steps", "train.save_every", "train.val_every", "train.max_skipped_steps"),
         *("data.workers", "data.prefetch", "data.deadline_s"),
         *("checkpoint.keep", "checkpoint.best", "checkpoint.best_mode", "checkpoint.save_hf", "checkpoint.background"),
@@ -121,7 +122,8 @@ def branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
     make the result meaningless."""
     if start is None:
         return ()
-    stored = {key: value for key, value in flatten_tree(start.read("meta.json")["config"]).items() if value is not None}
+    made_with = current_keys(flatten_tree(start.read("meta.json")["config"]), f"the config of {start.path}")
+    stored = {key: value for key, value in made_with.items() if value is not None}
     changes = _changes(stored, resolved)
     refused = {key: text for key, text in changes.items() if key.startswith(MUST_AGREE)}
     if refused:
@@ -134,11 +136,12 @@ def branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
 
 def _stored_config(path: Path) -> dict[str, Any]:
     try:
-        return flatten_tree(tomli.loads((path / "config.toml").read_text(encoding="utf-8")))
+        stored = flatten_tree(tomli.loads((path / "config.toml").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path / 'config.toml'} cannot be read: {error}", hint="--overwrite or --name NAME"
         ) from error
+    return current_keys(stored, str(path / "config.toml"))
 
 
 def _changes(old: Mapping[str, Any], resolved: Resolved) -> dict[str, str]:

@@ -182,8 +182,8 @@ def trainer_engine_gap(window: Window) -> Finding | None:
         _level(outside, (0.1, 0.5)),
         f"for {100 * outside:.0f} % of the tokens {_when(recent)} the ratio of trainer's to engine's probability is "
         f"outside [0.9, 1.1] (log-probabilities are {apart:.2g} apart in the mean)",
-        "correct for it with algo.correction.weight, try rollout.exact or train.dtype = 'float32'; with several "
-        "updates a step, lower train.optim.lr",
+        "correct for it with algo.correction.weight, try rollout.batch_invariant or train.dtype = 'float32'; with "
+        "several updates a step, lower train.optim.lr",
     )
 
 

@@ -31,8 +31,8 @@ class WorkerSpec:
     """Optimizer steps of the run, for the schedule."""
     threads: int = 0
     """CPU threads of this process; 0: torch's default."""
-    exact: bool = False
-    """A sequence's result does not depend on the batch that it is in (`rollout.exact`)."""
+    batch_invariant: bool = False
+    """A sequence's result does not depend on the batch that it is in (`rollout.batch_invariant`)."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class TrainWorker:
         spec = self.spec
         if spec.device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
-        if spec.exact:
+        if spec.batch_invariant:
             use_invariant_products()
         backend_name, timeout = "nccl" if spec.device == "cuda" else "gloo", timedelta(seconds=timeout_s)
         open_store = rendezvous.serve if self.rank == 0 else rendezvous.join

@@ -134,7 +134,7 @@ def test_a_sampler_that_may_not_be_replaced_ends_the_run_and_is_named(start):
 @pytest.mark.parametrize("carry", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_over_sampled_steps_train_on_every_prompt(start, carry):
     sets = ("rollout.interaction='slow'", "rollout.max_turns=2", "rollout.max_response_tokens=48")
-    steps = start(*sets, "rollout.over_sample_rate=0.5", f"rollout.carry_cancelled={carry}")
+    steps = start(*sets, "rollout.over_sample_rate=0.5", f"rollout.partial_rollouts={carry}")
     assert sum(row["rollout/cancelled_groups"] for row in steps) > 0
     assert [row["rollout/missing_groups"] for row in steps] == [0, 0, 0, 0]
     assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]

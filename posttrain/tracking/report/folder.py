@@ -11,6 +11,8 @@ from typing import Any
 
 import tomli
 
+from posttrain.config.aliases import RENAMED
+from posttrain.config.keys import current_keys, flatten_tree
 from posttrain.core.errors import ConfigError
 from posttrain.tracking.warnings import newest, read_warnings
 
@@ -41,10 +43,12 @@ class RunFolder:
             raise ConfigError(f"{path} is not a run folder", hint="give the name of a run, or the path of its folder")
         try:
             state = json.loads((path / "run.json").read_text(encoding="utf-8"))
-            config = _flat(tomli.loads((path / "config.toml").read_text(encoding="utf-8")))
+            stored = flatten_tree(tomli.loads((path / "config.toml").read_text(encoding="utf-8")))
             origins = json.loads((path / "provenance.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}", hint="is it the folder of a run?") from error
+        config = current_keys(stored, str(path / "config.toml"))
+        origins = {RENAMED.get(key, key): origin for key, origin in origins.items()}
         return RunFolder(path, state, config, origins, _metrics(path / "metrics.jsonl"))
 
     @property
@@ -142,16 +146,6 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def _shown(value: Any) -> str:

@@ -256,7 +256,7 @@ def test_explain_says_all_of_a_key() -> None:
     assert done.exit_code == 0
     assert done.stdout.splitlines() == [
         "train.optim.lr",
-        "  Learning rate after warm-up.",
+        "  Learning rate after warmup.",
         "  type:      number ≥ 0, ≤ 1",
         "  default:   1e-05",
         "  read by:   sft, prefer, rl",

@@ -29,7 +29,7 @@ from posttrain.core.statistics import (
     wilson,
 )
 from posttrain.evaluation import command
-from posttrain.evaluation.command import PAGER, evaluate, run, run_comparison, run_name, sample
+from posttrain.evaluation.command import PAGER, evaluate, run, run_comparison, sample, with_run_name
 from posttrain.evaluation.compare import compare, match
 from posttrain.evaluation.grading import GradedProblem
 from posttrain.rewards.grade import GradeItem, GraderPool
@@ -321,10 +321,24 @@ def test_what_would_fail_later_is_found_before_sampling(tmp_path: Path) -> None:
         sample(resolve("generate", "tiny-generate", flags={"generate.data": str(file)}))
 
 
-def test_models_are_sampled_in_runs_of_their_own() -> None:
-    assert run_name("Qwen/Qwen2.5-0.5B-Instruct", "data/gsm8k/test.parquet") == "eval-Qwen2.5-0.5B-Instruct-gsm8k-test"
-    assert run_name("run:latest", "x.parquet") == "eval-run-latest-x"
-    assert run_name("runs/sft/checkpoints/global_step_3/", "a/b.parquet") == "eval-global_step_3-a-b"
+@pytest.mark.parametrize(
+    ("model", "data", "name"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "data/gsm8k/test.parquet", "eval-Qwen2.5-0.5B-Instruct-gsm8k-test"),
+        ("run:latest", "x.parquet", "eval-run-latest-x"),
+        ("runs/sft/checkpoints/global_step_3/", "a/b.parquet", "eval-global_step_3-a-b"),
+    ],
+)
+def test_models_are_sampled_in_runs_of_their_own(model: str, data: str, name: str) -> None:
+    resolved = resolve("generate", "tiny-generate", flags={"model.path": model, "generate.data": data})
+    named = with_run_name(resolved)
+    assert named.config == resolved.config.model_copy(update={"run": named.config.run})
+    assert (named.config.run.name, named.provenance["run.name"]) == (name, "model and data")
+
+
+@pytest.mark.parametrize("how", [{"sets": ["run.name=mine"]}, {"flags": {"run.name": "mine"}}])
+def test_a_name_that_is_given_is_the_name_of_the_run(how: dict[str, Any]) -> None:
+    assert with_run_name(resolve("generate", "tiny-generate", **how)).config.run.name == "mine"
 
 
 def test_the_command_line_samples_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,8 +128,8 @@ def test_sampling_only_needs_nothing_of_what_trains() -> None:
     ("changes", "message"),
     [
         ({"rollout": {"only": True, "replay": "x"}}, "exclude each other"),
-        ({"rollout": {"only": True}, "run": {"traces": False}}, "would leave nothing behind"),
-        ({"rollout": {"only": True}, "run": {"trace_every": 2}}, "would leave nothing behind"),
+        ({"rollout": {"only": True}, "run": {"rollouts": False}}, "would leave nothing behind"),
+        ({"rollout": {"only": True}, "run": {"rollouts_every": 2}}, "would leave nothing behind"),
     ],
 )
 def test_combinations_that_make_no_sense(changes: dict[str, object], message: str) -> None:

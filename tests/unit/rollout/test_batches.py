@@ -79,7 +79,7 @@ def one_slow(slow, seconds=0.3):
 
 @pytest.mark.parametrize("carry", [False, True])
 async def test_the_slowest_group_is_left_for_the_next_step_which_waits_for_it(carry):
-    made, source = batches(Paced(one_slow(1)), over_sample_rate=0.25, carry_cancelled=carry)
+    made, source = batches(Paced(one_slow(1)), over_sample_rate=0.25, partial_rollouts=carry)
     first = await made.next()
     assert rows(first) == [0, 2, 3, 4]
     assert source.stats.cancelled_groups == 1
@@ -103,7 +103,7 @@ async def test_every_prompt_is_trained_on_once_however_slow_it_is(carry):
     def answers(row, number):
         return zlib.crc32(f"{row}".encode()) % 7 / 200, "#### 8"
 
-    made, source = batches(Paced(answers), over_sample_rate=0.5, carry_cancelled=carry, shuffle=True)
+    made, source = batches(Paced(answers), over_sample_rate=0.5, partial_rollouts=carry, shuffle=True)
     trained, cancelled = Counter(), 0
     for _ in range(12):
         groups = await made.next()
@@ -127,7 +127,7 @@ async def test_what_is_cancelled_is_counted_by_length():
             return 0.0, "#### 8"
         return (0.0, call(8, "probe")) if number < 2 else (60.0, "late")
 
-    made, source = batches(Paced(answers), Probe(), over_sample_rate=0.25, carry_cancelled=True)
+    made, source = batches(Paced(answers), Probe(), over_sample_rate=0.25, partial_rollouts=True)
     groups = await made.next()
     assert rows(groups) == [0, 2, 3, 4]
     lengths = source.stats.cancelled_lengths
@@ -151,7 +151,7 @@ async def test_a_carried_episode_goes_on_from_its_tokens_with_the_versions_that_
         return (0.0, call(8, "probe")) if number == 0 else (0.3, "#### 8")
 
     sampler = Paced(answers)
-    made, _ = batches(sampler, tool, n=1, over_sample_rate=0.25, carry_cancelled=True)
+    made, _ = batches(sampler, tool, n=1, over_sample_rate=0.25, partial_rollouts=True)
     assert rows(await made.next()) == [0, 2, 3, 4]
     assert tool.log.count("release") == 4  # those that ended
     sampler.version = 5
@@ -182,7 +182,7 @@ async def test_an_episode_that_is_cancelled_amid_a_tool_call_begins_anew():
     def answers(row, number):
         return 0.0, call(8, "slow") if row == 1 and number % 2 == 0 else "#### 8"
 
-    made, _ = batches(Paced(answers), slow, n=1, over_sample_rate=0.25, carry_cancelled=True)
+    made, _ = batches(Paced(answers), slow, n=1, over_sample_rate=0.25, partial_rollouts=True)
     assert rows(await made.next()) == [0, 2, 3, 4]
     assert slow.log.count("release") == slow.log.count("create") == 5
 

@@ -78,7 +78,7 @@ async def test_a_failure_comes_out_at_the_next_file(tmp_path: Path) -> None:
     await traces.write(1, GROUPS, temperature=1.0)
     with pytest.raises(RunError, match=r"step_000001\.parquet: a file is in the way") as error:
         await traces.write(2, GROUPS, temperature=1.0)
-    assert str(error.value.hint) == "choose another name; run.trace_every writes less"
+    assert str(error.value.hint) == "choose another name; run.rollouts_every writes less"
 
 
 async def test_a_failure_comes_out_at_the_end(tmp_path: Path) -> None:

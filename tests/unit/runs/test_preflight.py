@@ -80,14 +80,14 @@ def test_sglang_needs_a_gpu(monkeypatch, command):
 
 async def test_exact_log_probabilities_need_a_gpu(monkeypatch):
     installed(monkeypatch, vllm="0.24.0")
-    cfg = config("rl", rollout={"engine": "vllm", "exact": True}, cluster={"device": "cpu"})
-    with pytest.raises(ConfigError, match=r"rollout\.exact needs a GPU"):
+    cfg = config("rl", rollout={"engine": "vllm", "batch_invariant": True}, cluster={"device": "cpu"})
+    with pytest.raises(ConfigError, match=r"rollout\.batch_invariant needs a GPU"):
         check_machine(cfg)
     spec = engines.EngineSpec(
         ModelSource("builtin:tiny"), "cpu", "float32", seed=0, replica=0, stop_token_ids=[0], kv_tokens=64,
-        memory_fraction=0.5, max_concurrent=1, engine="vllm", exact=True,
+        memory_fraction=0.5, max_concurrent=1, engine="vllm", batch_invariant=True,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"rollout\.exact needs a GPU"):  # the cluster is another machine's
+    with pytest.raises(ConfigError, match=r"rollout\.batch_invariant needs a GPU"):  # the cluster is another machine's
         await engines.open_engine(spec)
 
 

@@ -51,7 +51,7 @@ function drawEpisodes(section, run, number) {
 function lead(run, mine) {
   const text = el("p", { class: "lead" });
   if (!run.episodes) {
-    const why = run.command === "rl" ? `No trajectory ${run.status === "running" ? "is written yet" : "was written"}, or run.traces is off.` : `posttrain ${run.command} samples nothing.`;
+    const why = run.command === "rl" ? `No trajectory ${run.status === "running" ? "is written yet" : "was written"}, or run.rollouts is off.` : `posttrain ${run.command} samples nothing.`;
     put(text, why);
     return text;
   }
