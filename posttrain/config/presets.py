@@ -40,6 +40,10 @@ GPU_PRESETS = {
 CPU_PRESETS = {"sft": "tiny-multiturn", "prefer": "tiny-prefer", "rl": "tiny-gsm8k", "generate": "tiny-generate"}
 
 
+IN_PYTHON = "the preset given in Python"
+"""Origin, in messages and provenance, of values that a dict and not a file gives."""
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A config ready to run."""
@@ -71,14 +75,15 @@ class Preset:
 
 def resolve(
     command: Command,
-    preset: str | None = None,
+    preset: str | Mapping[str, Any] | None = None,
     sets: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> Resolved:
     """Resolve the config of one run.
 
     Args:
-        preset: a preset's name or the path of a ``.toml`` file; None: the default preset of the command.
+        preset: a preset's name, the path of a ``.toml`` file, or what such a file would hold as a dict; None: the
+            default preset of the command.
         sets: ``a.b=value`` strings.
         flags: named flags by dotted key (``{"train.steps": 5}``); a None value means that the flag was not given.
 
@@ -90,7 +95,7 @@ def resolve(
     if preset is None and command in CPU_PRESETS:
         preset, _ = default_preset(command)
     if preset is not None:
-        loaded = load_preset(preset)
+        loaded = preset_of(preset, command) if isinstance(preset, Mapping) else load_preset(preset)
         if loaded.command != command:
             raise ConfigError(
                 f"preset {loaded.name} is for `posttrain {loaded.command}`, not for `posttrain {command}`",
@@ -140,6 +145,27 @@ def import_algorithms(plugins: object, layers: Iterable[Mapping[str, Any]]) -> N
         load_plugins(plugins)
 
 
+def preset_of(tree: Mapping[str, Any], command: Command) -> Preset:
+    """Return the preset that a dict describes as a ``.toml`` file would, ``extends`` included. Keys may be dotted.
+
+    It has the name of the preset that it extends, and its command where it names none; without ``extends`` the name is
+    empty and the command is ``command``.
+
+    Raises:
+        ConfigError: as ``load_preset``.
+    """
+    parent = _text(tree, "extends", IN_PYTHON)
+    base = load_preset(parent) if parent else Preset("", Path(), command, "", ())
+    values = _flatten(_settings(tree), IN_PYTHON, dotted=True)
+    return Preset(
+        base.name,
+        base.path,
+        _text(tree, "command", IN_PYTHON) or base.command,
+        _text(tree, "description", IN_PYTHON) or base.description,
+        (*base.layers, (IN_PYTHON, values)),
+    )
+
+
 def load_preset(name_or_path: str) -> Preset:
     """Read a preset and the presets it extends. Raises ``ConfigError`` naming the file and the key."""
     path = find_preset(name_or_path)
@@ -153,11 +179,10 @@ def load_preset(name_or_path: str) -> Preset:
             raise ConfigError(f"presets extend each other in a circle: {chain}", hint="remove one `extends`")
         seen.append(current)
         raw = read_toml(current, "preset")
-        parent = _text(raw, "extends", current)
-        command = command or _text(raw, "command", current)
-        description = description or _text(raw, "description", current)
-        values = {key: value for key, value in raw.items() if key not in ("extends", "command", "description")}
-        flat = _flatten(values, str(current), f"`posttrain presets migrate {current}` rewrites it")
+        parent = _text(raw, "extends", f"preset {current}")
+        command = command or _text(raw, "command", f"preset {current}")
+        description = description or _text(raw, "description", f"preset {current}")
+        flat = _flatten(_settings(raw), str(current), f"`posttrain presets migrate {current}` rewrites it")
         layers.insert(0, (f"preset {current.stem}", flat))
         current = find_preset(parent, beside=current.parent) if parent else None
     known = get_args(Command)
@@ -232,10 +257,10 @@ def flatten_config(config: Config) -> Values:
     return flatten_tree(tomli.loads(dump_toml(config)))
 
 
-def _text(raw: Mapping[str, Any], key: str, path: Path) -> str:
+def _text(raw: Mapping[str, Any], key: str, source: str) -> str:
     value = raw.get(key, "")
     if not isinstance(value, str):
-        raise ConfigError(f"{key} = {value!r} in preset {path} is not text", hint=f'write `{key} = "..."`')
+        raise ConfigError(f"{key} = {value!r} in {source} is not text", hint=f'write `{key} = "..."`')
     return value
 
 
@@ -245,6 +270,11 @@ def config_of(tree: Mapping[str, Any], source: str) -> Config:
         return Config.model_validate(_nested(_flatten(tree, source)))
     except ValidationError as error:
         raise _config_error(error, dict.fromkeys(leaf_keys(), source)) from None
+
+
+def _settings(raw: Mapping[str, Any]) -> Values:
+    """Return the part of a preset that is a config tree."""
+    return {str(key): value for key, value in raw.items() if key not in ("extends", "command", "description")}
 
 
 def _flatten(tree: Mapping[str, Any], source: str, migrate: str = "", *, dotted: bool = False) -> Values:

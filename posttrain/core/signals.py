@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], Any]
 
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
@@ -27,16 +31,22 @@ class Terminated(KeyboardInterrupt):
 
 def handle(numbers: tuple[signal.Signals, ...], handler: Handler) -> dict[int, Any]:
     """Install a handler of signals and return those before it, by signal. One that is ignored stays so: that is what
-    ``nohup`` asks for. Outside the main thread nothing is installed, because Python allows handlers there only."""
+    ``nohup`` asks for. Python allows handlers in the main thread only: for a thread of ``call_in_thread`` the main
+    thread calls the handler, and in any other thread nothing is installed."""
     if threading.current_thread() is not threading.main_thread():
-        return {}
+        relay = _relay.get()
+        return {} if relay is None else relay.handle(numbers, handler)
     return {n: signal.signal(n, handler) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
 
 
 def restore(handlers: dict[int, Any]) -> None:
     """Install the handlers that ``handle`` has returned."""
+    relay = _relay.get()
     for number, handler in handlers.items():
-        signal.signal(number, handler)
+        if relay is None:
+            signal.signal(number, handler)
+        else:
+            relay.handlers[number] = handler
 
 
 @contextmanager
@@ -64,3 +74,84 @@ def leave_terminal() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)
             os.close(nowhere)
+
+
+# ---------------------------------------------------------------------- calls in another thread
+
+
+class _Relay:
+    """Hands signals that the main thread receives to the handlers that a call in another thread has installed."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGALRM, *TERMINATING)
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Any] = {}
+        """What the call has installed, by signal; without an entry the main thread's own handler counts."""
+        self.thread: int | None = None
+        """Identifier of the thread that the call runs in, once it runs."""
+        self._own: dict[int, Any] = {}
+
+    def handle(self, numbers: tuple[signal.Signals, ...], handler: Handler) -> dict[int, Any]:
+        """``signals.handle`` for the call. Signals that the main thread ignores are not relayed."""
+        before: dict[int, Any] = {
+            number: self.handlers.get(number, self._own[number]) for number in numbers if number in self._own
+        }
+        self.handlers |= dict.fromkeys(before, handler)
+        return before
+
+    def __enter__(self) -> _Relay:
+        self._own = handle(self.SIGNALS, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore(self._own)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        handler = self.handlers.get(number, self._own[number])
+        if not callable(handler):  # the system's default: what would have happened without the relay
+            signal.signal(number, handler)
+            os.kill(os.getpid(), number)
+            return
+        try:
+            handler(number, frame)
+        except KeyboardInterrupt:
+            if self.thread is None:
+                raise
+            # It takes effect when the thread next runs Python code: an event loop wakes every few seconds at most.
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(KeyboardInterrupt))
+
+
+_LOOK_S = 0.2
+"""Longest time for which the main thread waits without running Python code. The system may hand a signal to another
+thread, and Python calls its handler when the main thread runs next."""
+
+_relay: ContextVar[_Relay | None] = ContextVar("relay", default=None)
+
+
+def call_in_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread of its own, where no event loop runs, and return what it returns.
+
+    Called in the main thread, Ctrl-C and the signals of ``TERMINATING`` reach the function as if it ran there: through
+    the handlers that it installs with ``handle``, or as ``KeyboardInterrupt``.
+
+    Raises:
+        BaseException: what the function raises.
+    """
+    result: Future[T] = Future()
+
+    def work() -> None:
+        relay.thread = threading.get_ident()
+        try:
+            value = function()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(value)
+
+    with _Relay() as relay:
+        context = copy_context()
+        context.run(_relay.set, relay)
+        threading.Thread(target=context.run, args=(work,), name="posttrain", daemon=True).start()
+        while not result.done():
+            wait([result], _LOOK_S)
+        return result.result()

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import queue
-import signal
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from posttrain.core.child_process import ChildProcess
 from posttrain.core.errors import DeadlineError, PosttrainError, WorkerError
 
 IN_FLIGHT = 2
@@ -152,8 +149,7 @@ class _Worker:
     def __init__(self, number: int) -> None:
         self.number = number
         self.ready = False
-        self._process: BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._process: ChildProcess | None = None
 
     @property
     def name(self) -> str:
@@ -161,29 +157,23 @@ class _Worker:
         return f"tokenizer worker {self.number} (process {pid})"
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), name=f"tokenize-{self.number}", daemon=True)
-        # A Ctrl-C is the driver's to handle: until the process says so itself, it inherits a mask that does.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        theirs.close()
+        self._process = ChildProcess(_serve, name=f"tokenize-{self.number}")
 
     def send(self, message: Any) -> None:
-        assert self._pipe is not None, "start() comes first"
+        assert self._process is not None, "start() comes first"
         # A process that is dead is reported where its oldest answer is missing, after all that came before.
         with contextlib.suppress(OSError):
-            self._pipe.send(message)
+            self._process.pipe.send(message)
 
     def receive(self, rows: Sequence[Row]) -> list[Rendered]:
-        assert self._pipe is not None, "start() comes first"
+        assert self._process is not None, "start() comes first"
         try:
-            answer = self._pipe.recv()
+            answer = self._process.receive()
         except (EOFError, OSError) as error:
-            raise self._died(rows) from error
+            raise WorkerError(
+                f"{_where(self.name, rows)} died (exit code {self._process.exit_code()})",
+                hint="was it killed, or out of memory? data.workers = 0 renders in the driver",
+            ) from error
         if isinstance(answer, PosttrainError):
             raise answer
         if isinstance(answer, str):
@@ -192,19 +182,8 @@ class _Worker:
         return rendered
 
     def kill(self) -> None:
-        # The pipe stays open: another thread may be reading it, and gets the end of the file now.
         if self._process is not None:
             self._process.kill()
-            self._process.join(timeout=5.0)
-
-    def _died(self, rows: Sequence[Row]) -> WorkerError:
-        process = self._process
-        if process is not None:
-            process.join(timeout=1.0)
-        return WorkerError(
-            f"{_where(self.name, rows)} died (exit code {process.exitcode if process else None})",
-            hint="was it killed, or out of memory? data.workers = 0 renders in the driver",
-        )
 
 
 T = TypeVar("T")
@@ -268,9 +247,6 @@ def _where(who: str, rows: Sequence[Row]) -> str:
 
 def _serve(pipe: Connection) -> None:
     """Body of a process: first how to render, then tasks, until the driver closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    sys.stdout = sys.stderr  # stdout is for the command's data
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each: their number says how many are used
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, messages), daemon=True).start()

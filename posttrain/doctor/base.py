@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Literal
 
-import psutil
+from posttrain.core.child_process import ChildProcess
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -55,42 +53,28 @@ def run_checks(checks: list[Check]) -> Iterator[list[CheckResult]]:
 class _Running:
     def __init__(self, check: Check) -> None:
         self.check = check
-        # A fork starts at once and has imported nothing that has threads.
-        context = multiprocessing.get_context("fork")
-        self.answers, sending = context.Pipe(duplex=False)
-        self.process: BaseProcess = context.Process(target=_answer, args=(check, sending), daemon=False)
         self.until = time.monotonic() + check.deadline_s
-        self.process.start()
-        sending.close()
+        # A fork starts at once and has imported nothing that has threads.
+        self.process = ChildProcess(_answer, check, method="fork", daemon=False)
 
     def findings(self) -> list[CheckResult]:
         name = self.check.name
         try:
-            if self.answers.poll(max(0.0, self.until - time.monotonic())):
-                found: list[CheckResult] = self.answers.recv()
-                return found
+            found: list[CheckResult] = self.process.receive(self.until - time.monotonic())
+            return found
         except EOFError:
-            self.process.join(1.0)
-            code = self.process.exitcode
+            code = self.process.exit_code()
             return [CheckResult(name, "fail", f"the check died (exit code {code})", self.check.late)]
-        return [CheckResult(name, "fail", f"no answer within {self.check.deadline_s:g} s", self.check.late)]
+        except TimeoutError:
+            return [CheckResult(name, "fail", f"no answer within {self.check.deadline_s:g} s", self.check.late)]
 
     def end(self) -> None:
-        """Kill the process and what it started. One that the kernel does not let die is left behind."""
-        self.answers.close()
-        try:
-            family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
-        except psutil.NoSuchProcess:
-            family = []
-        for process in family:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self.process.join(1.0)
+        """Kill the process and what it started."""
+        self.process.pipe.close()
+        self.process.kill(family=True)
 
 
-def _answer(check: Check, sending: Connection) -> None:
+def _answer(sending: Connection, check: Check) -> None:
     try:
         findings = check.ask()
     except Exception as error:  # whatever it is, it is this check's finding

@@ -45,23 +45,31 @@ def run(file: Path, cfg: Config, as_json: bool, out: Path | None = None, failure
         out: also write the JSON there.
         failures: also write there what was wrong, or show it (``PAGER``).
     """
-    _check_reward(cfg.reward)
-    pass_at = cfg.eval.pass_at
     with ExitStack() as closing:
         place = failures
         if failures == PAGER:
             place = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-eval-"))) / "failures.md"
-        found = evaluate(
-            file, pass_at, cfg.reward, cfg.sandbox, cfg.plugins,
-            resamples=cfg.eval.resamples, seed=cfg.run.seed, failures=place, console=_progress_of(cfg),
-        )  # fmt: skip
+        found = score(file, cfg, place)
         _print(found.as_dict(), as_json, out)
         if not as_json:
-            print_report(found, pass_at, _console())
+            print_report(found, cfg.eval.pass_at, _console())
         if failures == PAGER and place is not None:
             _page(place)
         elif failures is not None:
             typer.echo(printable(f"wrote {failures}"), err=True)
+
+
+def score(file: Path, cfg: Config, failures: Path | None = None) -> Report:
+    """Grade ``file`` as the config of `posttrain eval` says, and write what was wrong to ``failures``.
+
+    Raises:
+        UserError, RunError: as ``evaluate``; or the config says what has no meaning here.
+    """
+    _check_reward(cfg.reward)
+    return evaluate(
+        file, cfg.eval.pass_at, cfg.reward, cfg.sandbox, cfg.plugins,
+        resamples=cfg.eval.resamples, seed=cfg.run.seed, failures=failures, console=_progress_of(cfg),
+    )  # fmt: skip
 
 
 def run_comparison(a: Path, b: Path, cfg: Config, as_json: bool, out: Path | None = None) -> None:

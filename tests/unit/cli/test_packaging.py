@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -104,3 +105,11 @@ def test_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
         (outside / "runs" / "a" / name).write_text(text)
     assert posttrain("report", "a").strip() == "runs/a/report.html"
     assert pq.read_metadata(outside / "data" / "arith" / "train.parquet").num_rows == 10
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "AGENTS.md"])
+def test_paths_named_for_contributors_exist(page: str) -> None:
+    text = (REPO / page).read_text(encoding="utf-8")
+    named = re.findall(r"(?<![\w/.-])((?:posttrain|docs|scripts|tests|presets)/[\w./-]*[\w/])", text)
+    assert len(named) > 5
+    assert [path for path in named if "PACKAGE" not in path and not (REPO / path).exists()] == []
