@@ -35,7 +35,7 @@ class RunConfig(Section):
     report: bool = True
     """Keep `report.html` in the run's folder: made anew at each checkpoint and at the end (report.md)."""
     traces: bool = True
-    """rl: write every trajectory to `traces/` in the run's folder, about 6 bytes a token (docs/traces.md)."""
+    """rl: write every trajectory to `rollouts/` in the run's folder, about 6 bytes a token (docs/rollout-files.md)."""
     trace_every: PositiveInt = 1
     """Steps between two that are written there."""
     profile: str = ""

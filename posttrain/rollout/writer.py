@@ -12,13 +12,13 @@ from typing import Any, Self
 from posttrain.core.errors import DeadlineError, PosttrainError, RunError
 from posttrain.core.types import Trajectory
 from posttrain.rollout.advantage_files import advantages_file, write_advantages
-from posttrain.rollout.files import Kind, write_traces
+from posttrain.rollout.files import Kind, write_rollouts
 
 _PREFIX: dict[Kind, str] = {"train": "step", "val": "val"}
 _HINT = "free some room there, or write less with run.trace_every; then run the same command again"
 
 
-class TraceWriter:
+class RolloutWriter:
     """One file a step, written by a thread, one file at a time. An async context manager: leaving it waits for the
     last file.
 
@@ -54,7 +54,7 @@ class TraceWriter:
         await self.flush()
         path = self.path(step, kind)
         work = asyncio.to_thread(
-            write_traces, path, groups, kind=kind, step=step, temperature=temperature, tokenizer=self.tokenizer
+            write_rollouts, path, groups, kind=kind, step=step, temperature=temperature, tokenizer=self.tokenizer
         )
         self._begin(path, work)
 

@@ -10,15 +10,15 @@ import pytest
 
 from posttrain.core.errors import DataError, DeadlineError, RunError
 from posttrain.rollout.advantage_files import advantages_file, read_advantages
-from posttrain.rollout.files import Traces
-from posttrain.rollout.writer import TraceWriter
+from posttrain.rollout.files import RolloutFiles
+from posttrain.rollout.writer import RolloutWriter
 from tests.helpers.recorded import TOKENIZER, VOCABULARY, assert_same, trajectory
 
 GROUPS = [[trajectory(0, 1.0), trajectory(0, 0.0)], [trajectory(1, error="gone")]]
 
 
-def writer(folder: Path, every: int = 1, deadline_s: float = 30.0) -> TraceWriter:
-    return TraceWriter(folder, every, TOKENIZER, deadline_s)
+def writer(folder: Path, every: int = 1, deadline_s: float = 30.0) -> RolloutWriter:
+    return RolloutWriter(folder, every, TOKENIZER, deadline_s)
 
 
 def names(folder: Path) -> list[str]:
@@ -26,15 +26,15 @@ def names(folder: Path) -> list[str]:
 
 
 async def test_a_file_a_step(tmp_path: Path) -> None:
-    async with writer(tmp_path / "traces") as traces:
+    async with writer(tmp_path / "rollouts") as traces:
         for step in (1, 2):
             await traces.write(step, GROUPS, temperature=0.7)
         await traces.write(2, GROUPS[:1], temperature=0.0, kind="val")
-    assert names(tmp_path / "traces") == ["step_000001.parquet", "step_000002.parquet", "val_000002.parquet"]
-    found = Traces(str(tmp_path), vocabulary=VOCABULARY, tokenizer=TOKENIZER)
+    assert names(tmp_path / "rollouts") == ["step_000001.parquet", "step_000002.parquet", "val_000002.parquet"]
+    found = RolloutFiles(str(tmp_path), vocabulary=VOCABULARY, tokenizer=TOKENIZER)
     assert found.temperatures == {0.7}
     assert_same(found.read(2), GROUPS)
-    found = Traces(str(tmp_path), vocabulary=VOCABULARY, tokenizer=TOKENIZER, kind="val")
+    found = RolloutFiles(str(tmp_path), vocabulary=VOCABULARY, tokenizer=TOKENIZER, kind="val")
     assert_same(found.read(2), GROUPS[:1])
 
 
@@ -49,7 +49,7 @@ async def test_advantages_are_beside_the_file_of_their_step(tmp_path: Path) -> N
     (found,) = read_advantages(advantages_file(traces.path(2))).items()
     assert found[0] == 1
     assert np.array_equal(found[1], [0, 0, 0, 0.5, 0.5, 0.5])
-    assert Traces(str(tmp_path), vocabulary=VOCABULARY, tokenizer=TOKENIZER).steps == [2]
+    assert RolloutFiles(str(tmp_path), vocabulary=VOCABULARY, tokenizer=TOKENIZER).steps == [2]
     advantages_file(traces.path(2)).write_bytes(b"ARROW1 no")
     with pytest.raises(DataError, match=r"step_000002\.advantages\.arrow: unreadable"):
         read_advantages(advantages_file(traces.path(2)))
@@ -59,22 +59,22 @@ async def test_advantages_are_beside_the_file_of_their_step(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("every", "written"), [(0, []), (2, [2, 4]), (3, [3])])
 async def test_every_so_many_steps(tmp_path: Path, every: int, written: list[int]) -> None:
-    async with writer(tmp_path / "traces", every) as traces:
+    async with writer(tmp_path / "rollouts", every) as traces:
         for step in range(1, 6):
             await traces.write(step, GROUPS, temperature=1.0)
-    assert names(tmp_path / "traces") == [f"step_{step:06}.parquet" for step in written]
+    assert names(tmp_path / "rollouts") == [f"step_{step:06}.parquet" for step in written]
 
 
 async def test_nothing_to_write_is_no_file(tmp_path: Path) -> None:
-    async with writer(tmp_path / "traces") as traces:
+    async with writer(tmp_path / "rollouts") as traces:
         await traces.write(1, [], temperature=1.0)
         await traces.write(2, [[]], temperature=1.0)
-    assert names(tmp_path / "traces") == []
+    assert names(tmp_path / "rollouts") == []
 
 
 async def test_a_failure_comes_out_at_the_next_file(tmp_path: Path) -> None:
-    (tmp_path / "traces").write_text("a file where the folder should be")
-    traces = writer(tmp_path / "traces")
+    (tmp_path / "rollouts").write_text("a file where the folder should be")
+    traces = writer(tmp_path / "rollouts")
     await traces.write(1, GROUPS, temperature=1.0)
     with pytest.raises(RunError, match=r"step_000001\.parquet: a file is in the way") as error:
         await traces.write(2, GROUPS, temperature=1.0)
@@ -82,16 +82,16 @@ async def test_a_failure_comes_out_at_the_next_file(tmp_path: Path) -> None:
 
 
 async def test_a_failure_comes_out_at_the_end(tmp_path: Path) -> None:
-    (tmp_path / "traces").write_text("")
+    (tmp_path / "rollouts").write_text("")
     with pytest.raises(RunError, match=r"step_000001\.parquet: a file is in the way"):
-        async with writer(tmp_path / "traces") as traces:
+        async with writer(tmp_path / "rollouts") as traces:
             await traces.write(1, GROUPS, temperature=1.0)
 
 
 async def test_a_failure_does_not_hide_the_one_that_ended_the_run(tmp_path: Path) -> None:
-    (tmp_path / "traces").write_text("")
+    (tmp_path / "rollouts").write_text("")
     with pytest.raises(RunError, match="worker 1 died") as error:
-        async with writer(tmp_path / "traces") as traces:
+        async with writer(tmp_path / "rollouts") as traces:
             await traces.write(1, GROUPS, temperature=1.0)
             raise RunError("worker 1 died")
     assert "step_000001.parquet: a file is in the way" in error.value.__notes__[0]

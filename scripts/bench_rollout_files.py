@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from posttrain.core.types import Message, Prompt, Trajectory
-from posttrain.rollout.files import Traces
-from posttrain.rollout.writer import TraceWriter
+from posttrain.rollout.files import RolloutFiles
+from posttrain.rollout.writer import RolloutWriter
 
 VOCABULARY, GROUP, REPEATS = 151_643, 8, 5
 
@@ -74,7 +74,7 @@ async def write(folder: Path, groups: list[list[Trajectory]]) -> tuple[float, fl
 
     watching = asyncio.create_task(watch())
     start, cpu = time.perf_counter(), time.process_time()
-    async with TraceWriter(folder, 1, "none", 60.0) as traces:
+    async with RolloutWriter(folder, 1, "none", 60.0) as traces:
         await traces.write(1, groups, temperature=1.0)
     seconds, cpu, done = time.perf_counter() - start, time.process_time() - cpu, True
     await watching
@@ -90,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         writes, cpus, waits = zip(*(asyncio.run(write(folder, groups)) for _ in range(REPEATS)), strict=True)
-        traces = Traces(name, vocabulary=VOCABULARY, tokenizer="none")
+        traces = RolloutFiles(name, vocabulary=VOCABULARY, tokenizer="none")
         reads = []
         for _ in range(REPEATS):
             start = time.perf_counter()
