@@ -52,12 +52,12 @@ class SamplerPool:
 
     @property
     def loads(self) -> list[int]:
-        """Episodes that have their place at each replica."""
+        """Return the number of open sessions of each replica."""
         return [replica.load for replica in self._replicas]
 
-    def seat(self) -> Seat:
-        """A place for one episode, at the replica with the least to do."""
-        return Seat(self)
+    def session(self) -> StickySession:
+        """Return a sticky session for one episode."""
+        return StickySession(self)
 
     async def settled(self) -> None:
         """Wait until no replica is being replaced. A replacement that failed is no error as long as others live.
@@ -143,9 +143,11 @@ class _Replica:
         """Why it was lost, or could not be started."""
 
 
-class Seat:
-    """An episode's place in a pool, as ``with pool.seat() as sampler``. All turns go to the same replica, for its
-    prefix cache. If it dies, the turn is sampled elsewhere, from the same tokens."""
+class StickySession:
+    """Sends all turns of an episode to one replica, the one with the least to do, for its prefix cache.
+
+    Use as ``with pool.session() as sampler``. If the replica dies, another samples the turn, from the same tokens.
+    """
 
     def __init__(self, pool: SamplerPool) -> None:
         self._pool = pool

@@ -113,7 +113,7 @@ class Group:
         return self.trajectories
 
     async def _play(self, i: int, episode: Episode, pool: SamplerPool) -> None:
-        with pool.seat() as sampler:
+        with pool.session() as sampler:
             self._episodes[i] = await episode.play(sampler)
 
     async def pause(self) -> list[int]:

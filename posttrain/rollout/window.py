@@ -102,7 +102,7 @@ class Window:
 
     async def _play(self, episode: Episode) -> Trajectory:
         try:
-            with self._pool.seat() as sampler:
+            with self._pool.session() as sampler:
                 return await episode.play(sampler)
         finally:
             await episode.release()

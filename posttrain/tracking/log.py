@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from posttrain.core.text import printable
-from posttrain.tracking.console import PlainLines, Progress
+from posttrain.tracking.console import PlainLines
+from posttrain.tracking.progress import Progress
 
 LOGS = "logs"
 """The folder of logs in that of a run."""

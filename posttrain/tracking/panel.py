@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.core.text import printable, shortened
-from posttrain.tracking.console import Progress, Work, clock
 from posttrain.tracking.gpus import Gpus
+from posttrain.tracking.progress import Progress, Work, clock
 from posttrain.tracking.warnings import FILE_NAME, RunWarning
 
 BARS = "▁▂▃▄▅▆▇█"

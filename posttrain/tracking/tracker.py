@@ -11,9 +11,10 @@ from typing import Any, Self
 
 from posttrain.core.types import Failure, Trajectory
 from posttrain.tracking.boards import MLflow, TensorBoard, WeightsAndBiases
-from posttrain.tracking.console import Mode, Progress, View, Work, make_view
+from posttrain.tracking.console import Mode, View, make_view
 from posttrain.tracking.log import LOGS, LogLines, RunLog
 from posttrain.tracking.metrics import MetricsFile, MetricsSink
+from posttrain.tracking.progress import Progress, Work
 from posttrain.tracking.rules import Rule
 from posttrain.tracking.warnings import RunWarnings
 
