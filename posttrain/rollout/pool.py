@@ -42,12 +42,12 @@ class SamplerPool:
 
     @property
     def samplers(self) -> list[Sampler]:
-        """Those that live, in the order of the replicas."""
+        """Return the samplers that live, in the order of the replicas."""
         return [replica.sampler for replica in self._replicas if replica.sampler is not None]
 
     @property
     def failure(self) -> PosttrainError | None:
-        """Why a sampler was lost, or could not be replaced; None while none was."""
+        """Return why a sampler was lost, or could not be replaced; None while none was."""
         return next((replica.failure for replica in reversed(self._replicas) if replica.failure is not None), None)
 
     @property
@@ -72,7 +72,7 @@ class SamplerPool:
             raise self._last_failure()
 
     async def replace(self, sampler: Sampler, error: PosttrainError) -> Sampler:
-        """A new sampler in the place of one that has died.
+        """Return a new sampler for one that has died.
 
         Raises:
             WorkerError, DeadlineError: ``error``, if no more may be started, or why it could not be.
@@ -116,7 +116,7 @@ class SamplerPool:
         await asyncio.gather(*starting, return_exceptions=True)
 
     async def place(self) -> _Replica:
-        """The living replica with the least to do; where there is none, the first that comes back.
+        """Return the living replica with the least to do; where there is none, the first that comes back.
 
         Raises:
             WorkerError, DeadlineError: none lives, and none is being started.
@@ -154,7 +154,7 @@ class StickySession:
         self._replica: _Replica | None = None
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
-        """As ``Sampler.generate``.
+        """Sample a continuation, as ``Sampler.generate`` does.
 
         Raises:
             WorkerError, DeadlineError: no sampler is left.

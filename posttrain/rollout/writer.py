@@ -15,7 +15,7 @@ from posttrain.rollout.advantage_files import advantages_file, write_advantages
 from posttrain.rollout.files import Kind, write_rollouts
 
 _PREFIX: dict[Kind, str] = {"train": "step", "val": "val"}
-_HINT = "free some room there, or write less with run.trace_every; then run the same command again"
+_HINT = "free some space there, or write less with run.trace_every; then run the same command again"
 
 
 class RolloutWriter:
@@ -26,7 +26,7 @@ class RolloutWriter:
         folder: gets ``step_000012.parquet``, ``step_000012.advantages.arrow`` and, for validation,
             ``val_000012.parquet``.
         every: steps between files; 0: none is written.
-        tokenizer: ``traces.fingerprint`` of the run's tokenizer.
+        tokenizer: ``fingerprint`` of the run's tokenizer.
         deadline_s: longest wait for one file.
     """
 
@@ -38,7 +38,7 @@ class RolloutWriter:
         self._writing: tuple[Path, asyncio.Future[None]] | None = None
 
     def path(self, step: int, kind: Kind = "train") -> Path:
-        """The file of a step."""
+        """Return the file of a step."""
         return self.folder / f"{_PREFIX[kind]}_{step:06}.parquet"
 
     async def write(
@@ -93,7 +93,7 @@ class RolloutWriter:
             raise RunError(error.message, hint=f"{error.hint}; run.trace_every writes less") from error
 
     def last_step(self) -> int:
-        """How many steps have been written without a gap."""
+        """Return how many steps have been written without a gap."""
         step = 0
         while self.path(step + 1).is_file():
             step += 1
@@ -110,7 +110,7 @@ class RolloutWriter:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         try:
             await self.flush()

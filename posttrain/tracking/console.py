@@ -31,7 +31,7 @@ class View(Protocol):
 
 
 def make_view(progress: Progress, mode: Mode) -> View:
-    """The view of `run.console`."""
+    """Return the view of `run.console`."""
     if mode == "panel" or (mode == "auto" and sys.stderr.isatty()):
         from posttrain.tracking.panel import LivePanel
 
@@ -119,8 +119,8 @@ class JsonLines(PlainLines):
         self._print(json.dumps({"note": text}))
 
     def warn(self, warning: RunWarning) -> None:
-        facts = asdict(warning)
-        self._print(json.dumps({"warning": facts.pop("name"), **facts}))
+        values = asdict(warning)
+        self._print(json.dumps({"warning": values.pop("name"), **values}))
 
     def _tell(self, work: Work) -> None:
         self._print(json.dumps({"progress": work.name, "done": work.done, "total": work.total, "unit": work.unit}))

@@ -23,7 +23,7 @@ LOGS = "logs"
 """The folder of logs in that of a run."""
 DRIVER = "driver.log"
 MOST_BYTES = 8 << 20
-"""Of one log."""
+"""Largest size of one log."""
 
 
 class RunLog:
@@ -53,7 +53,7 @@ class LogLines(PlainLines):
 
 
 def worker_log(folder: Path, name: str) -> Path:
-    """The log of a worker, by its name in messages."""
+    """Return the log of a worker, by its name in messages."""
     return folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}.log"
 
 

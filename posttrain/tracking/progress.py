@@ -53,7 +53,7 @@ class Progress:
     total_steps: int | None
     step: int = 0
     seconds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))
-    """Of the last reports: steps since the one before, and seconds."""
+    """Steps since the report before, and seconds, of the last reports."""
     shown: dict[str, str] = field(default_factory=dict)
     """Label -> text of the newest value."""
     curves: dict[str, deque[float]] = field(default_factory=dict)
@@ -91,11 +91,11 @@ class Progress:
         self.shown |= {name: f"{float(v):.3f}" for name, v in metrics.items() if name.startswith("val")}
 
     def took(self, name: str, seconds: float) -> None:
-        """A phase of the present step has ended."""
+        """Add the seconds of a phase that has ended to the present step."""
         self.spent[name] = self.spent.get(name, 0.0) + seconds
 
     def shares(self) -> dict[str, float]:
-        """Phase -> its share of the present step so far, the largest first."""
+        """Return phase -> its share of the present step so far, the largest first."""
         now = time.monotonic()
         spent = dict(self.spent)
         for name, since in list(self.open_phases):
@@ -127,7 +127,7 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """`m:ss`, or `h:mm:ss` from an hour on."""
+    """Return seconds as `m:ss`, or `h:mm:ss` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

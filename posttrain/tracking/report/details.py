@@ -30,7 +30,7 @@ _PLACED = {
 }  # fmt: skip
 """Columns of a trajectory that the page shows in a way of their own; the others it lists by name and value."""
 MOST_CHARACTERS = 20_000
-"""Of one message; a longer one is cut in the middle."""
+"""Longest text of one message; a longer one is cut in the middle."""
 LOGPROB_SCALE = 48.0
 """A log-probability l is stored as round(48 sqrt(-l)): 0.0004 apart near 0, and down to -28."""
 
@@ -55,7 +55,8 @@ class Tokens:
         self.count += len(piece)
 
     def planes(self) -> bytes:
-        """Three bytes of the piece, then log-probability, then advantage: K bytes each, equal bytes side by side."""
+        """Return three bytes of the piece, then log-probability, then advantage: K bytes each, equal bytes side by
+        side."""
         piece = np.concatenate([*self.piece, np.empty(0, np.uint32)])
         planes = [((piece >> shift) & 255).astype(np.uint8) for shift in (0, 8, 16)]
         planes.append(np.concatenate([*self.logprob, np.empty(0, np.uint8)]))
@@ -71,7 +72,7 @@ def read_shown(
     pieces: Pieces,
     tokens: Tokens,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The chosen trajectories as JSON, and what was wrong with files that are left out.
+    """Return the chosen trajectories as JSON, and what was wrong with files that are left out.
 
     Args:
         splitters: by fingerprint; a file of another tokenizer is shown as text, without colours.
@@ -145,13 +146,13 @@ def _episode(
 
 
 def _versions(row: Mapping[str, Any], first: int, last: int) -> list[int]:
-    """Of the weights that sampled a turn."""
+    """Return the versions of the weights that sampled a turn."""
     found: list[int] = np.unique(row["weight_version"][first:last]).tolist()
     return found
 
 
 def _turns(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """First token of each run of sampled tokens, and the one after its last."""
+    """Return the first token of each run of sampled tokens, and the one after its last."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
