@@ -40,7 +40,7 @@ def write(path: Path, groups: Groups, step: int = 1, kind: Kind = "train", **cha
     return path
 
 
-def traces(*paths: Path, kind: Kind = "train", vocabulary: int = VOCABULARY) -> RolloutFiles:
+def recorded(*paths: Path, kind: Kind = "train", vocabulary: int = VOCABULARY) -> RolloutFiles:
     return RolloutFiles([str(path) for path in paths], vocabulary=vocabulary, tokenizer=TOKENIZER, kind=kind)
 
 
@@ -54,12 +54,12 @@ def pairs(*rewards: float) -> Groups:
 def test_what_is_read_is_exactly_what_was_written(groups: Groups) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "t.parquet", groups)
-        assert_same(traces(path).read(1), groups)
+        assert_same(recorded(path).read(1), groups)
 
 
 def test_text_that_utf_8_cannot_hold_comes_back_too(tmp_path: Path) -> None:
     odd = trajectory(messages=[{"role": "user", "content": "a \udc80 b \\udc80"}], error="bad byte \udcff")
-    (group,) = traces(write(tmp_path / "t.parquet", [[odd]])).read(1)
+    (group,) = recorded(write(tmp_path / "t.parquet", [[odd]])).read(1)
     assert group[0].messages == odd.messages
     assert group[0].error == "bad byte \\udcff"
 
@@ -67,12 +67,12 @@ def test_text_that_utf_8_cannot_hold_comes_back_too(tmp_path: Path) -> None:
 def test_what_json_has_no_form_for_is_text(tmp_path: Path) -> None:
     one = trajectory()
     one.prompt.extra_info["raw"] = b"\x00"
-    (group,) = traces(write(tmp_path / "t.parquet", [[one]])).read(1)
+    (group,) = recorded(write(tmp_path / "t.parquet", [[one]])).read(1)
     assert group[0].prompt.extra_info["raw"] == "b'\\x00'"
 
 
 def test_arrays_can_go_into_tensors(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    (group,) = traces(write(tmp_path / "t.parquet", pairs(1.0))).read(1)
+    (group,) = recorded(write(tmp_path / "t.parquet", pairs(1.0))).read(1)
     torch.from_numpy(group[0].logprobs).add_(1.0)
     assert not recwarn.list
 
@@ -96,13 +96,13 @@ def test_a_folder_a_glob_and_several_files(tmp_path: Path, monkeypatch: pytest.M
     write(tmp_path / "run" / "rollouts" / "val_000003.parquet", pairs(7.0), 3, "val", temperature=0.0)
     monkeypatch.chdir(tmp_path)
     for paths in (tmp_path / "run", Path("run/rollouts"), Path("run/rollouts/*.parquet")):
-        found = traces(paths)
+        found = recorded(paths)
         assert found.steps == [2, 3, 11]
         assert found.temperatures == {1.0}
         for step in found.steps:
             assert_same(found.read(step), steps[step])
-    assert traces(Path("run/rollouts/step_00001*.parquet"), Path("run/rollouts/step_000002.parquet")).steps == [2, 11]
-    validation = traces(Path("run"), kind="val")
+    assert recorded(Path("run/rollouts/step_00001*.parquet"), Path("run/rollouts/step_000002.parquet")).steps == [2, 11]
+    validation = recorded(Path("run"), kind="val")
     assert_same(validation.read(3), pairs(7.0))
     assert validation.temperatures == {0.0}
 
@@ -113,18 +113,18 @@ def test_one_file_of_many_steps_and_row_groups(tmp_path: Path) -> None:
     path = tmp_path / "all.parquet"
     pq.write_table(pa.concat_tables(tables), path, row_group_size=5)
     for step in (3, 1, 2):
-        assert_same(traces(path).read(step), steps[step])
+        assert_same(recorded(path).read(step), steps[step])
 
 
 def test_a_step_in_two_files(tmp_path: Path) -> None:
     files = [write(tmp_path / name, pairs(1.0), 4) for name in ("a", "b")]
     with pytest.raises(DataError, match=r"step 4 comes twice: .*a, row 0, and .*b, row 0") as error:
-        traces(*files)
+        recorded(*files)
     assert "one run" in str(error.value.hint)
 
 
 def test_a_file_written_anew_while_it_is_used(tmp_path: Path) -> None:
-    found = traces(write(tmp_path / "t.parquet", pairs(1.0, 2.0), 4))
+    found = recorded(write(tmp_path / "t.parquet", pairs(1.0, 2.0), 4))
     for rows, step in ((pairs(1.0), 4), (pairs(1.0, 2.0), 5)):
         write(tmp_path / "t.parquet", rows, step)
         with pytest.raises(DataError, match=r"t\.parquet: it has other rows than before"):
@@ -138,22 +138,22 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, message in (("no.parquet", "no such file"), ("empty", "no .parquet file"), ("x*", "no file matches")):
         with pytest.raises(DataError, match=message) as error:
-            traces(tmp_path / name)
+            recorded(tmp_path / name)
         assert error.value.hint
     with pytest.raises(DataError, match="no such file") as error:
-        traces(tmp_path / "no.parquet")
+        recorded(tmp_path / "no.parquet")
     assert "posttrain rl" in str(error.value.hint)
 
 
-def test_traces_of_validation_alone(tmp_path: Path) -> None:
+def test_rejects_rollout_files_of_validation_alone(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no episode of kind 'train'"):
-        traces(write(tmp_path / "t.parquet", pairs(1.0), kind="val"))
+        recorded(write(tmp_path / "t.parquet", pairs(1.0), kind="val"))
 
 
 def test_a_file_without_rows(tmp_path: Path) -> None:
     write(tmp_path / "t.parquet", [])
     with pytest.raises(DataError, match=r"t\.parquet: the file has no rows"):
-        traces(tmp_path / "t.parquet")
+        recorded(tmp_path / "t.parquet")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
@@ -162,7 +162,7 @@ def test_a_truncated_file(tmp_path: Path, share: float) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(DataError, match=r"t\.parquet: not a readable parquet file"):
-        traces(path)
+        recorded(path)
 
 
 def test_a_file_damaged_inside(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_file_damaged_inside(tmp_path: Path) -> None:
     start = pq.ParquetFile(path).metadata.row_group(0).column(list(COLUMNS).index("tokens")).data_page_offset
     content[start : start + 200] = b"\xff" * 200
     path.write_bytes(content)
-    found = traces(path)
+    found = recorded(path)
     with pytest.raises(DataError, match=r"t\.parquet: unreadable"):
         found.read(1)
 
@@ -179,19 +179,19 @@ def test_a_file_damaged_inside(tmp_path: Path) -> None:
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["x"]}), tmp_path / "t.parquet")
     with pytest.raises(DataError, match=r"t\.parquet: column 'kind' is missing") as error:
-        traces(tmp_path / "t.parquet")
+        recorded(tmp_path / "t.parquet")
     assert "posttrain rl" in str(error.value.hint)
 
 
 def test_another_tokenizer(tmp_path: Path) -> None:
     path = write(tmp_path / "t.parquet", pairs(1.0), tokenizer="another")
     with pytest.raises(DataError, match=r"t\.parquet: sampled with another tokenizer than the model's"):
-        traces(path)
+        recorded(path)
     # Without the fingerprint what is left is that the ids exist.
     pq.write_table(pq.read_table(path).replace_schema_metadata(None), path)
-    assert_same(traces(path).read(1), pairs(1.0))
+    assert_same(recorded(path).read(1), pairs(1.0))
     with pytest.raises(DataError, match=r"t\.parquet: row 1, column 'tokens': 8 is no token of the model, which has 8"):
-        traces(path, vocabulary=8).read(1)
+        recorded(path, vocabulary=8).read(1)
 
 
 Change = Callable[[list[Any]], list[Any]]
@@ -225,7 +225,7 @@ def test_a_bad_row_is_named(tmp_path: Path, column: str, change: Change, message
     values = pa.array(change(table[column].to_pylist()), table.schema.field(column).type)
     pq.write_table(table.set_column(at, column, values), path)
     with pytest.raises(DataError) as error:
-        traces(path).read(1)
+        recorded(path).read(1)
     assert error.value.message.startswith(f"{path}: ")
     assert message in error.value.message
     assert error.value.hint
@@ -237,19 +237,19 @@ def test_a_column_of_another_type_or_none(tmp_path: Path, column: str) -> None:
     table = pq.read_table(path)
     pq.write_table(table.drop_columns([column]), path)
     with pytest.raises(DataError, match=rf"t\.parquet: column '{column}' is missing") as error:
-        traces(path)
+        recorded(path)
     assert "`posttrain rl` writes what is needed" in str(error.value.hint)
     other = pa.array([b"x"] * 2)
     pq.write_table(table.set_column(table.column_names.index(column), column, other), path)
     with pytest.raises(DataError, match=rf"t\.parquet: column '{column}' is binary, and should be "):
-        traces(path)
+        recorded(path)
 
 
 def test_more_columns_are_no_trouble(tmp_path: Path) -> None:
     path = write(tmp_path / "t.parquet", pairs(1.0))
     table = pq.read_table(path)
     pq.write_table(table.append_column("note", pa.array(["a", "b"])).select([*reversed(list(COLUMNS)), "note"]), path)
-    assert_same(traces(path).read(1), pairs(1.0))
+    assert_same(recorded(path).read(1), pairs(1.0))
 
 
 def test_the_schema_names_every_part_of_a_trajectory() -> None:
@@ -280,7 +280,7 @@ def test_many_trajectories_are_split_into_row_groups_and_come_back(tmp_path: Pat
     groups = [long[i : i + 4] for i in range(0, 300, 4)]
     path = write(tmp_path / "t.parquet", groups)
     pq.write_table(pq.read_table(path), path, row_group_size=7)
-    assert_same(traces(path).read(1), groups)
+    assert_same(recorded(path).read(1), groups)
 
 
 ADDED_FIELDS = '''

@@ -138,14 +138,14 @@ def test_another_tokenizer_or_none_leaves_text_without_colours(run_path: Path, t
     assert data["episodes"][0]["messages"][-1] == {"role": "assistant", "text": "#### 6"}
 
 
-def test_old_traces_have_no_advantages(tmp_path: Path) -> None:
+def test_shows_rollouts_without_a_file_of_advantages(tmp_path: Path) -> None:
     path = write_run(tmp_path, "a", many(1, 1, 2))
     advantages_file(path / "rollouts" / "step_000001.parquet").unlink()
     data, _ = read(report.run([str(path)], "runs", None))
     assert [e["scale"] for e in data["episodes"]] == [None, None]
 
 
-def test_a_damaged_trace_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_names_a_damaged_rollout_file_and_shows_the_rest(tmp_path: Path) -> None:
     path = write_run(tmp_path, "a", many(2, 1, 2))
     (path / "rollouts" / "step_000001.parquet").write_bytes(b"PAR1 no")
     data, _ = read(report.run([str(path)], "runs", None))
