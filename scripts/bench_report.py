@@ -18,6 +18,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
+from posttrain.rollout.files import rollouts_folder  # noqa: E402
 from posttrain.tracking.report.background import Reporter  # noqa: E402
 from posttrain.tracking.report.collect import Collector  # noqa: E402
 from posttrain.tracking.report.page import write_page  # noqa: E402
@@ -63,7 +64,7 @@ def main() -> None:
     n, groups = 8, arguments.trajectories // STEPS // 8
     with tempfile.TemporaryDirectory() as folder:
         run = write_run(Path(folder), "bench", many(STEPS, groups, n, arguments.words))
-        traces = sum(file.stat().st_size for file in (run / "traces").iterdir())
+        size = sum(file.stat().st_size for file in rollouts_folder(run).iterdir())
         collector = Collector()
         seconds = []
         for _ in range(2):
@@ -72,7 +73,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - start)
         median, longest = asyncio.run(longest_wait(Reporter(run, print)))
         opens = open_times(run / "report.html")
-    print(f"{STEPS * groups * n:,} trajectories, {traces / 2**20:.0f} MiB of traces")
+    print(f"{STEPS * groups * n:,} trajectories, {size / 2**20:.0f} MiB of rollout files")
     print(f"made in {seconds[0]:.1f} s, again in {seconds[1]:.1f} s; {size / 2**20:.2f} MiB")
     print(f"event loop meanwhile: {median:.1f} ms late in the median, {longest:.0f} ms at most")
     print(f"opened in {statistics.median(opens):.0f} ms (median of {len(opens)}, the slowest {max(opens):.0f} ms)")

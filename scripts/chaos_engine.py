@@ -14,9 +14,9 @@ import torch
 
 from posttrain.engines.hf import HFSampler
 from posttrain.rollout.batches import TrainingBatches
-from posttrain.rollout.pool import Seat
+from posttrain.rollout.pool import StickySession
 
-_next, _ask, _generate = TrainingBatches.next, Seat.generate, HFSampler.generate
+_next, _ask, _generate = TrainingBatches.next, StickySession.generate, HFSampler.generate
 _asked: Counter[bytes] = Counter()
 _turn = asyncio.Lock()
 
@@ -41,4 +41,4 @@ async def generate(self, prompt_ids, params):
         return await _generate(self, prompt_ids, replace(params, top_k=0))
 
 
-TrainingBatches.next, Seat.generate, HFSampler.generate = next_step, ask, generate
+TrainingBatches.next, StickySession.generate, HFSampler.generate = next_step, ask, generate

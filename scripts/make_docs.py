@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Make ``docs/config.md`` from the config tree, ``docs/cli.md`` from the command line, and the tables of
-``docs/data.md`` and ``docs/traces.md`` from the row schemas and the data sets, ``docs/tools.md`` from the tools, those
-of ``docs/algorithms.md`` from the catalog of algorithms, and those of ``docs/from-verl.md`` from the rules of
+``docs/data.md`` and ``docs/rollout-files.md`` from the row schemas and the data sets, ``docs/tools.md`` from the tools,
+those of ``docs/algorithms.md`` from the catalog of algorithms, and those of ``docs/from-verl.md`` from the rules of
 ``import-verl``.
 
 python scripts/make_docs.py            # writes them
@@ -32,11 +32,12 @@ from posttrain.config.describe import default_text, docstrings, own_keys, plural
 from posttrain.config.verl.keys_rl import RL
 from posttrain.config.verl.keys_sft import SFT
 from posttrain.config.verl.rules import Outcome, Rule
+from posttrain.core.types import Trajectory
 from posttrain.data.preferences import PreferenceRow
 from posttrain.data.schema import ImageField, MessageField, RlhfRow, SftRow, ToolField
 from posttrain.prep.card import Card
 from posttrain.prep.command import LISTED, listing
-from posttrain.rollout.files import TraceRow, trace_schema
+from posttrain.rollout.files import COLUMNS, Column, RowHead
 from posttrain.tools.base import TOOLS, docstring_parts
 from posttrain.tools.options import REQUIRED, options_of
 from posttrain.tools.verl import REPLACEMENTS
@@ -159,7 +160,7 @@ def _help(param: Any) -> str:
     return f"{param.help} Default: `{default}`." if known else param.help
 
 
-# ---------------------------------------------------------------------- docs/data.md, docs/traces.md
+# ---------------------------------------------------------------------- docs/data.md, docs/rollout-files.md
 
 
 def data_page() -> str:
@@ -176,13 +177,15 @@ def data_page() -> str:
     return _with_parts("data.md", tables)
 
 
-def traces_page() -> str:
-    about = docstrings(TraceRow)
-    rows = [
-        (f"`{column.name}`", f"`{column.type}`".replace("item: ", ""), " ".join(about[column.name].split()))
-        for column in trace_schema()
-    ]
-    return _with_parts("traces.md", {"trace": _table(("column", "type", "what it is"), rows)})
+def rollout_files_page() -> str:
+    about = docstrings(RowHead) | docstrings(Trajectory)
+
+    def meaning(column: Column) -> str:
+        text = " ".join(about[column.name].split())
+        return text if column.json is None else f"JSON text: {text[:1].lower()}{text[1:]}"
+
+    rows = [(f"`{c.name}`", f"`{c.type}`".replace("item: ", ""), meaning(c)) for c in COLUMNS.values()]
+    return _with_parts("rollout-files.md", {"columns": _table(("column", "type", "what it is"), rows)})
 
 
 def _with_parts(page: str, parts: dict[str, str]) -> str:
@@ -325,7 +328,7 @@ def main() -> int:
     stale = 0
     pages = {
         "algorithms": algorithms_page, "config": config_page, "cli": cli_page, "data": data_page, "tools": tools_page,
-        "traces": traces_page, "from-verl": from_verl_page,
+        "rollout-files": rollout_files_page, "from-verl": from_verl_page,
     }  # fmt: skip
     for name, text in ((f"{page}.md", make()) for page, make in pages.items()):
         file = DOCS / name

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rich.console import Console
 
-from posttrain.tracking.console import Progress, Work
 from posttrain.tracking.panel import LivePanel
+from posttrain.tracking.progress import Progress, Work
 from posttrain.tracking.report.folder import RunFolder
 from posttrain.tracking.report.page import write_page
 from posttrain.tracking.warnings import newest, read_warnings

@@ -36,8 +36,8 @@ class RunConfig(Section):
     report: bool = True
     """Write `report.html` to the run's folder at each checkpoint and at the end (report.md)."""
     rollouts: bool = True
-    """`rl`: write rollout files with every trajectory to `traces/` in the run's folder, about 6 bytes per token
-    (docs/traces.md)."""
+    """`rl`: write rollout files with every trajectory to `rollouts/` in the run's folder, about 6 bytes per token
+    (docs/rollout-files.md)."""
     rollouts_every: PositiveInt = 1
     """Steps between two rollout files."""
     profile: str = ""

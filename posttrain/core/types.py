@@ -1,4 +1,4 @@
-"""The one vocabulary of data that flows between rooms: messages, prompts, samples, scores, trajectories.
+"""The data types that all packages share: messages, prompts, samples, scores, trajectories.
 
 Everything here is plain Python and numpy, cheap to send between processes. Tensors start at ``posttrain.data.pack``.
 
@@ -61,7 +61,7 @@ class Prompt:
 
     @property
     def tools_kwargs(self) -> dict[str, Any]:
-        """Per-row arguments for tools, by tool name: ``{"create_kwargs": {...}, ...}``."""
+        """Return the row's arguments for tools, by tool name: ``{"create_kwargs": {...}, ...}``."""
         return self.extra_info.get("tools_kwargs") or {}
 
 
@@ -81,12 +81,12 @@ class SamplingParams:
     top_k: int = 0
     """0: no limit."""
     seed: int | None = None
-    """Seed in [0, 2^31) of this request alone, for engines that take one (docs/evaluate.md). None: the engine's
-    stream."""
+    """Seed in [0, 2^31) of this request alone, for engines that support it (docs/evaluate.md); None: the engine's own
+    stream of random numbers."""
 
     @property
     def truncated(self) -> bool:
-        """Return whether it is not sampled from all tokens."""
+        """Return true if some tokens are never sampled."""
         return self.top_p < 1.0 or self.top_k > 0
 
 
@@ -99,7 +99,7 @@ class Sampling:
     top_k: int = 0
 
     def params(self, max_new_tokens: int, seed: int | None = None) -> SamplingParams:
-        """For a continuation of so many tokens at most."""
+        """Return the parameters of one continuation."""
         return SamplingParams(max_new_tokens, self.temperature, self.top_p, self.top_k, seed)
 
 
@@ -146,58 +146,81 @@ Failure = Literal["episode", "grader", "tool", "engine", "validation"]
 """What may fail while episodes are played, without an end to the run."""
 
 
-@dataclass
+def stored(*, required: bool = True) -> dict[str, bool]:
+    """Return the metadata that makes a field of ``Trajectory`` a column of rollout files.
+
+    This is the column's only declaration: ``posttrain.rollout.files`` writes and reads it, and reports show it. Its
+    Arrow type follows from the type of the field (``posttrain.rollout.files.Column``).
+
+    Args:
+        required: False: files may lack the column, as those do that are older than the field; trajectories that are
+            read from them have the field's default.
+    """
+    return {"stored": True, "required": required}
+
+
+@dataclass(kw_only=True)
 class Trajectory:
-    """One episode as the engine saw it. A failed episode is data (``error`` set), not a crash."""
+    """One episode as the engine saw it. A failed episode is data (``error`` set), not a crash.
+
+    The order of the stored fields is the order of the columns of rollout files.
+    """
 
     prompt: Prompt
-    tokens: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32] = field(metadata=stored())
     """[T] the prompt and every turn, exactly as fed to and sampled by the engine."""
-    loss_mask: npt.NDArray[np.bool_]
+    loss_mask: npt.NDArray[np.bool_] = field(metadata=stored())
     """[T] true where the policy sampled the token."""
-    logprobs: npt.NDArray[np.float32]
+    logprobs: npt.NDArray[np.float32] = field(metadata=stored())
     """[T] the engine's log-probability of each sampled token; 0 elsewhere."""
-    weight_version: npt.NDArray[np.int32]
-    """[T] version of the weights that sampled each token; -1 elsewhere."""
-    messages: list[Message]
-    """The whole conversation, the prompt's messages included, as decoded text (for people and graders)."""
-    stop_reason: StopReason
-    turns: int
-    """Assistant turns taken."""
-    tool_calls: int
-    seconds: float
-    """Wall time of the episode, in which it was played."""
-    prompt_length: int
+    weight_version: npt.NDArray[np.int32] = field(metadata=stored())
+    """[T] version of the weights that sampled each token: the RL steps they had seen; -1 elsewhere."""
+    prompt_length: int = field(metadata=stored())
     """Tokens of the first rendered prompt."""
-    user_turns: int = 0
+    messages: list[Message] = field(metadata=stored())
+    """The whole conversation by turn as decoded text, the prompt's messages included."""
+    turns: int = field(metadata=stored())
+    """Assistant turns."""
+    user_turns: int = field(default=0, metadata=stored())
     """Turns of the simulated user."""
-    tool_seconds: float = 0.0
-    """The part of ``seconds`` in which it waited for tools and the simulated user."""
-    reward: float = 0.0
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    correct: bool = False
-    extracted: str | None = None
-    """The answer that the grader found."""
+    tool_calls: int = field(metadata=stored())
+    """Calls of tools, those that failed included."""
+    stop_reason: StopReason = field(metadata=stored())
+    """Why the episode ended."""
+    seconds: float = field(metadata=stored())
+    """Wall time of the episode."""
+    tool_seconds: float = field(default=0.0, metadata=stored())
+    """The part of `seconds` in which the episode waited for tools and the simulated user."""
+    reward: float = field(default=0.0, metadata=stored())
+    """The weighted sum that it was trained with."""
+    correct: bool = field(default=False, metadata=stored())
+    """The grader's verdict."""
+    extracted: str | None = field(default=None, metadata=stored())
+    """The answer that the grader found; null where it found none."""
+    reward_parts: dict[str, float] = field(default_factory=dict, metadata=stored())
+    """The parts of the reward by name, with a weight or without."""
+    error: str | None = field(default=None, metadata=stored())
+    """Why the episode cannot be trained on; null where it can."""
     unfinished: bool = False
     """Its grader did not finish (``Score.unfinished``): validation counts it as wrong, whatever ``error`` says."""
-    error: str | None = None
     tool_errors: list[str] = field(default_factory=list)
     """What was answered to each tool call that failed; the messages have it too."""
     advantages: npt.NDArray[np.float32] | None = None
-    """[T] what each sampled token was trained with, 0 elsewhere; None: it was not trained on (yet)."""
+    """[T] what each sampled token was trained with, 0 elsewhere; None: it was not trained on (yet). They are stored in
+    a file of their own (``posttrain.rollout.advantage_files``)."""
 
     @property
     def trainable(self) -> bool:
-        """Return whether it did not fail and the policy sampled a token of it."""
+        """Return true if the episode did not fail and has a token that the policy sampled."""
         return self.error is None and bool(self.loss_mask.any())
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt, tool results included."""
+        """Return the number of tokens after the prompt, tool results included."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def response_text(self) -> str:
-        """What graders see: the assistant's own words of every turn, never a tool's."""
+        """Return what graders see: the assistant's own words of every turn, never a tool's."""
         own = self.messages[len(self.prompt.messages) :]
         return "\n".join(m.get("content", "") for m in own if m["role"] == "assistant")

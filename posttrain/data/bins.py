@@ -35,13 +35,13 @@ def assign(
 
 
 def _fewest_bins(lengths: Sequence[int], token_budget: int, limit: int) -> int:
-    """A lower bound on the micro-batches of one worker."""
+    """Return a lower bound on the micro-batches of one worker."""
     tokens = sum(min(n, token_budget) for n in lengths)
     return max(1, -(-tokens // token_budget), -(-len(lengths) // limit))
 
 
 def _cut(lengths: Sequence[int], bins: int, token_budget: int, limit: int) -> list[list[int]] | None:
-    """Sequences in ``bins`` micro-batches of nearly equal cost; None where one of them breaks a limit."""
+    """Return the sequences in ``bins`` micro-batches of nearly equal cost; None where one of them breaks a limit."""
     parts = partition(lengths, bins)
     fits = all(len(m) <= limit and sum(lengths[b] for b in m) <= token_budget for m in parts if len(m) > 1)
     return parts if fits else None
@@ -54,19 +54,19 @@ class Packing:
     bins: list[list[int]]
     """Indices of sequences, the fullest bin first."""
     tokens: int
-    """Of all sequences."""
+    """Cost of all sequences."""
     capacity: int
     """The budget times the bins; a sequence above the budget counts as a budget of its own length."""
 
     @property
     def fill(self) -> float:
-        """Share of the bins' capacity that holds tokens."""
+        """Return the share of the bins' capacity that holds tokens."""
         return self.tokens / max(1, self.capacity)
 
 
 def best_fit(lengths: Sequence[int], token_budget: int, sequence_limit: int | None = None) -> Packing:
     """Fill bins of ``token_budget`` tokens by best-fit decreasing: the longest sequence first, each into the fullest
-    bin that has room. It needs at most 11/9 of the fewest bins, plus 4 (Johnson et al., SIAM J. Comput. 3(4), 1974),
+    bin that takes it. It needs at most 11/9 of the fewest bins, plus 4 (Johnson et al., SIAM J. Comput. 3(4), 1974),
     and hardly more than the fewest where sequences are much shorter than the budget.
 
     Args:
@@ -76,18 +76,18 @@ def best_fit(lengths: Sequence[int], token_budget: int, sequence_limit: int | No
     """
     limit = sequence_limit or len(lengths)
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []
+    free: list[tuple[int, int]] = []
     """(tokens left, bin) of the bins that are not full, in order."""
     for b in sorted(range(len(lengths)), key=lambda b: -lengths[b]):
-        at = bisect_left(rooms, (lengths[b], -1))
-        if at < len(rooms):
-            room, bin_ = rooms.pop(at)
+        at = bisect_left(free, (lengths[b], -1))
+        if at < len(free):
+            left, bin_ = free.pop(at)
         else:
-            room, bin_ = token_budget, len(bins)
+            left, bin_ = token_budget, len(bins)
             bins.append([])
         bins[bin_].append(b)
-        if room >= lengths[b] and len(bins[bin_]) < limit:
-            insort(rooms, (room - lengths[b], bin_))
+        if left >= lengths[b] and len(bins[bin_]) < limit:
+            insort(free, (left - lengths[b], bin_))
     filled = [sum(lengths[b] for b in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda i: -filled[i])
     return Packing([sorted(bins[i]) for i in order], sum(filled), sum(max(n, token_budget) for n in filled))

@@ -71,7 +71,7 @@ def render_chats(
     tokenizer: PreTrainedTokenizerBase,
     **template_kwargs: Any,
 ) -> list[RenderedChat]:
-    """``render_chat`` of many (messages, tools), tokenized together (the tokenizer then uses all cores).
+    """Render many conversations (messages, tools), tokenized together (the tokenizer then uses all cores).
 
     Raises:
         DataError, ModelError: as ``render_chat``, naming the conversation by its place in the list.
@@ -95,7 +95,7 @@ class ChatRenderer:
     def render(
         self, conversations: Sequence[tuple[Sequence[AnyMessage], str | Sequence[Any] | None]]
     ) -> list[RenderedChat]:
-        """See ``render_chats``."""
+        """Render many conversations, as ``render_chats`` does."""
         texts: list[str] = []
         spans: list[list[Span]] = []
         for i, (messages, tools) in enumerate(conversations):
@@ -118,7 +118,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _token_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> tuple[list[bool], int]:
-    """Which tokens lie in the character spans, and how many lie in one in part only.
+    """Return which tokens lie in the character spans, and how many lie in one in part only.
 
     Both ends of the tokens' characters never fall, so a span's tokens are found by bisection.
     """
@@ -144,13 +144,13 @@ def render_prompt(
     tools: Sequence[ToolSchema] | None = None,
     **template_kwargs: Any,
 ) -> list[int]:
-    """Token ids of the conversation so far, ending where the assistant starts to write. Raises ``DataError``."""
+    """Return token ids of the conversation so far, ending where the assistant starts to write. Raises ``DataError``."""
     template = ChatTemplate(tokenizer, template_kwargs)
     return encode(tokenizer, template.text(normalize_messages(messages), tools, add_generation_prompt=True))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that has its control tokens in it."""
+    """Return token ids of a text that has its control tokens in it."""
     if tokenizer.is_fast:  # past the wrapper, which starts threads even for one text
         encoded: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return encoded
@@ -159,7 +159,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of token ids as they are: control tokens included, spaces before punctuation not tidied."""
+    """Return the text of token ids as they are: control tokens included, spaces before punctuation not tidied."""
     if tokenizer.is_fast:
         return str(tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -200,12 +200,12 @@ class ChatDeltas:
             self._with_calls = self._needs_calls()
 
     def ids(self, messages: Sequence[AnyMessage]) -> list[int]:
-        """Ids of ``messages`` (tool results or a user's reply) that follow a turn whose end-of-turn token was sampled,
-        up to where the assistant writes again. Raises ``DataError``."""
+        """Return ids of ``messages`` (tool results or a user's reply) that follow a turn whose end-of-turn token was
+        sampled, up to where the assistant writes again. Raises ``DataError``."""
         return encode(self.tokenizer, self.text(messages))
 
     def text(self, messages: Sequence[AnyMessage]) -> str:
-        """``ids`` as text. Raises ``DataError``."""
+        """Return ``ids`` as text. Raises ``DataError``."""
         replies = normalize_messages(messages)
         texts = [reply["content"] for reply in replies]
         # Nothing but the texts differs from one time to the next.
@@ -220,7 +220,7 @@ class ChatDeltas:
         return "".join(piece for pair in zip(pieces, [*texts, ""], strict=True) for piece in pair)
 
     def _frame(self, replies: Sequence[dict[str, Any]]) -> list[str] | None:
-        """What the template puts around the texts of such replies, if it does not depend on the texts."""
+        """Return what the template puts around the texts of such replies, if it does not depend on the texts."""
         if not keeps_track(self.template.source(self.tools)):
             return None
 
@@ -242,12 +242,12 @@ class ChatDeltas:
         return delta
 
     def without_control_tokens(self, text: str) -> str:
-        """``text`` with a space inside whatever would become a control token, such as an end of turn: what tools and
-        simulated users say must not be able to end their turn."""
+        """Return ``text`` with a space inside whatever would become a control token, such as an end of turn: what tools
+        and simulated users say must not be able to end their turn."""
         return self._control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def _needs_calls(self) -> bool:
-        """Whether the template shows a tool's result only after an assistant message that has ``tool_calls``."""
+        """Return true if the template shows a tool's result only after an assistant message that has ``tool_calls``."""
         probe = {"role": "tool", "name": "f", "content": "(what the tool said)"}
         refused = DataError("the chat template does not show what tools say", hint="use one that knows the role tool")
         for self._with_calls in (False, True):
@@ -260,7 +260,7 @@ class ChatDeltas:
 
     @staticmethod
     def _stand_in(replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """An assistant message with a call for each of the replies, whose ids are given to them."""
+        """Return an assistant message with a call for each of the replies, whose ids are given to them."""
         calls = []
         for number, reply in enumerate(replies):
             if reply["role"] == "tool":
@@ -271,7 +271,7 @@ class ChatDeltas:
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Finds the tokenizer's special tokens in a text."""
+    """Return a pattern that finds the tokenizer's special tokens in a text."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= {str(token) for token in tokenizer.all_special_tokens}
     longest_first = sorted((token for token in special if len(token) > 1), key=len, reverse=True)

@@ -20,7 +20,7 @@ PROBE = " \t\n<&>\"'\\/{{ x }}{% y %}%s\u00e9\u2028\ufeff#"
 
 
 def frame(render: Callable[[Sequence[str]], str], count: int) -> list[str] | None:
-    """The ``count + 1`` pieces that ``render`` puts around ``count`` texts; None where they depend on the texts.
+    """Return the ``count + 1`` pieces that ``render`` puts around ``count`` texts; None where they depend on the texts.
 
     Args:
         render: the output for some texts; it must give them to a template that ``keeps_track``.
@@ -45,8 +45,8 @@ _FILTERS |= {"string", "tojson", "trim"}
 
 @lru_cache(maxsize=32)
 def keeps_track(source: str) -> bool:
-    """Whether a template does nothing that could look into a watched text unnoticed: make a plain text of it, or search
-    for it in another."""
+    """Return true if a template does nothing that could look into a watched text unnoticed: make a plain text of it, or
+    search for it in another."""
     _, tree = parse(source)
     blocks = tree.find_all((nodes.AssignBlock, nodes.CallBlock, nodes.Concat, nodes.FilterBlock, nodes.Macro))
     calls = [(node.node, node.args) for node in tree.find_all(nodes.Call)]
@@ -68,7 +68,7 @@ def _constant(expressions: Sequence[nodes.Node]) -> bool:
 
 
 def _may_search(comparison: nodes.Compare) -> bool:
-    """``a in b`` where a may be a watched text and b a plain one."""
+    """Return true if an expression may be ``a in b`` where a may be a watched text and b a plain one."""
     return not isinstance(comparison.expr, nodes.Const) and any(
         operand.op in ("in", "notin") and not isinstance(operand.expr, nodes.List | nodes.Tuple | nodes.Dict)
         for operand in comparison.ops
@@ -82,7 +82,8 @@ _OPERATIONS = (
 
 
 def _watched(text: str, looked: list[str]) -> str:
-    """``text``, which appends to ``looked`` when anything is done with it but writing it and adding texts to it."""
+    """Return ``text``, which appends to ``looked`` when anything is done with it but writing it and adding texts to
+    it."""
 
     def noting(operation: str) -> Callable[..., Any]:
         def method(self: str, *arguments: Any) -> Any:

@@ -33,11 +33,11 @@ class BatchOrder:
     """The epoch last asked for, and its order."""
 
     def next(self) -> list[int]:
-        """Row indices of the next batch."""
+        """Return row indices of the next batch."""
         return self.take(self.batch_size)
 
     def take(self, count: int) -> list[int]:
-        """The next ``count`` row indices."""
+        """Return the next ``count`` row indices."""
         indices = [self._row(self.position + i) for i in range(count)]
         self.position += count
         return indices
@@ -58,7 +58,7 @@ class BatchOrder:
         return {"position": self.position, "rows": self.rows, "seed": self.seed}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go on where ``state`` was taken. Raises ``DataError`` when the data has another number of rows since."""
+        """Continue where ``state`` was taken. Raises ``DataError`` when the data has another number of rows since."""
         if state["rows"] != self.rows:
             raise DataError(
                 f"the checkpoint was made with {state['rows']} rows of training data; now there are {self.rows}",
@@ -113,8 +113,8 @@ class WindowOrder:
         self.shuffle = shuffle
 
     def windows(self, position: int) -> Iterator[tuple[Window, int]]:
-        """Windows from the one that holds ``position`` (rows handed out so far, over all epochs) on, each with the
-        number of its rows that are to be passed over. Never ends."""
+        """Yield the windows from the one that holds ``position`` (rows handed out so far, over all epochs) on, each
+        with the number of its rows that are to be passed over. Never ends."""
         epoch, offset = divmod(position, self.rows)
         while True:
             first, skip = divmod(offset, self.window)
@@ -153,17 +153,17 @@ class WindowOrder:
 def _cut(pieces: Iterable[Piece], window: int) -> Iterator[list[Piece]]:
     """Lay pieces end to end and cut after every ``window`` rows."""
     current: list[Piece] = []
-    room = window
+    left = window
     for piece in pieces:
         start = piece.start
         while start < piece.stop:
-            stop = min(piece.stop, start + room)
+            stop = min(piece.stop, start + left)
             current.append(Piece(piece.group, start, stop))
-            room -= stop - start
+            left -= stop - start
             start = stop
-            if room == 0:
+            if left == 0:
                 yield current
-                current, room = [], window
+                current, left = [], window
     if current:
         yield current
 
@@ -179,5 +179,6 @@ def check_batch(rows: int, batch_size: int) -> str | None:
 
 
 def total_steps(rows: int, batch_size: int, epochs: int, steps: int | None) -> int:
-    """Optimizer steps of a run: ``steps``, or as many as ``epochs`` passes give (the last rounded to a whole batch)."""
+    """Return the optimizer steps of a run: ``steps``, or as many as ``epochs`` passes give (the last rounded to a whole
+    batch)."""
     return steps if steps is not None else max(1, round(rows * epochs / batch_size))

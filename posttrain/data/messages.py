@@ -38,7 +38,7 @@ _THOUGHTS = ("reasoning", "thinking", "reasoning_content")
 
 
 def normalize_messages(messages: Iterable[AnyMessage]) -> list[dict[str, Any]]:
-    """New messages in OpenAI's shape: ``role``, ``content`` (text; a list of parts only where it holds images or
+    """Return new messages in OpenAI's shape: ``role``, ``content`` (text; a list of parts only where it holds images or
     videos, which become placeholders without the picture), ``tool_calls`` with arguments as dicts,
     ``reasoning_content``, and every other key whose value is not null.
 
@@ -62,7 +62,7 @@ def normalize_messages(messages: Iterable[AnyMessage]) -> list[dict[str, Any]]:
 
 
 def normalize_tools(tools: str | Sequence[Any] | None) -> list[ToolSchema] | None:
-    """Tools as OpenAI function schemas; None where there are none.
+    """Return tools as OpenAI function schemas; None where there are none.
 
     Read are JSON text of a list, lists of JSON texts, and bare functions (``{"name", "parameters"}``), which get their
     envelope. Raises ``DataError`` for anything else.
@@ -105,7 +105,7 @@ def _from_openai(message: AnyMessage) -> dict[str, Any]:
 
 
 def _content(value: Any) -> dict[str, Any]:
-    """``content``, and the ``reasoning_content`` and ``tool_calls`` that a typed list may hold too."""
+    """Return ``content``, and the ``reasoning_content`` and ``tool_calls`` that a typed list may hold too."""
     if value is None or isinstance(value, str):
         return {"content": value or ""}
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
@@ -140,7 +140,7 @@ def _text(part: Mapping[str, Any], kind: str) -> str:
 
 
 def _calls(value: Any) -> list[dict[str, Any]]:
-    """Tool calls in the OpenAI shape, from a list of calls or one call, each as a dict or as JSON text."""
+    """Return tool calls in the OpenAI shape, from a list of calls or one call, each as a dict or as JSON text."""
     decoded = _json(value, "a tool call")
     return [_call(_json(call, "a tool call")) for call in ([decoded] if isinstance(decoded, Mapping) else decoded)]
 

@@ -82,7 +82,7 @@ class PackedBatch:
         )
 
     def select(self, sequences: Sequence[int]) -> PackedBatch:
-        """The batch of these sequences, in this order."""
+        """Return the batch of these sequences, in this order."""
         starts = self.cu_seqlens.tolist()
         tokens = torch.cat([torch.arange(starts[b], starts[b + 1]) for b in sequences])
         lengths = torch.tensor([starts[b + 1] - starts[b] for b in sequences])
@@ -96,7 +96,7 @@ class PackedBatch:
         return PackedBatch(cu_seqlens=offsets, **columns)
 
     def empty_like(self) -> PackedBatch:
-        """A two-token batch without loss, for a worker that has run out of micro-batches while others have not
+        """Return a two-token batch without loss, for a worker that has run out of micro-batches while others have not
         (collectives need every worker)."""
         one = replace(self.select([0]))
         blank: dict[str, Any] = {
@@ -115,7 +115,7 @@ class Placement:
     parts: list[list[list[int]]]
 
     def shards(self, batch: PackedBatch) -> list[list[PackedBatch]]:
-        """``batch`` as ``[rank][micro-batch]``."""
+        """Return ``batch`` as ``[rank][micro-batch]``."""
         return [[batch.select(part) if part else batch.empty_like() for part in rank] for rank in self.parts]
 
     def gather(self, columns: Sequence[Sequence[Tensor]], batch: PackedBatch) -> Tensor:
@@ -133,5 +133,5 @@ class Placement:
 
 
 def place(lengths: Sequence[int], *, ranks: int, token_budget: int, sequence_limit: int | None = None) -> Placement:
-    """Which worker and micro-batch each sequence goes to; see ``assign``."""
+    """Return the worker and the micro-batch of each sequence; see ``assign``."""
     return Placement(assign(lengths, ranks=ranks, token_budget=token_budget, sequence_limit=sequence_limit))

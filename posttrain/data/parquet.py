@@ -69,13 +69,13 @@ _NEEDED: dict[type[BaseRow], tuple[str, ...]] = {
 
 
 def sft_row(conversation: Conversation) -> dict[str, Any]:
-    """A conversation as a row for ``write_rows``."""
+    """Return a conversation as a row for ``write_rows``."""
     row = {"messages": _message_rows(conversation.messages), "tools": tools_text(conversation.tools)}
     return {**row, "images": conversation.images} if conversation.images else row
 
 
 def preference_row(pair: Preference) -> dict[str, Any]:
-    """A pair of answers as a row for ``write_rows``."""
+    """Return a pair of answers as a row for ``write_rows``."""
     row: dict[str, Any] = {name: _message_rows(getattr(pair, name)) for name in ("prompt", "chosen", "rejected")}
     row["tools"] = tools_text(pair.tools)
     return {**row, "images": pair.images} if pair.images else row
@@ -92,7 +92,7 @@ def _message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def tools_text(tools: Sequence[ToolSchema]) -> str | None:
-    """Function schemas as the text of the ``tools`` column; None where there are none."""
+    """Return function schemas as the text of the ``tools`` column; None where there are none."""
     if not tools:
         return None
     # Most rows have the same tools. They are kept beside their text, so that no other object gets their ids.
@@ -141,19 +141,19 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], schema: type[Ba
 
 
 def parse_prompt(raw: dict[str, Any], path: str | Path, index: int) -> Prompt:
-    """A raw RLHF row, typed and checked. Raises ``DataError`` naming file, row and column."""
+    """Return a raw RLHF row, typed and checked. Raises ``DataError`` naming file, row and column."""
     with located(path, index):
         return parse_row(RlhfRow, raw).typed(index)
 
 
 def parse_conversation(raw: dict[str, Any], path: str | Path, index: int) -> Conversation:
-    """A raw SFT row, typed and checked. Raises ``DataError`` naming file, row and column."""
+    """Return a raw SFT row, typed and checked. Raises ``DataError`` naming file, row and column."""
     with located(path, index):
         return parse_row(SftRow, raw).typed(index)
 
 
 def parse_preference(raw: dict[str, Any], path: str | Path, index: int) -> Preference:
-    """A raw preference row, typed and checked. Raises ``DataError`` naming file, row and column."""
+    """Return a raw preference row, typed and checked. Raises ``DataError`` naming file, row and column."""
     with located(path, index):
         return parse_row(PreferenceRow, raw).typed(index)
 
@@ -254,7 +254,7 @@ def write_table(path: Path, table: pa.Table, **options: Any) -> None:
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """The first ``limit`` rows (None: all) of an RLHF parquet.
+    """Return the first ``limit`` rows (None: all) of an RLHF parquet.
 
     Raises:
         DataError: naming file, row and column, when the file is missing, unreadable, empty or of another schema.
@@ -263,12 +263,12 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def stream_prompts(path: str | Path, limit: int | None = None) -> Iterator[Prompt]:
-    """As ``read_prompts``, one after the other."""
+    """Yield the prompts that ``read_prompts`` returns."""
     return (parse_prompt(raw, path, index) for index, raw in read_rows(path, *_RLHF, limit=limit))
 
 
 def read_conversations(path: str | Path, limit: int | None = None) -> list[Conversation]:
-    """The first ``limit`` rows (None: all) of an SFT parquet.
+    """Return the first ``limit`` rows (None: all) of an SFT parquet.
 
     Raises:
         DataError: as ``read_prompts``; also for a conversation without an assistant message.
@@ -277,12 +277,12 @@ def read_conversations(path: str | Path, limit: int | None = None) -> list[Conve
 
 
 def read_preferences(path: str | Path, limit: int | None = None) -> list[Preference]:
-    """The first ``limit`` rows (None: all) of a preference parquet. Raises ``DataError`` as ``read_prompts``."""
+    """Return the first ``limit`` rows (None: all) of a preference parquet. Raises ``DataError`` as ``read_prompts``."""
     return [parse_preference(raw, path, index) for index, raw in read_rows(path, *_PREFERENCE, limit=limit)]
 
 
 def read_typed(path: str | Path, schema: type[R], limit: int | None = None) -> Iterator[R]:
-    """The first ``limit`` rows (None: all) as they stand in the file, checked, one after the other.
+    """Yield the first ``limit`` rows (None: all) as they stand in the file, checked, one after the other.
 
     All columns are read; those that the schema does not know are in ``row.model_extra``.
 
@@ -304,7 +304,7 @@ def read_rows(
     limit: int | None = None,
     made_by: str = "posttrain prep",
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row number, row) of the first ``limit`` rows (None: all) of a parquet file, a batch at a time.
+    """Yield (row number, row) of the first ``limit`` rows (None: all) of a parquet file, a batch at a time.
 
     Args:
         needed: columns that the file must have.
@@ -336,7 +336,7 @@ def read_rows(
 def open_parquet(
     path: str | Path, needed: Sequence[str], *, made_by: str = "posttrain prep", **options: Any
 ) -> pq.ParquetFile:
-    """An open parquet file that has rows and these columns.
+    """Return an open parquet file that has rows and these columns.
 
     Args:
         made_by: the command that writes such files, for hints.

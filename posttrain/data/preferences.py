@@ -43,7 +43,7 @@ class PreferenceRow(BaseRow):
     """For your own bookkeeping."""
 
     def typed(self, index: int) -> Preference:
-        """The row as a pair of answers, checked. ``index`` is not used.
+        """Return the row as a pair of answers, checked. ``index`` is not used.
 
         Raises:
             RowError: a conversation is out of order, or the two are no answers to one prompt, or the same.
@@ -67,7 +67,7 @@ class PreferenceRow(BaseRow):
 
 
 def _whole(prompt: list[Message], own: list[Message], column: str) -> list[Message]:
-    """The whole conversation of a column that repeats the prompt, or goes on from it."""
+    """Return the whole conversation of a column that repeats the prompt, or goes on from it."""
     if not own:
         raise RowError(column, "there is no message", "it holds the answer, or the whole conversation")
     if own[: len(prompt)] == prompt:
@@ -83,7 +83,8 @@ def _whole(prompt: list[Message], own: list[Message], column: str) -> list[Messa
 
 
 def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """How many messages two conversations begin with in common. Raises ``RowError`` where the rest is no pair."""
+    """Return how many messages two conversations begin with in common. Raises ``RowError`` where the rest is no
+    pair."""
     pairs = zip(chosen, rejected, strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
     if shared in (len(chosen), len(rejected)):

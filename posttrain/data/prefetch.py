@@ -49,7 +49,7 @@ class Rendered:
     straddling: int = 0
     """Tokens without loss because they are only in part the assistant's (see ``RenderedChat``)."""
     second: int = 0
-    """Of a row of two conversations: where the second one begins among the tokens."""
+    """Index of the first token of the second conversation of a row of two; 0 in a row of one."""
 
     @property
     def left_out(self) -> bool:
@@ -57,7 +57,7 @@ class Rendered:
 
     @staticmethod
     def nothing(*, too_long: int = 0, nothing_to_learn: bool = False) -> Rendered:
-        """A row that is left out."""
+        """Return a row that is left out."""
         return Rendered(np.empty(0, np.int32), np.empty(0, np.bool_), too_long, nothing_to_learn)
 
 
@@ -83,7 +83,7 @@ class Renderer:
 
     @property
     def full(self) -> bool:
-        """Whether a task has to be collected before the next is given."""
+        """Return true if a task has to be collected before the next is given."""
         return len(self._tasks) >= max(1, IN_FLIGHT * len(self._workers))
 
     def start(self) -> None:
@@ -107,7 +107,7 @@ class Renderer:
         self._tasks.append((worker, rows))
 
     def _told(self) -> bytes:
-        """How to render, as a process is told it."""
+        """Return the pickled way to render, for a process."""
         try:
             return pickle.dumps(self._render)
         except Exception as error:  # pickle raises whatever the object's own methods do
@@ -117,7 +117,7 @@ class Renderer:
             ) from error
 
     def collect(self) -> list[Rendered]:
-        """The oldest task's rows.
+        """Return the oldest task's rows.
 
         Raises:
             DataError: a row of it is refused.
@@ -201,7 +201,7 @@ class Ahead(Generic[T]):
         self._thread.start()
 
     def next(self, deadline_s: float, waiting_for: Callable[[], str]) -> T:
-        """The next item.
+        """Return the next item.
 
         Raises:
             DeadlineError: there was none within ``deadline_s`` seconds; the message says who was being waited for.
@@ -225,7 +225,7 @@ class Ahead(Generic[T]):
         self._closed = True
         end = time.monotonic() + deadline_s
         while self._thread.is_alive() and time.monotonic() < end:
-            with contextlib.suppress(queue.Empty):  # it may be waiting for room
+            with contextlib.suppress(queue.Empty):  # it may be waiting to put an item
                 self._queue.get_nowait()
             self._thread.join(0.02)
 

@@ -24,12 +24,12 @@ Truncation = Literal["error", "left", "right", "drop"]
 
 
 def conversation_shards(paths: str | Sequence[str]) -> Shards:
-    """The rows of the SFT files that ``paths`` names (see ``shard_files``). Raises ``DataError``."""
+    """Return the rows of the SFT files that ``paths`` names (see ``shard_files``). Raises ``DataError``."""
     return Shards(shard_files(paths), ("messages",), ("tools", "images"))
 
 
 def preference_shards(paths: str | Sequence[str]) -> Shards:
-    """The rows of the preference files that ``paths`` names (see ``shard_files``). Raises ``DataError``."""
+    """Return the rows of the preference files that ``paths`` names (see ``shard_files``). Raises ``DataError``."""
     return Shards(shard_files(paths), ("chosen", "rejected"), ("prompt", "tools", "images"))
 
 
@@ -66,7 +66,7 @@ class RenderConversations:
         return self.render(conversations, rows)
 
     def render(self, conversations: Sequence[Conversation], rows: Sequence[Row], column: str = "") -> list[Rendered]:
-        """Conversations that stand in these rows. ``column`` goes into the messages of a ``DataError``."""
+        """Return conversations that stand in these rows. ``column`` goes into the messages of a ``DataError``."""
         chats = self._render(conversations, rows, column)
         return [self._cut(chat, _where(row, column)) for chat, row in zip(chats, rows, strict=True)]
 

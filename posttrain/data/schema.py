@@ -92,7 +92,7 @@ class MessageField(TypedDict):
 
 
 def typed_message(given: MessageField) -> Message:
-    """A message as the rest of posttrain knows it: without absent fields, and its content always a text."""
+    """Return a message as the rest of posttrain knows it: without absent fields, and its content always a text."""
     message: Message = {"role": given["role"], "content": given.get("content") or ""}
     if thoughts := given.get("reasoning_content"):
         message["reasoning_content"] = thoughts
@@ -108,7 +108,7 @@ def typed_message(given: MessageField) -> Message:
 
 
 def _call(given: ToolCallField) -> ToolCall:
-    """A call as the rest of posttrain knows it."""
+    """Return a call as the rest of posttrain knows it."""
     function = given["function"]
     call: ToolCall = {
         "type": "function",
@@ -181,7 +181,7 @@ class BaseRow(BaseModel):
 
     @property
     def pictures(self) -> list[dict[str, Any]]:
-        """``images`` as the rest of posttrain knows them."""
+        """Return ``images`` as the rest of posttrain knows them."""
         return [image.model_dump(exclude_none=True) for image in self.images or ()]
 
     @field_validator("tools", mode="before")
@@ -207,7 +207,8 @@ class RlhfRow(BaseRow):
     """The same as `extra_info.tools_kwargs`, in files that keep it in a column of its own."""
 
     def typed(self, index: int) -> Prompt:
-        """Row ``index`` as a prompt, checked, ``extra_info`` with ``tools_kwargs`` and, where declared, ``tools``.
+        """Return row ``index`` as a prompt, checked, ``extra_info`` with ``tools_kwargs`` and, where declared,
+        ``tools``.
 
         Raises:
             RowError: the messages are out of order, or their calls or images do not match the row.
@@ -237,7 +238,7 @@ class SftRow(BaseRow):
     """The whole conversation: at least one user and one assistant message."""
 
     def typed(self, index: int) -> Conversation:
-        """The row as a conversation, checked. ``index`` is not used.
+        """Return the row as a conversation, checked. ``index`` is not used.
 
         Raises:
             RowError: the messages are out of order, or their calls or images do not match the row.
@@ -258,7 +259,7 @@ R = TypeVar("R", bound=BaseRow)
 
 
 def parse_row(schema: type[R], raw: Mapping[str, Any]) -> R:
-    """A raw row, typed.
+    """Return a raw row, typed.
 
     Raises:
         RowError: naming the first field that is missing or has a wrong value.
@@ -282,7 +283,7 @@ _STRUCTURED = (*_MESSAGES, "reward_model", "extra_info", "tools_kwargs", "images
 
 
 def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without JSON text and arrays where structs and lists belong, its messages' content as text.
+    """Return a row without JSON text and arrays where structs and lists belong, its messages' content as text.
 
     Raises:
         RowError: a typed content list is malformed.
@@ -319,7 +320,8 @@ def _plain_message(message: Any, here: str) -> Any:
 
 
 def parse_tools(value: Any) -> list[ToolSchema]:
-    """Function schemas in any style that ``normalize_tools`` reads, and arrays of structs with parquet's null fields.
+    """Return function schemas in any style that ``normalize_tools`` reads, and arrays of structs with parquet's null
+    fields.
 
     Raises:
         ValueError: it is none of these, or a tool has no name.
@@ -330,7 +332,7 @@ def parse_tools(value: Any) -> list[ToolSchema]:
 
 @functools.lru_cache(maxsize=1024)
 def _tools_of_text(text: str) -> tuple[ToolSchema, ...]:
-    """Most rows of a file declare the same tools."""
+    """Return the tools of a JSON text. Most rows of a file declare the same tools, so results are kept."""
     return tuple(_checked_tools(text))
 
 
@@ -349,17 +351,17 @@ def _checked_tools(value: Any) -> list[ToolSchema]:
 
 
 def misplaced(at: str, message: str) -> PydanticCustomError:
-    """A validation error at a path below the field that is validated."""
+    """Return a validation error at a path below the field that is validated."""
     return PydanticCustomError("posttrain", "{message}", {"message": message, "at": at})
 
 
 def tool_names(tools: Sequence[ToolSchema]) -> list[str]:
-    """The functions that schemas declare."""
+    """Return the functions that schemas declare."""
     return [tool["function"]["name"] for tool in tools]
 
 
 def _tools_kwargs(*styles: Any) -> dict[str, Any]:
-    """The arguments of tools by function name, from the places where files keep them; the first place wins."""
+    """Return the arguments of tools by function name, from the places where files keep them; the first place wins."""
     merged: dict[str, Any] = {}
     for style in styles:
         value = _decoded(style or None) or {}
@@ -370,7 +372,7 @@ def _tools_kwargs(*styles: Any) -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """What a JSON text holds; anything else, other text too, as it is."""
+    """Return what a JSON text holds; anything else, other text too, as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -378,12 +380,12 @@ def _decoded(value: Any) -> Any:
 
 
 def _sequence(value: Any) -> Any:
-    """A numpy array as a list, anything else as it is."""
+    """Return a numpy array as a list, anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def without_none(value: Any) -> Any:
-    """Dicts without the null fields that parquet fills in for keys other rows have."""
+    """Return dicts without the null fields that parquet fills in for keys other rows have."""
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     value = _sequence(value)

@@ -23,7 +23,7 @@ BATCH_ROWS = 256
 
 
 def shard_files(paths: str | Sequence[str], *, made_by: str = "posttrain prep") -> list[str]:
-    """The files that `data.train` names: a file, a folder (its ``*.parquet``, at any depth), a glob, or several.
+    """Return the files that `data.train` names: a file, a folder (its ``*.parquet``, at any depth), a glob, or several.
 
     Files of a folder or a glob are sorted by name; hidden ones are left out.
 
@@ -55,7 +55,7 @@ def shard_files(paths: str | Sequence[str], *, made_by: str = "posttrain prep") 
 
 
 def one_file(paths: str | Sequence[str]) -> str:
-    """The file that ``paths`` names, for a reader of one file. Raises ``DataError`` where it names several."""
+    """Return the file that ``paths`` names, for a reader of one file. Raises ``DataError`` where it names several."""
     files = shard_files(paths)
     if len(files) > 1:
         raise DataError(f"{len(files)} files where one is read: {files[0]}, ...", hint="put the rows into one file")
@@ -103,16 +103,17 @@ class Shards:
 
     @property
     def name(self) -> str:
-        """What messages call them."""
+        """Return what messages call the files."""
         return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
     def locate(self, row: int) -> tuple[str, int]:
-        """(file, number in that file) of a row."""
+        """Return (file, number in that file) of a row."""
         shard = bisect_right(self._starts, row) - 1
         return self.files[shard], row - self._starts[shard]
 
     def fingerprint(self) -> str:
-        """Changes when a shard is added, taken away, renamed or written anew with other row groups."""
+        """Return a hash that changes when a shard is added, taken away, renamed or written anew with other row
+        groups."""
         digest = hashlib.sha256()
         for group in self.groups:
             digest.update(f"{Path(group.path).name}\0{group.index}\0{group.rows}\0".encode())
@@ -132,7 +133,7 @@ class ShardReader:
         self._cursors: dict[int, _Cursor] = {}
 
     def read(self, group: int, start: int, stop: int) -> list[pa.RecordBatch]:
-        """Rows ``start:stop`` of a row group, in batches of at most ``BATCH_ROWS``. Raises ``DataError``."""
+        """Return rows ``start:stop`` of a row group, in batches of at most ``BATCH_ROWS``. Raises ``DataError``."""
         cursor = self._cursors.pop(group, None)
         if cursor is None or cursor.at > start:
             cursor = _Cursor(self._shards.groups[group], self._shards.columns)

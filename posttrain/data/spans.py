@@ -45,7 +45,7 @@ class AssistantSpans:
         self._headers: dict[str, str] = {}
 
     def find(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None) -> tuple[str, list[Span]]:
-        """The rendered text, and the characters of it that are trained, in order.
+        """Return the rendered text, and the characters of it that are trained, in order.
 
         Raises:
             DataError: the template refuses the conversation, leaves tools or tool calls out, or writes an assistant
@@ -70,7 +70,7 @@ class AssistantSpans:
         return traced.text, spans
 
     def _sampled(self, text: str, parts: list[Span], before: str, i: int, marked: bool) -> list[Span]:
-        """The parts of one message without its header, and without what follows its end of turn."""
+        """Return the parts of one message without its header, and without what follows its end of turn."""
         start = self._start(text, parts[0], before, i, marked)
         end = self._end(text, (start, parts[-1][1]))
         spans: list[Span] = []
@@ -80,7 +80,7 @@ class AssistantSpans:
         return spans
 
     def _start(self, text: str, span: Span, before: str, i: int, marked: bool) -> int:
-        """Where sampling starts: after the generation prompt, wherever in it the span begins.
+        """Return where sampling starts: after the generation prompt, wherever in it the span begins.
 
         A turn of the past may lack a part of the generation prompt, such as an empty thought. Then it starts after the
         header that all turns share. A mark is taken at its word.
@@ -102,7 +102,8 @@ class AssistantSpans:
         return start + len(header)
 
     def _end(self, text: str, span: Span) -> int:
-        """Behind the end-of-turn token. Without one in the template, all that it wrote belongs to the turn."""
+        """Return the position behind the end-of-turn token. Without one in the template, the turn has all that it
+        wrote."""
         written = text[slice(*span)]
         trimmed = written.rstrip()
         if trimmed.endswith(self._ends):
@@ -111,7 +112,7 @@ class AssistantSpans:
         return span[1] if self._eos is None or last < 0 else span[0] + last + len(self._eos)
 
     def _opening(self, before: str) -> str:
-        """The generation prompt after a message of role ``before``."""
+        """Return the generation prompt after a message of role ``before``."""
         if before not in self._openings:
             try:
                 asked = self.template.text(_BEFORE[before], add_generation_prompt=True)
@@ -125,8 +126,8 @@ class AssistantSpans:
         return self._openings[before]
 
     def _header(self, before: str) -> str:
-        """The start of the generation prompt that every turn has, also those of the past: what turns of other content,
-        last in the conversation or not, have in common with it."""
+        """Return the start of the generation prompt that every turn has, also those of the past: what turns of other
+        content, last in the conversation or not, have in common with it."""
         if before not in self._headers:
             starts = [self._opening(before)]
             for content in ("x", "y"):
@@ -161,7 +162,7 @@ def _one(spans: list[Span], i: int) -> Span:
 
 
 def _marked_parts(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int, list[Span]]:
-    """The ``{% generation %}`` parts of each assistant message."""
+    """Return the ``{% generation %}`` parts of each assistant message."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     origins = [message for message, _ in traced.generated]
     if all(origin is None for origin in origins) and len(origins) == len(turns) and not traced.regions:
@@ -181,7 +182,8 @@ def _marked_parts(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict
 
 
 def _check_calls(text: str, regions: list[Span], i: int, message: Mapping[str, Any]) -> None:
-    """A template that knows no tools leaves calls out without a word; the model would learn to stop in their place."""
+    """Raise for a template that leaves tool calls out without an error: the model would learn to stop in their
+    place."""
     written = "".join(text[slice(*span)] for span in regions)
     for call in message.get("tool_calls", ()):
         if regions and call["function"]["name"] not in written:

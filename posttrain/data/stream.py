@@ -49,7 +49,7 @@ class Sample:
     mask: npt.NDArray[np.bool_]
     """[T] true where the token carries loss"""
     second: int = 0
-    """Of a row of two conversations: where the second one begins among the tokens."""
+    """Index of the first token of the second conversation of a row of two; 0 in a row of one."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ class SampleStream:
 
     @property
     def usable_rows(self) -> int:
-        """Rows that give a sample, where that is known; else all rows."""
+        """Return rows that give a sample, where that is known; else all rows."""
         return self.shards.rows if self.rendered is None else sum(not row.left_out for row in self.rendered)
 
     def next(self) -> Batch:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             DataError: a row of it is refused, a file is damaged, or a whole epoch gave no sample.
@@ -149,7 +149,7 @@ class SampleStream:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands after the last batch that ``next`` gave, as JSON."""
+        """Return where the stream stands after the last batch that ``next`` gave, as JSON."""
         return {
             "position": self.position,
             "rows": self.shards.rows,
@@ -160,7 +160,7 @@ class SampleStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Continue where ``state`` was taken.
 
         Raises:
             DataError: the data is not what it was then.
@@ -196,7 +196,7 @@ class SampleStream:
         return WindowOrder([group.rows for group in self.shards.groups], window, self.seed, self.cfg.shuffle)
 
     def _assemble(self) -> Iterator[Batch]:
-        """Batches from the current position on."""
+        """Yield the batches from the current position on."""
         position, counts = self.position, self.counts
         samples: list[Sample] = []
         left_out = 0
@@ -220,7 +220,7 @@ class SampleStream:
                 yield row, self.rendered[row]
 
     def _streamed(self, position: int) -> Iterator[tuple[int, Rendered]]:
-        """(row, what became of it), rendered by the processes while the thread reads on."""
+        """Yield (row, what became of it), rendered by the processes while the thread reads on."""
         given: deque[list[int]] = deque()
         tasks = self._tasks(position)
         while True:
@@ -236,7 +236,7 @@ class SampleStream:
                 yield from zip(given.popleft(), self._renderer.collect(), strict=True)
 
     def _tasks(self, position: int) -> Iterator[tuple[list[int], list[Row]]]:
-        """(row numbers, rows) of each task from a position on."""
+        """Yield (row numbers, rows) of each task from a position on."""
         reader = ShardReader(self.shards, INTERLEAVE + 1)
         for window, skip in self._order.windows(position):
             content = self._read(reader, window)
@@ -262,7 +262,7 @@ class SampleStream:
         return content
 
     def _numbers(self, window: Window) -> Order:
-        """[rows] numbers of a window's rows over all shards, in the order in which they are handed out."""
+        """Return the [rows] numbers of a window's rows over all shards, in the order in which they are handed out."""
         firsts = [self.shards.groups[piece.group].first for piece in window.pieces]
         laid = [np.arange(first + p.start, first + p.stop) for first, p in zip(firsts, window.pieces, strict=True)]
         return np.concatenate(laid)[window.order]
@@ -295,7 +295,7 @@ def _to_row(batch: pa.RecordBatch, at: int, where: tuple[str, int]) -> Row:
 
 
 def render_all(shards: Shards, render: Render, limit: int | None = None) -> list[Rendered]:
-    """The first ``limit`` rows (None: all) of the shards, in the order of the files.
+    """Return the first ``limit`` rows (None: all) of the shards, in the order of the files.
 
     Raises:
         DataError: the first row that is refused, or a damaged file.

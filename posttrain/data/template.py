@@ -59,7 +59,7 @@ class ChatTemplate:
         self.kwargs = dict(template_kwargs)
 
     def source(self, tools: Sequence[ToolSchema] | None = None) -> str:
-        """The template itself; some tokenizers have another one for conversations with tools."""
+        """Return the template itself; some tokenizers have another one for conversations with tools."""
         return str(self.tokenizer.get_chat_template(None, list(tools) if tools else None))
 
     def text(
@@ -69,12 +69,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as text. Raises ``DataError`` where the template refuses it."""
+        """Return the conversation as text. Raises ``DataError`` where the template refuses it."""
         self._check_parts(messages)
         return self._plain(_without_train(messages), tools, add_generation_prompt)
 
     def traced(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> Traced:
-        """The conversation as text, with the origin of its parts.
+        """Return the conversation as text, with the origin of its parts.
 
         Raises:
             DataError: the template refuses the conversation, or looks into its own output, so that it cannot be traced.
@@ -117,7 +117,7 @@ class ChatTemplate:
             raise DataError(f"the chat template cannot be traced: {error}") from error
 
     def _check_parts(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Many templates show nothing at all of a message that is a list of parts, and do not say so."""
+        """Raise for a template that shows nothing of a message that is a list of parts: many do not say so."""
         if all(isinstance(message.get("content"), str) for message in messages):
             return
         part = {"type": "text", "text": "(text)"}
@@ -146,8 +146,8 @@ def _without_train(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 @lru_cache(maxsize=32)
 def instrument(source: str) -> Template:
-    """A chat template that calls ``_MARK`` at the start of each round of each loop, after each loop, and around each
-    ``{% generation %}`` block, and writes what it returns."""
+    """Return a chat template that calls ``_MARK`` at the start of each round of each loop, after each loop, and around
+    each ``{% generation %}`` block, and writes what it returns."""
     environment, tree = parse(source)
     tree = _Instrument().visit(tree)
     tree.set_environment(environment)
@@ -156,7 +156,7 @@ def instrument(source: str) -> Template:
 
 
 def parse(source: str) -> tuple[Environment, nodes.Template]:
-    """The environment in which transformers renders chat templates, and a template's syntax tree."""
+    """Return the environment in which transformers renders chat templates, and a template's syntax tree."""
     # Private, but the only door to that environment: its filters, its whitespace rules, its sandbox. That it is still
     # the same one is proven by comparisons with what transformers renders.
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -191,13 +191,13 @@ class _Instrument(NodeTransformer):
 
 
 def is_generation(block: nodes.CallBlock) -> bool:
-    """Whether it is ``{% generation %}``."""
+    """Return true if it is ``{% generation %}``."""
     called = block.call.node
     return isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation_support"
 
 
 def _set_by_index(statement: nodes.Node, names: set[str]) -> str | None:
-    """``x`` of ``set x = anything[i]``, for an ``i`` of these names."""
+    """Return ``x`` of ``set x = anything[i]``, for an ``i`` of these names."""
     if not isinstance(statement, nodes.Assign) or not isinstance(statement.target, nodes.Name):
         return None
     value = statement.node
@@ -211,7 +211,7 @@ def _mark(near: nodes.Node, number: int, *item: nodes.Expr) -> nodes.Node:
 
 
 def _marker(messages: list[dict[str, Any]], fence: str) -> Any:
-    """The function behind ``_MARK``. A loop over anything but messages writes nothing."""
+    """Return the function behind ``_MARK``. A loop over anything but messages writes nothing."""
     index = {id(message): i for i, message in enumerate(messages)}
     running: set[int] = set()
 
@@ -233,7 +233,8 @@ def _marker(messages: list[dict[str, Any]], fence: str) -> Any:
 
 
 def _assemble(text: str, pieces: Sequence[str]) -> Traced:
-    """Text and markers in turn, as spans of ``text``. A piece of text belongs to the innermost loop that runs."""
+    """Return text and markers in turn, as spans of ``text``. A piece of text belongs to the innermost loop that
+    runs."""
     regions: dict[int, list[Span]] = {}
     generated: list[tuple[int | None, Span]] = []
     rounds: list[tuple[int, int]] = []  # (loop, message) of the loops that run, outermost first

@@ -20,11 +20,12 @@ _CONVERSATIONS = ({"messages"}, {"conversations"}, {"conversation"})
 _ANSWERS = ({"prompt", "response"}, {"question", "answer"}, {"instruction", "output"})
 _RAW = (".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
 _PEEK_BYTES = 1 << 20
-"""Of the first row of a text file, to see its columns"""
+"""Most bytes that are read of the first row of a text file, to see its columns."""
 
 
 def of_columns(path: str | Path, needed: Sequence[str], columns: Sequence[str]) -> str | None:
-    """A hint for a parquet file with these columns where those ``needed`` are wanted. None: nothing is known of it."""
+    """Return a hint for a parquet file with these columns where those ``needed`` are wanted. None: nothing is known of
+    it."""
     wanted = tuple(needed)
     if wanted not in _KINDS:
         return None
@@ -35,7 +36,7 @@ def of_columns(path: str | Path, needed: Sequence[str], columns: Sequence[str]) 
 
 
 def of_other_format(path: str | Path, needed: Sequence[str]) -> str | None:
-    """A hint for a file that is no parquet, such as JSON lines. None: nothing is known of it."""
+    """Return a hint for a file that is no parquet, such as JSON lines. None: nothing is known of it."""
     wanted, path = tuple(needed), Path(path)
     columns = _peek(path)
     if columns is None or wanted not in _KINDS:
@@ -47,7 +48,7 @@ def of_other_format(path: str | Path, needed: Sequence[str]) -> str | None:
 
 
 def of_folder(path: str | Path) -> str | None:
-    """A hint for a folder without parquet files. None: nothing is known of it."""
+    """Return a hint for a folder without parquet files. None: nothing is known of it."""
     raw = next((file for file in sorted(Path(path).iterdir()) if file.name.endswith(_RAW)), None)
     if raw is None:
         return None
@@ -55,7 +56,7 @@ def of_folder(path: str | Path) -> str | None:
 
 
 def _command(path: str | Path, wanted: tuple[str, ...], columns: Sequence[str]) -> str | None:
-    """What a file with these columns is good for."""
+    """Return what a file with these columns is good for."""
     has = set(columns)
     imitated = any(names <= has for names in (*_CONVERSATIONS, *_ANSWERS))
     pairs, conversion = set(PREFERENCE) <= has, f"{_prep('messages', path)} of it"
@@ -76,7 +77,7 @@ def _command(path: str | Path, wanted: tuple[str, ...], columns: Sequence[str]) 
 
 
 def _prep(dataset: str, path: str | Path) -> str:
-    """The command that converts a file, and what comes of it."""
+    """Return the command that converts a file, and what comes of it."""
     stem = Path(path).name.partition(".")[0] or "mine"
     source, out = shlex.quote(str(path)), shlex.quote(f"data/{stem}")
     made = {"messages": "sft_train", "preferences": "prefer_train"}[dataset]
@@ -84,7 +85,7 @@ def _prep(dataset: str, path: str | Path) -> str:
 
 
 def _peek(path: Path) -> list[str] | None:
-    """The columns of the first row of a text file; None: it is no JSON and no CSV."""
+    """Return the columns of the first row of a text file; None: it is no JSON and no CSV."""
     try:
         with cast("IO[bytes]", gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as stream:
             text = stream.read(_PEEK_BYTES).decode("utf-8-sig", errors="replace").lstrip()

@@ -36,10 +36,10 @@ from posttrain.rl.batch import usable
 from posttrain.rl.learner import Learner
 from posttrain.rl.metrics import failures, rollout_metrics, spread, validation_failure, validation_metrics
 from posttrain.rollout.batches import TrainingBatches
-from posttrain.rollout.files import fingerprint
+from posttrain.rollout.files import fingerprint, rollouts_folder
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
-from posttrain.rollout.writer import TraceWriter
+from posttrain.rollout.writer import RolloutWriter
 from posttrain.runs.preflight import (
     build_environment,
     check_algo,
@@ -298,11 +298,12 @@ async def open_scorers(cluster: Cluster, run: TrainingRun) -> list[EpisodeScorer
     return scorers
 
 
-def open_traces(run: TrainingRun, env: Environment) -> TraceWriter:
+def open_traces(run: TrainingRun, env: Environment) -> RolloutWriter:
     """What writes the trajectories of the run, where `run.rollouts` asks for it."""
     cfg = run.cfg
     every = cfg.run.rollouts_every if cfg.run.rollouts else 0
-    return TraceWriter(run.folder.path / "traces", every, fingerprint(env.tokenizer), cfg.cluster.step_deadline_s)
+    folder = rollouts_folder(run.folder.path)
+    return RolloutWriter(folder, every, fingerprint(env.tokenizer), cfg.cluster.step_deadline_s)
 
 
 async def greedy_rewards(source: TrajectorySource, groups: Sequence[Sequence[Trajectory]]) -> dict[int, float]:

@@ -20,7 +20,7 @@ from posttrain.plan import command as plan
 from posttrain.rl.batch import usable
 from posttrain.rl.learner import Learner
 from posttrain.rl.metrics import episode_metrics
-from posttrain.rollout.files import Traces, fingerprint
+from posttrain.rollout.files import RolloutFiles, fingerprint
 from posttrain.runs.preflight import check_algo, check_machine, check_supported, open_model
 from posttrain.runs.run import RunPlace, StopSignal
 from posttrain.runs.training import TrainingRun, check_profile, open_tracker, recorded, train
@@ -66,7 +66,7 @@ class Prepared(NamedTuple):
     """What a replay begins with."""
 
     source: ModelSource
-    traces: Traces
+    traces: RolloutFiles
     steps: int
     first: list[list[Trajectory]]
     """The groups of the first step"""
@@ -79,14 +79,14 @@ def prepare(cfg: Config) -> Prepared:
     check_machine(cfg)
     check_algo(cfg, tokenizer)
     vocabulary = int(load_config(source).get_text_config().vocab_size)
-    traces = Traces(cfg.rollout.replay, vocabulary=vocabulary, tokenizer=fingerprint(tokenizer))
+    traces = RolloutFiles(cfg.rollout.replay, vocabulary=vocabulary, tokenizer=fingerprint(tokenizer))
     check_apart(traces, cfg)
     steps = replayed_steps(traces, cfg)
     check_profile(cfg, steps)
     return Prepared(source, traces, steps, traces.read(traces.steps[0]))
 
 
-async def _train(run: TrainingRun, traces: Traces) -> None:
+async def _train(run: TrainingRun, traces: RolloutFiles) -> None:
     cfg, tracker = run.cfg, run.tracker
     async with Cluster(cfg, run.folder.logs) as cluster, run:
         with tracker.phase("start"):
@@ -121,7 +121,7 @@ async def _train(run: TrainingRun, traces: Traces) -> None:
     run.raise_if_interrupted()
 
 
-def check_apart(traces: Traces, cfg: Config) -> None:
+def check_apart(traces: RolloutFiles, cfg: Config) -> None:
     """Raise ``ConfigError`` for traces that lie in the run's own folder, where `--overwrite` would delete them."""
     folder = (Path(cfg.run.dir) / cfg.run.name).resolve()
     inside = next((file for file in traces.files if folder in Path(file).resolve().parents), None)
@@ -129,7 +129,7 @@ def check_apart(traces: Traces, cfg: Config) -> None:
         raise ConfigError(f"{inside} lies in the folder of this run, {folder}", hint="give another name with --name")
 
 
-def replayed_steps(traces: Traces, cfg: Config) -> int:
+def replayed_steps(traces: RolloutFiles, cfg: Config) -> int:
     """How many steps the run has.
 
     Raises:

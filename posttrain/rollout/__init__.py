@@ -1,1 +1,1 @@
-"""Sampling: engines behind one contract, the episode state machine, and the source of trajectories."""
+"""Episodes: their state machine, groups and batches of them on a pool of samplers, and rollout files."""

@@ -1,7 +1,7 @@
-"""The advantages of a step's trajectories, in a file beside its traces: they are known only after the models looked at
-what was sampled, when the traces are on their way to the disk already.
+"""The advantages of a step's trajectories, in a file beside their rollout file: they are known only after the models
+looked at what was sampled, when that file is on its way to the disk already.
 
-Arrow's own file format, so that a folder of traces is still one of parquet files alone.
+The format is Arrow's own, so that the rollout files are the only parquet files of the folder.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from posttrain.core.files import replacing
 from posttrain.core.types import Trajectory
 
 SCHEMA = pa.schema([("row", pa.int32()), ("advantages", pa.list_(pa.float32()))])
-"""Row of the trajectory in the step's trace file; [T] advantage of each of its tokens, 0 where none was sampled."""
+"""Row of the trajectory in the step's rollout file; [T] advantage of each of its tokens, 0 where none was sampled."""
 
 
-def advantages_file(traces: Path) -> Path:
-    """Where the advantages of a trace file's trajectories are."""
-    return traces.with_suffix(".advantages.arrow")
+def advantages_file(rollouts: Path) -> Path:
+    """Return the path of the advantages of a rollout file's trajectories."""
+    return rollouts.with_suffix(".advantages.arrow")
 
 
 def write_advantages(path: Path, groups: Sequence[Sequence[Trajectory]]) -> None:
@@ -44,7 +44,7 @@ def write_advantages(path: Path, groups: Sequence[Sequence[Trajectory]]) -> None
 
 
 def read_advantages(path: Path) -> dict[int, npt.NDArray[np.float32]]:
-    """Row -> [T] advantages; empty where there is no file. Raises ``DataError`` for a file that is no such."""
+    """Return row -> [T] advantages; empty where there is no file. Raises ``DataError`` for a damaged file."""
     if not path.is_file():
         return {}
     try:

@@ -55,7 +55,8 @@ class TrainingBatches:
         self._left: list[_Draw] = []
 
     async def next(self) -> list[list[Trajectory]]:
-        """The groups of the next step, ``order.batch_size`` of them; what happened to others is in ``source.stats``.
+        """Return the groups of the next step, ``order.batch_size`` of them; what happened to others is in
+        ``source.stats``.
 
         Raises:
             RunError: with `rollout.filter_groups`, not one group of the allowed draws has a signal.
@@ -109,11 +110,11 @@ class TrainingBatches:
         return [group for _, group in ready]
 
     def state(self) -> dict[str, Any]:
-        """Where the order stands, and the rows that were drawn and are still to be trained on, as JSON."""
+        """Return where the order stands, and the rows that were drawn and are still to be trained on, as JSON."""
         return {**self._order.state(), "left": [[draw.number, draw.row] for draw in self._left]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; groups that were in progress are played anew. Raises ``DataError``."""
+        """Continue where ``state`` was taken; groups that were in progress are played anew. Raises ``DataError``."""
         self._order.restore(dict(state))
         self._left = [_Draw(number, row, self._group(row), left=True) for number, row in state.get("left", [])]
 
@@ -151,8 +152,8 @@ class TrainingBatches:
 
 
 def has_signal(group: Sequence[Trajectory], metric: str) -> bool:
-    """Whether the episodes of a group that can be trained on differ in ``metric`` (`rollout.filter_metric`); one that
-    lacks the part, since it could not be graded, has 0.
+    """Return true if the episodes of a group that can be trained on differ in ``metric`` (`rollout.filter_metric`); one
+    that lacks the part, since it could not be graded, has 0.
 
     Raises:
         RunError: none of them has such a part.

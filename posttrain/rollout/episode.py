@@ -36,7 +36,7 @@ EpisodeState = Literal["pending", "running", "tool_calling", "completed", "faile
 
 
 def in_flight(states: Sequence[EpisodeState]) -> dict[str, int]:
-    """How many episodes are where, in the words of the panel."""
+    """Return the number of episodes in each state, in the words of the panel."""
     return {
         "sampling": states.count("running"),
         "tool": states.count("tool_calling"),
@@ -56,7 +56,7 @@ class Environment:
     deltas: ChatDeltas
     cfg: RolloutConfig
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template, such as ``enable_thinking``; the same as in ``deltas``."""
+    """Arguments of the chat template, such as ``enable_thinking``; the same as in ``deltas``."""
     interaction: Interaction | None = None
     """The simulated user."""
 
@@ -65,7 +65,7 @@ class Environment:
         return [tool.schema for tool in self.tools.values()] or None
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, ending where the assistant starts to write. Raises ``DataError``."""
+        """Return token ids of a prompt, ending where the assistant starts to write. Raises ``DataError``."""
         return render_prompt(prompt.messages, self.tokenizer, self.schemas, **self.template_kwargs)
 
 
@@ -101,7 +101,7 @@ class Episode:
 
     @property
     def resumable(self) -> bool:
-        """Whether an episode whose ``play`` was cancelled can be played on: no call of a tool was cut off."""
+        """Return true if an episode whose ``play`` was cancelled can be played on: no call of a tool was cut off."""
         return self.state in ("pending", "running")
 
     async def play(self, sampler: Generator) -> Trajectory:
@@ -150,7 +150,7 @@ class Episode:
         )
 
     async def release(self) -> str | None:
-        """Every tool's own reward, and its release whatever happened before. Returns what went wrong, or None."""
+        """Take every tool's own reward and release it, whatever happened before. Returns what went wrong, or None."""
         self.state = "tool_calling"
         failures: list[str] = []
         while self._tool_states:
@@ -179,7 +179,7 @@ class Episode:
         return self.env.cfg.max_response_tokens - (len(self.record) - self.prompt_length)
 
     async def _play(self, sampler: Generator) -> StopReason:
-        """Assistant turn, tools' or user's turn, assistant turn, ... Returns why it ended."""
+        """Play assistant turn, tools' or user's turn, assistant turn, ... Returns why it ended."""
         if self.state == "pending":
             if self.prompt_length > self.env.cfg.max_prompt_tokens:
                 return "prompt_too_long"
@@ -227,7 +227,7 @@ class Episode:
         return None if sample.finish_reason == "stop" else "length"
 
     async def _answer(self) -> list[Message] | StopReason:
-        """What the model reads next, from tools or the simulated user; or why there is no next turn."""
+        """Return what the model reads next, from tools or the simulated user; or why there is no next turn."""
         cfg = self.env.cfg
         calls: Sequence[ParsedCall] = ()
         if self.env.tools:

@@ -1,17 +1,19 @@
-"""Recorded trajectories in parquet: a row an episode, a file a step, and exactly the same trajectories when read back.
+"""Rollout files: trajectories in parquet, a row an episode, a file a step, and exactly the same trajectories read back.
 
-``TraceRow`` is the schema. `posttrain rl` writes it (``posttrain.rollout.writer``) and `--replay` trains from it.
+The columns are the fields of ``RowHead`` and the stored fields of ``Trajectory`` (``posttrain.core.types.stored``).
+`posttrain rl` writes the files (``posttrain.rollout.writer``) and `--replay` trains from them.
 
 Shape legend: T tokens of one episode (prompt and all turns).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import types
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -38,8 +40,8 @@ _TOKENIZER = b"posttrain.tokenizer"
 
 
 @dataclass(frozen=True)
-class TraceRow:
-    """One trajectory as a row. Parquet's types follow from these: int is int32, float is double, an array is a list.
+class RowHead:
+    """The first columns of a row: which episode it is, and its prompt. The columns of the trajectory follow.
 
     Prompts with images have no trajectories, so there is no column for images.
     """
@@ -51,171 +53,140 @@ class TraceRow:
     group: int
     """Number of the prompt in the step. Rows of a step lie together, and so do those of a group."""
     temperature: float
-    """Of sampling; `logprobs` are of the distribution at this temperature."""
+    """The sampling temperature; `logprobs` are of the distribution at this temperature."""
     row: int
     """Row of the prompt in its data file."""
     data_source: str
     """The prompt's data source; it chooses the grader."""
-    prompt: str
-    """JSON text: the prompt's messages."""
-    ground_truth: str
-    """JSON text: what the grader compared with."""
-    extra_info: str
-    """JSON text: the prompt's `extra_info`. What JSON has no form for, such as a date, is text."""
-    tokens: npt.NDArray[np.int32]
-    """[T] the prompt and every turn, exactly as fed to and sampled by the engine."""
-    loss_mask: npt.NDArray[np.bool_]
-    """[T] true where the policy sampled the token."""
-    logprobs: npt.NDArray[np.float32]
-    """[T] the engine's log-probability of each sampled token; 0 elsewhere."""
-    weight_version: npt.NDArray[np.int32]
-    """[T] version of the weights that sampled each token: the RL steps they had seen; -1 elsewhere."""
-    prompt_length: int
-    """Tokens of the first rendered prompt."""
-    messages: str
-    """JSON text: the whole conversation by turn, the prompt's messages included."""
-    turns: int
-    """Assistant turns."""
-    user_turns: int
-    """Turns of the simulated user."""
-    tool_calls: int
-    """Calls of tools, those that failed included."""
-    stop_reason: StopReason
-    """Why the episode ended."""
-    seconds: float
-    """Wall time of the episode."""
-    tool_seconds: float
-    """The part of it in which it waited for tools and the simulated user."""
-    reward: float
-    """The weighted sum that it was trained with."""
-    correct: bool
-    """The grader's verdict."""
-    extracted: str | None
-    """The answer that the grader found; null where it found none."""
-    reward_parts: dict[str, float]
-    """The parts of the reward by name, with a weight or without."""
-    error: str | None
-    """Why the episode cannot be trained on; null where it can."""
+    prompt: list[Message]
+    """The prompt's messages."""
+    ground_truth: Any
+    """What the grader compared with."""
+    extra_info: dict[str, Any]
+    """The prompt's `extra_info`. What JSON has no form for, such as a date, is text."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A field of ``RowHead`` or a stored field of ``Trajectory`` as a column of a file.
+
+    An int is int32, a float is double, an array is a list, a dict of floats is a map. A field of another structure,
+    such as a list of messages, is JSON text. A field that may be None gives a column that may be null.
+    """
+
+    name: str
+    type: pa.DataType
+    json: Any
+    """The type that the JSON text holds; None: the column is not JSON text."""
+    nullable: bool
+    required: bool
+    """Every file must have the column; else rows of files without it have the field's default."""
 
     @staticmethod
-    def of(trajectory: Trajectory, kind: Kind, step: int, group: int, temperature: float) -> TraceRow:
-        """The row of a trajectory."""
-        t, prompt = trajectory, trajectory.prompt
-        return TraceRow(
-            kind=kind,
-            step=step,
-            group=group,
-            temperature=temperature,
-            row=prompt.index,
-            data_source=_text(prompt.data_source),
-            prompt=_json(prompt.messages),
-            ground_truth=_json(prompt.ground_truth),
-            extra_info=_json(prompt.extra_info),
-            tokens=t.tokens,
-            loss_mask=t.loss_mask,
-            logprobs=t.logprobs,
-            weight_version=t.weight_version,
-            prompt_length=t.prompt_length,
-            messages=_json(t.messages),
-            turns=t.turns,
-            user_turns=t.user_turns,
-            tool_calls=t.tool_calls,
-            stop_reason=t.stop_reason,
-            seconds=t.seconds,
-            tool_seconds=t.tool_seconds,
-            reward=t.reward,
-            correct=t.correct,
-            extracted=None if t.extracted is None else _text(t.extracted),
-            reward_parts=t.reward_parts,
-            error=None if t.error is None else _text(t.error),
-        )
+    def of(field: dataclasses.Field[Any], hint: Any) -> Column:
+        """Return the column of a field whose resolved type is ``hint``."""
+        args = get_args(hint)
+        nullable = get_origin(hint) in (Union, types.UnionType) and type(None) in args
+        kind = args[0] if nullable else hint
+        arrow = _arrow(kind)
+        required = bool(field.metadata.get("required", True))
+        return Column(field.name, arrow or pa.string(), None if arrow else kind, nullable, required)
 
-    def trajectory(self) -> Trajectory:
-        """The trajectory of a row. Raises ``RowError`` for JSON text that does not hold what it should."""
-        extra_info = self._read("extra_info")
-        if not isinstance(extra_info, dict):
-            raise RowError("extra_info", "not a JSON object", f"it holds {self.extra_info[:80]}")
-        truth, asked = self._read("ground_truth"), self._messages("prompt")
-        return Trajectory(
-            prompt=Prompt(self.row, asked, self.data_source, truth, extra_info),
-            tokens=self.tokens,
-            loss_mask=self.loss_mask,
-            logprobs=self.logprobs,
-            weight_version=self.weight_version,
-            messages=self._messages("messages"),
-            stop_reason=self.stop_reason,
-            turns=self.turns,
-            user_turns=self.user_turns,
-            tool_calls=self.tool_calls,
-            seconds=self.seconds,
-            tool_seconds=self.tool_seconds,
-            prompt_length=self.prompt_length,
-            reward=self.reward,
-            reward_parts=self.reward_parts,
-            correct=self.correct,
-            extracted=self.extracted,
-            error=self.error,
-        )
+    def encode(self, value: Any) -> Any:
+        """Return the value of the field as the file holds it."""
+        if value is None and self.nullable:
+            return None
+        if self.json is not None:
+            value = json.dumps(value, ensure_ascii=False, default=str)
+        if pa.types.is_map(self.type):
+            return list(value.items())
+        return _utf8(value) if isinstance(value, str) else value
 
-    def check(self, vocabulary: int) -> None:
-        """Raise ``RowError`` for what no episode of a model with so many token ids can be."""
-        length = len(self.tokens)
-        for column in ("loss_mask", "logprobs", "weight_version"):
-            if (found := len(getattr(self, column))) != length:
-                raise RowError(column, f"{found} values for {length} tokens", "the row was changed after it was made")
-        if not 0 < self.prompt_length <= length:
-            hint = f"it has {length} tokens"
-            raise RowError("prompt_length", f"{self.prompt_length} is no length of this row's prompt", hint)
-        if len(outside := self.tokens[(self.tokens < 0) | (self.tokens >= vocabulary)]):
-            hint = "train the model that sampled these traces, or one with the same tokenizer"
-            raise RowError("tokens", f"{outside[0]} is no token of the model, which has {vocabulary}", hint)
-        if self.loss_mask[: self.prompt_length].any():
-            raise RowError("loss_mask", "true in the prompt", "only sampled tokens carry loss")
-        for column in ("logprobs", "reward"):
-            if not np.isfinite(getattr(self, column)).all():
-                raise RowError(column, "not finite", "leave such rows out")
-        if self.stop_reason not in get_args(StopReason):
-            raise RowError("stop_reason", f"unknown: {self.stop_reason!r}", f"one of {', '.join(get_args(StopReason))}")
-
-    def _read(self, column: str) -> Any:
-        text = getattr(self, column)
+    def decode(self, value: Any) -> Any:
+        """Return the field of a value from the file. Raises ``RowError`` for JSON text that does not hold the field."""
+        if self.json is None or (value is None and self.nullable):
+            return value
         try:
-            return json.loads(text)
+            found = json.loads(value)
         except ValueError as error:
-            raise RowError(column, f"not JSON text: {error}", f"it holds {text[:80]!r}") from None
-
-    def _messages(self, column: str) -> list[Message]:
-        found = self._read(column)
-        if isinstance(found, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found):
-            return cast("list[Message]", found)
-        raise RowError(column, "not a JSON list of messages", f"it holds {getattr(self, column)[:80]!r}")
-
-
-COLUMNS = [field.name for field in fields(TraceRow)]
-_MAY_BE_NULL = ("extracted", "error")
-_NULLS = " and ".join(f"`{name}`" for name in _MAY_BE_NULL)
+            raise RowError(self.name, f"not JSON text: {error}", f"it holds {value[:80]!r}") from None
+        kind: type = get_origin(self.json) or object
+        fits, what = isinstance(found, kind), "object" if kind is dict else kind.__name__
+        if self.json == list[Message]:
+            what = "list of messages"
+            fits = fits and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found)
+        if not fits:
+            raise RowError(self.name, f"not a JSON {what}", f"it holds {value[:80]!r}")
+        return found
 
 
-def trace_schema() -> pa.Schema:
-    """``TraceRow`` in Arrow's types."""
-    return pa.schema([(name, _arrow(hint)) for name, hint in get_type_hints(TraceRow).items()])
-
-
-def _arrow(hint: Any) -> pa.DataType:
+def _arrow(hint: Any) -> pa.DataType | None:
+    """Return the Arrow type that stores values of a type as they are; None where only JSON text can."""
     origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return _arrow(args[0])
     if origin in (np.ndarray, npt.NDArray):  # which of them depends on numpy's version
         scalar = args[-1] if isinstance(args[-1], type) else get_args(args[-1])[0]
         return pa.list_(pa.from_numpy_dtype(scalar))
-    if origin is dict:
-        return pa.map_(_arrow(args[0]), _arrow(args[1]))
+    if origin is dict and args[1] is float:
+        return pa.map_(pa.string(), pa.float64())
     if origin is Literal:
         return pa.string()
-    return {int: pa.int32(), float: pa.float64(), bool: pa.bool_(), str: pa.string()}[hint]
+    plain: dict[Any, pa.DataType] = {int: pa.int32(), float: pa.float64(), bool: pa.bool_(), str: pa.string()}
+    return plain.get(hint)
 
 
-def write_traces(
+def _utf8(value: str) -> str:
+    """Return text with lone surrogates, which UTF-8 cannot hold, as escapes; in JSON text they mean the same."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _columns(declaration: type[Any]) -> dict[str, Column]:
+    hints = get_type_hints(declaration)
+    chosen = (f for f in dataclasses.fields(declaration) if declaration is RowHead or f.metadata.get("stored"))
+    return {field.name: Column.of(field, hints[field.name]) for field in chosen}
+
+
+_HEAD = _columns(RowHead)
+TRAJECTORY = _columns(Trajectory)
+"""The columns that are fields of ``Trajectory``, by name."""
+COLUMNS = {**_HEAD, **TRAJECTORY}
+"""All columns of a file in their order, by name."""
+_REQUIRED = [name for name, column in COLUMNS.items() if column.required]
+_NULLS = " and ".join(f"`{name}`" for name, column in COLUMNS.items() if column.nullable)
+
+
+def rollout_schema() -> pa.Schema:
+    """Return the Arrow schema of rollout files."""
+    return pa.schema([(column.name, column.type) for column in COLUMNS.values()])
+
+
+def rollouts_folder(run: Path) -> Path:
+    """Return the folder of a run's rollout files: ``rollouts``, or ``traces`` in a run that has one."""
+    old = run / "traces"
+    return old if old.is_dir() else run / "rollouts"
+
+
+def _check(trajectory: Trajectory, vocabulary: int) -> None:
+    """Raise ``RowError`` for what no episode of a model with ``vocabulary`` token ids can be."""
+    t, length = trajectory, len(trajectory.tokens)
+    for column in ("loss_mask", "logprobs", "weight_version"):
+        if (found := len(getattr(t, column))) != length:
+            raise RowError(column, f"{found} values for {length} tokens", "the row was changed after it was made")
+    if not 0 < t.prompt_length <= length:
+        hint = f"it has {length} tokens"
+        raise RowError("prompt_length", f"{t.prompt_length} is no length of this row's prompt", hint)
+    if len(outside := t.tokens[(t.tokens < 0) | (t.tokens >= vocabulary)]):
+        hint = "train the model that sampled these rollouts, or one with the same tokenizer"
+        raise RowError("tokens", f"{outside[0]} is no token of the model, which has {vocabulary}", hint)
+    if t.loss_mask[: t.prompt_length].any():
+        raise RowError("loss_mask", "true in the prompt", "only sampled tokens carry loss")
+    for column in ("logprobs", "reward"):
+        if not np.isfinite(getattr(t, column)).all():
+            raise RowError(column, "not finite", "leave such rows out")
+    if t.stop_reason not in get_args(StopReason):
+        raise RowError("stop_reason", f"unknown: {t.stop_reason!r}", f"one of {', '.join(get_args(StopReason))}")
+
+
+def write_rollouts(
     path: Path,
     groups: Sequence[Sequence[Trajectory]],
     *,
@@ -228,17 +199,17 @@ def write_traces(
 
     Args:
         groups: trajectories by prompt; failed ones too.
-        temperature: they were sampled at.
-        tokenizer: its ``fingerprint``.
+        temperature: the sampling temperature.
+        tokenizer: ``fingerprint`` of the tokenizer.
 
     Raises:
         DataError: the file cannot be written.
     """
-    rows = [TraceRow.of(t, kind, step, number, temperature) for number, group in enumerate(groups) for t in group]
-    schema = trace_schema().with_metadata({_TOKENIZER: tokenizer})
-    columns = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
-    columns["reward_parts"] = [list(row.reward_parts.items()) for row in rows]
-    arrays = [_array(columns[field.name], field.type) for field in schema]
+    rows = [(_head(t.prompt, kind, step, number, temperature), t) for number, group in enumerate(groups) for t in group]
+    values = [[c.encode(getattr(head, c.name)) for head, _ in rows] for c in _HEAD.values()]
+    values += [[c.encode(getattr(t, c.name)) for _, t in rows] for c in TRAJECTORY.values()]
+    schema = rollout_schema().with_metadata({_TOKENIZER: tokenizer})
+    arrays = [_array(column, field.type) for column, field in zip(values, schema, strict=True)]
     leaves = {f.name: f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in schema}
     # Log-probabilities hardly ever repeat, but their first bytes do.
     split = leaves.pop("logprobs")
@@ -252,13 +223,13 @@ def write_traces(
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal for tokenizers that give every id the same meaning."""
+    """Return a hash of a tokenizer's vocabulary: equal for tokenizers that give every id the same meaning."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where the rows of a step are."""
+class _Step:
+    """The rows of one recorded step: where they are."""
 
     path: str
     start: int
@@ -266,14 +237,14 @@ class _Place:
     temperature: float
 
 
-class Traces:
-    """The recorded steps of trace files. Only their index is in memory.
+class RolloutFiles:
+    """The recorded steps of rollout files. Only their index is in memory.
 
     Args:
         paths: a file, a folder, a glob, or several (see ``shard_files``).
-        vocabulary: token ids that the model has.
-        tokenizer: ``fingerprint`` of the model's.
-        kind: which episodes.
+        vocabulary: number of token ids of the model.
+        tokenizer: ``fingerprint`` of the model's tokenizer.
+        kind: which episodes are read.
 
     Raises:
         DataError: a file is missing, unreadable, of another schema or of another tokenizer; a step is in two files; or
@@ -284,94 +255,121 @@ class Traces:
         self.vocabulary = vocabulary
         self.kind: Kind = kind
         self.files = shard_files(paths, made_by=MADE_BY)
-        self._places: dict[int, _Place] = {}
+        self._steps: dict[int, _Step] = {}
         for path in self.files:
-            with open_parquet(path, COLUMNS, made_by=MADE_BY) as file:
+            with open_parquet(path, _REQUIRED, made_by=MADE_BY) as file:
                 _check_file(file, path, tokenizer)
-                for step, place in self._index(file, path):
-                    self._add(step, place)
-        if not self._places:
-            raise DataError(f"{self.name}: no episode of kind {kind!r}", hint="give the traces of training steps")
-        self.steps = sorted(self._places)
+                for number, step in self._index(file, path):
+                    self._add(number, step)
+        if not self._steps:
+            raise DataError(
+                f"{self.name}: no episode of kind {kind!r}", hint="give the rollout files of training steps"
+            )
+        self.steps = sorted(self._steps)
 
     @property
     def name(self) -> str:
-        """What messages call them."""
+        """Return the first file and how many more there are, for messages."""
         return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
     @property
     def temperatures(self) -> set[float]:
-        """Temperatures that the steps were sampled at."""
-        return {place.temperature for place in self._places.values()}
+        """Return the temperatures that the steps were sampled at."""
+        return {step.temperature for step in self._steps.values()}
 
     def read(self, step: int) -> list[list[Trajectory]]:
-        """The trajectories of a recorded step, by group.
+        """Return the trajectories of a recorded step, by group.
 
         Raises:
             DataError: naming file, row and column of what is damaged, or fits neither the schema nor the model.
         """
-        place = self._places[step]
+        where = self._steps[step]
         groups: dict[int, list[Trajectory]] = {}
-        rows = _rows(place)
-        if len(rows) < place.stop - place.start or {(row.kind, row.step) for row in rows} != {(self.kind, step)}:
-            raise DataError(f"{place.path}: it has other rows than before", hint="it was written anew during the run")
-        for index, row in enumerate(rows, start=place.start):
-            with located(place.path, index):
-                row.check(self.vocabulary)
-                groups.setdefault(row.group, []).append(row.trajectory())
+        rows = _rows(where)
+        if len(rows) < where.stop - where.start or {(row["kind"], row["step"]) for row in rows} != {(self.kind, step)}:
+            raise DataError(f"{where.path}: it has other rows than before", hint="it was written anew during the run")
+        for index, row in enumerate(rows, start=where.start):
+            with located(where.path, index):
+                trajectory = _trajectory(row)
+                _check(trajectory, self.vocabulary)
+                groups.setdefault(row["group"], []).append(trajectory)
         return list(groups.values())
 
-    def _index(self, file: pq.ParquetFile, path: str) -> Iterator[tuple[int, _Place]]:
+    def _index(self, file: pq.ParquetFile, path: str) -> Iterator[tuple[int, _Step]]:
         table = _read(file, path, None, ["kind", "step", "temperature"])
         keys = zip(*(column.to_pylist() for column in table.columns), strict=True)
         start = 0
         for (kind, step, temperature), run in groupby(keys):
             stop = start + len(list(run))
             if kind == self.kind:
-                yield step, _Place(path, start, stop, temperature)
+                yield step, _Step(path, start, stop, temperature)
             start = stop
 
-    def _add(self, step: int, place: _Place) -> None:
-        other = self._places.setdefault(step, place)
-        if other is not place:
+    def _add(self, number: int, step: _Step) -> None:
+        other = self._steps.setdefault(number, step)
+        if other is not step:
             raise DataError(
-                f"step {step} comes twice: {other.path}, row {other.start}, and {place.path}, row {place.start}",
-                hint="give the traces of one run; the rows of a step lie together and have one temperature",
+                f"step {number} comes twice: {other.path}, row {other.start}, and {step.path}, row {step.start}",
+                hint="give the rollout files of one run; the rows of a step lie together and have one temperature",
             )
 
 
 def _check_file(file: pq.ParquetFile, path: str, tokenizer: str) -> None:
-    """Raise ``DataError`` for columns of other types, and for another tokenizer, where the file tells."""
+    """Raise ``DataError`` for columns of other types, and for another tokenizer where the file names one."""
     schema: pa.Schema = file.schema_arrow
-    for field in trace_schema():
-        found = schema.field(field.name).type
-        if found != field.type:
+    for column in COLUMNS.values():
+        found = schema.field(column.name).type if column.name in schema.names else column.type
+        if found != column.type:
             raise DataError(
-                f"{path}: column {field.name!r} is {found}, and should be {field.type}",
-                hint=f"`{MADE_BY}` writes what is needed (docs/traces.md)",
+                f"{path}: column {column.name!r} is {found}, and should be {column.type}",
+                hint=f"`{MADE_BY}` writes what is needed (docs/rollout-files.md)",
             )
     made_with = (schema.metadata or {}).get(_TOKENIZER)
     if made_with not in (None, tokenizer.encode()):
         raise DataError(
             f"{path}: sampled with another tokenizer than the model's",
-            hint="token ids mean something else there: train the model that sampled these traces",
+            hint="token ids mean something else there: train the model that sampled these rollouts",
         )
 
 
-def _rows(place: _Place) -> list[TraceRow]:
-    """The rows of a step, without nulls, but not checked otherwise."""
-    with open_parquet(place.path, COLUMNS, made_by=MADE_BY) as file:
+def _rows(step: _Step) -> list[dict[str, Any]]:
+    """Return the rows of a step as the file holds them, by column. Raises ``DataError`` for nulls."""
+    with open_parquet(step.path, _REQUIRED, made_by=MADE_BY) as file:
+        found = [name for name in COLUMNS if name in file.schema_arrow.names]
         needed: list[int] = []
         first = start = 0
         for number in range(file.metadata.num_row_groups):
             stop = start + file.metadata.row_group(number).num_rows
-            if start < place.stop and stop > place.start:
+            if start < step.stop and stop > step.start:
                 first = start if not needed else first
                 needed.append(number)
             start = stop
-        table = _read(file, place.path, needed, COLUMNS).slice(place.start - first, place.stop - place.start)
-    columns = [_values(table[name].combine_chunks(), name, place) for name in COLUMNS]
-    return [TraceRow(*values) for values in zip(*columns, strict=True)]
+        table = _read(file, step.path, needed, found).slice(step.start - first, step.stop - step.start)
+    columns = [_values(table[name].combine_chunks(), COLUMNS[name], step) for name in found]
+    return [dict(zip(found, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _head(prompt: Prompt, kind: Kind, step: int, group: int, temperature: float) -> RowHead:
+    return RowHead(
+        kind=kind,
+        step=step,
+        group=group,
+        temperature=temperature,
+        row=prompt.index,
+        data_source=prompt.data_source,
+        prompt=prompt.messages,
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+    )
+
+
+def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+    """Return the trajectory of a row. Raises ``RowError`` for JSON text that does not hold its field."""
+    head = RowHead(**{name: column.decode(row[name]) for name, column in _HEAD.items()})
+    return Trajectory(
+        prompt=Prompt(head.row, head.prompt, head.data_source, head.ground_truth, head.extra_info),
+        **{name: column.decode(row[name]) for name, column in TRAJECTORY.items() if name in row},
+    )
 
 
 def _read(file: pq.ParquetFile, path: str, row_groups: list[int] | None, columns: Sequence[str]) -> pa.Table:
@@ -382,21 +380,29 @@ def _read(file: pq.ParquetFile, path: str, row_groups: list[int] | None, columns
         raise DataError(f"{path}: unreadable: {error}", hint="the file is damaged, or was written anew") from error
 
 
-def _values(column: pa.Array, name: str, place: _Place) -> list[Any]:
-    """The values of a column. Raises ``DataError`` naming the row of a null."""
-    if name not in _MAY_BE_NULL and column.null_count:
-        row = place.start + int(np.flatnonzero(column.is_null())[0])
-        raise DataError(f"{place.path}: row {row}, column {name!r}: null", hint=f"only {_NULLS} may be null")
-    if pa.types.is_map(column.type):
-        return [dict(pairs) for pairs in column.to_pylist()]
-    if not pa.types.is_list(column.type):
-        return cast("list[Any]", column.to_pylist())
-    if column.flatten().null_count:
-        raise DataError(f"{place.path}: column {name!r}: a null among the values", hint=f"only {_NULLS} may be null")
+def _values(array: pa.Array, column: Column, step: _Step) -> list[Any]:
+    """Return the values of a column. Raises ``DataError`` naming the row of a null."""
+    hint = f"only {_NULLS} may be null"
+    if not column.nullable and array.null_count:
+        row = step.start + int(np.flatnonzero(array.is_null())[0])
+        raise DataError(f"{step.path}: row {row}, column {column.name!r}: null", hint=hint)
+    if pa.types.is_map(array.type):
+        return [dict(pairs) for pairs in array.to_pylist()]
+    if not pa.types.is_list(array.type):
+        return cast("list[Any]", array.to_pylist())
+    if array.flatten().null_count:
+        raise DataError(f"{step.path}: column {column.name!r}: a null among the values", hint=hint)
     # A copy, because Arrow's own memory cannot be written to, and torch warns of that.
-    values = np.array(column.flatten())
-    ends = np.cumsum(column.value_lengths())
-    return np.split(values, ends[:-1])
+    return split_lists(array, np.array(array.flatten()))
+
+
+def split_lists(array: pa.ListArray, flat: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Return the lists of an array as arrays, twenty times as fast as Arrow makes Python's own lists.
+
+    Args:
+        flat: the values of all lists, as ``array.flatten()`` gives them.
+    """
+    return np.split(flat, np.cumsum(array.value_lengths())[:-1])
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
@@ -405,12 +411,3 @@ def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
     # As `pa.array` would, but twenty times as fast.
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(values), kind.value_type), kind)
-
-
-def _json(value: Any) -> str:
-    return _text(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def _text(value: str) -> str:
-    """Lone surrogates, which UTF-8 cannot hold, as escapes; in JSON text they mean the same."""
-    return value.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -31,11 +31,11 @@ class Interaction(Protocol):
     """
 
     async def create(self, prompt: Prompt) -> Any:
-        """State for one episode. ``prompt.extra_info["interaction_kwargs"]`` are the row's own arguments."""
+        """Return the state for one episode. ``prompt.extra_info["interaction_kwargs"]`` are the row's own arguments."""
 
     async def respond(self, state: Any, messages: Sequence[Message]) -> UserTurn:
-        """The user's turn after ``messages``, of which the last is the assistant's. Also asked after the assistant's
-        last turn, for its reward; the text is then not used."""
+        """Return the user's turn after ``messages``, of which the last is the assistant's. Also asked after the
+        assistant's last turn, for its reward; the text is then not used."""
         ...
 
     async def release(self, state: Any) -> None:
@@ -48,7 +48,8 @@ INTERACTIONS: Registry[type[Interaction]] = Registry(
 
 
 def open_interaction(name: str, options: Mapping[str, Any]) -> Interaction:
-    """The interaction of `rollout.interaction`. Raises ``ConfigError`` for an unknown one, or options it has not."""
+    """Return the interaction of `rollout.interaction`. Raises ``ConfigError`` for an unknown one, or options it has
+    not."""
     kind = INTERACTIONS.get(name)
     with user_code(f"interaction {name!r} cannot be made", kind):
         return kind(**check_options(kind, options, "rollout.interaction_options"))

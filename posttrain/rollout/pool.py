@@ -42,22 +42,22 @@ class SamplerPool:
 
     @property
     def samplers(self) -> list[Sampler]:
-        """Those that live, in the order of the replicas."""
+        """Return the samplers that live, in the order of the replicas."""
         return [replica.sampler for replica in self._replicas if replica.sampler is not None]
 
     @property
     def failure(self) -> PosttrainError | None:
-        """Why a sampler was lost, or could not be replaced; None while none was."""
+        """Return why a sampler was lost, or could not be replaced; None while none was."""
         return next((replica.failure for replica in reversed(self._replicas) if replica.failure is not None), None)
 
     @property
     def loads(self) -> list[int]:
-        """Episodes that have their place at each replica."""
+        """Return the number of open sessions of each replica."""
         return [replica.load for replica in self._replicas]
 
-    def seat(self) -> Seat:
-        """A place for one episode, at the replica with the least to do."""
-        return Seat(self)
+    def session(self) -> StickySession:
+        """Return a sticky session for one episode."""
+        return StickySession(self)
 
     async def settled(self) -> None:
         """Wait until no replica is being replaced. A replacement that failed is no error as long as others live.
@@ -72,7 +72,7 @@ class SamplerPool:
             raise self._last_failure()
 
     async def replace(self, sampler: Sampler, error: PosttrainError) -> Sampler:
-        """A new sampler in the place of one that has died.
+        """Return a new sampler for one that has died.
 
         Raises:
             WorkerError, DeadlineError: ``error``, if no more may be started, or why it could not be.
@@ -116,7 +116,7 @@ class SamplerPool:
         await asyncio.gather(*starting, return_exceptions=True)
 
     async def place(self) -> _Replica:
-        """The living replica with the least to do; where there is none, the first that comes back.
+        """Return the living replica with the least to do; where there is none, the first that comes back.
 
         Raises:
             WorkerError, DeadlineError: none lives, and none is being started.
@@ -143,16 +143,18 @@ class _Replica:
         """Why it was lost, or could not be started."""
 
 
-class Seat:
-    """An episode's place in a pool, as ``with pool.seat() as sampler``. All turns go to the same replica, for its
-    prefix cache. If it dies, the turn is sampled elsewhere, from the same tokens."""
+class StickySession:
+    """Sends all turns of an episode to one replica, the one with the least to do, for its prefix cache.
+
+    Use as ``with pool.session() as sampler``. If the replica dies, another samples the turn, from the same tokens.
+    """
 
     def __init__(self, pool: SamplerPool) -> None:
         self._pool = pool
         self._replica: _Replica | None = None
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
-        """As ``Sampler.generate``.
+        """Sample a continuation, as ``Sampler.generate`` does.
 
         Raises:
             WorkerError, DeadlineError: no sampler is left.

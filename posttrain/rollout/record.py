@@ -30,7 +30,7 @@ class Record:
 
     @property
     def ids(self) -> npt.NDArray[np.int32]:
-        """[T] the tokens so far: a view, which later tokens do not change."""
+        """Return [T] the tokens so far: a view, which later tokens do not change."""
         return self._ids[: self._count]
 
     def given(self, ids: Sequence[int]) -> None:
@@ -49,7 +49,7 @@ class Record:
         self.given(sample.ids)
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """The columns of a ``Trajectory``: tokens, loss_mask, logprobs and weight_version, each [T]."""
+        """Return the columns of a ``Trajectory``: tokens, loss_mask, logprobs and weight_version, each [T]."""
         mask = np.zeros(self._count, np.bool_)
         logprobs = np.zeros(self._count, np.float32)
         versions = np.full(self._count, -1, np.int32)

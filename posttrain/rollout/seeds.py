@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 
 def seed_of(*parts: int) -> int:
-    """A seed in [0, 2^31), which every engine takes, spread evenly whatever the parts are.
+    """Return a seed in [0, 2^31), which every engine takes, spread evenly whatever the parts are.
 
     An episode's is that of (run.seed, row of the prompt, number of the sample), a request's that of (the episode's,
     tokens before it): turns of an episode differ, and a turn that is sampled again is the same.

@@ -54,12 +54,12 @@ class RolloutStats:
 
     @property
     def first_failure(self) -> str | None:
-        """Why the first episode failed or could not be graded."""
+        """Return why the first episode failed or could not be graded."""
         return self.errors.get("episode") or self.errors.get("grader")
 
     @property
     def failures(self) -> str:
-        """How many episodes failed or could not be graded, as the end of a sentence; empty where none did."""
+        """Return how many episodes failed or could not be graded, as the end of a sentence; empty where none did."""
         failed = self.failed + self.grader_failed
         return f"; {failed} of {self.started} episodes failed, the first with: {self.first_failure}" if failed else ""
 
@@ -94,12 +94,12 @@ class Group:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Those of the episodes that have ended, in order."""
+        """Return the trajectories of the episodes that have ended, in order."""
         return [episode for episode in self._episodes if isinstance(episode, Trajectory)]
 
     @property
     def states(self) -> list[EpisodeState]:
-        """Of the episodes that have not ended."""
+        """Return the states of the episodes that have not ended."""
         return [episode.state for episode in self._episodes if isinstance(episode, Episode)]
 
     async def play(self, pool: SamplerPool) -> list[Trajectory]:
@@ -113,11 +113,11 @@ class Group:
         return self.trajectories
 
     async def _play(self, i: int, episode: Episode, pool: SamplerPool) -> None:
-        with pool.seat() as sampler:
+        with pool.session() as sampler:
             self._episodes[i] = await episode.play(sampler)
 
     async def pause(self) -> list[int]:
-        """After ``play`` was cancelled: keep what can be played on; an episode amid a tool call begins anew.
+        """Keep the partial rollouts of a cancelled ``play``; an episode amid a tool call begins anew.
 
         Returns the response tokens of each episode that had not ended."""
         lengths = []
@@ -149,7 +149,7 @@ class TrajectorySource:
         self._grading = 0
 
     def in_flight(self) -> dict[str, int]:
-        """State -> episodes that are in it just now. Safe to ask from another thread."""
+        """Return state -> number of episodes that are in it. Safe to ask from another thread."""
         states = [state for group in list(self._playing) for state in group.states]
         return in_flight(states) | {"grading": self._grading}
 
@@ -179,7 +179,7 @@ class TrajectorySource:
                 await group.release()
 
     async def play(self, group: Group) -> list[Trajectory]:
-        """The graded episodes of one group."""
+        """Play and return the graded episodes of one group."""
         self._playing.append(group)
         try:
             episodes = await group.play(self.pool)

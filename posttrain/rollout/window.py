@@ -31,7 +31,7 @@ class Window:
     """Plays ``n`` episodes of each prompt. A context manager: what is left when it ends is cancelled and released.
 
     Args:
-        prompts: taken one by one, when there is room.
+        prompts: taken one by one, while fewer than ``most`` episodes are played.
         most: episodes at once; prompts come in while there are fewer.
         seed: of the run, from which each episode gets its own (``seed_of``).
     """
@@ -55,17 +55,17 @@ class Window:
         self._drained = False
 
     def in_flight(self) -> dict[str, int]:
-        """State -> episodes that are in it just now. Safe to ask from another thread."""
+        """Return state -> number of episodes that are in it. Safe to ask from another thread."""
         return in_flight([episode.state for _, _, episode in list(self._playing.values())])
 
     @property
     def over(self) -> bool:
-        """Every group of every prompt has been handed out."""
+        """Return true if every group of every prompt has been handed out."""
         return self._drained and not self._playing
 
     async def finished(self, within_s: float) -> list[list[Trajectory]]:
-        """The groups that have ended since the last call, failed episodes among them; waits for news, but no longer
-        than ``within_s`` seconds."""
+        """Return the groups that have ended since the last call, failed episodes among them; waits for news, but no
+        longer than ``within_s`` seconds."""
         self._fill()
         if self._playing and not self._ended:
             try:
@@ -102,7 +102,7 @@ class Window:
 
     async def _play(self, episode: Episode) -> Trajectory:
         try:
-            with self._pool.seat() as sampler:
+            with self._pool.session() as sampler:
                 return await episode.play(sampler)
         finally:
             await episode.release()

@@ -12,13 +12,13 @@ from typing import Any, Self
 from posttrain.core.errors import DeadlineError, PosttrainError, RunError
 from posttrain.core.types import Trajectory
 from posttrain.rollout.advantage_files import advantages_file, write_advantages
-from posttrain.rollout.files import Kind, write_traces
+from posttrain.rollout.files import Kind, write_rollouts
 
 _PREFIX: dict[Kind, str] = {"train": "step", "val": "val"}
-_HINT = "free some room there, or write less with run.rollouts_every; then run the same command again"
+_HINT = "free some space there, or write less with run.rollouts_every; then run the same command again"
 
 
-class TraceWriter:
+class RolloutWriter:
     """One file a step, written by a thread, one file at a time. An async context manager: leaving it waits for the
     last file.
 
@@ -26,7 +26,7 @@ class TraceWriter:
         folder: gets ``step_000012.parquet``, ``step_000012.advantages.arrow`` and, for validation,
             ``val_000012.parquet``.
         every: steps between files; 0: none is written.
-        tokenizer: ``traces.fingerprint`` of the run's tokenizer.
+        tokenizer: ``fingerprint`` of the run's tokenizer.
         deadline_s: longest wait for one file.
     """
 
@@ -38,7 +38,7 @@ class TraceWriter:
         self._writing: tuple[Path, asyncio.Future[None]] | None = None
 
     def path(self, step: int, kind: Kind = "train") -> Path:
-        """The file of a step."""
+        """Return the file of a step."""
         return self.folder / f"{_PREFIX[kind]}_{step:06}.parquet"
 
     async def write(
@@ -54,7 +54,7 @@ class TraceWriter:
         await self.flush()
         path = self.path(step, kind)
         work = asyncio.to_thread(
-            write_traces, path, groups, kind=kind, step=step, temperature=temperature, tokenizer=self.tokenizer
+            write_rollouts, path, groups, kind=kind, step=step, temperature=temperature, tokenizer=self.tokenizer
         )
         self._begin(path, work)
 
@@ -93,7 +93,7 @@ class TraceWriter:
             raise RunError(error.message, hint=f"{error.hint}; run.rollouts_every writes less") from error
 
     def last_step(self) -> int:
-        """How many steps have been written without a gap."""
+        """Return how many steps have been written without a gap."""
         step = 0
         while self.path(step + 1).is_file():
             step += 1
@@ -110,7 +110,7 @@ class TraceWriter:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         try:
             await self.flush()

@@ -12,6 +12,7 @@ from posttrain.config.keys import current_keys, flatten_tree
 from posttrain.config.presets import Resolved, flatten_config
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import nearest
+from posttrain.rollout.files import rollouts_folder
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
 
@@ -96,8 +97,8 @@ def begun_by_overwrite(path: Path, state: Mapping[str, Any], resolved: Resolved)
 
 
 def is_barren(path: Path) -> bool:
-    """Whether a run has left nothing that would have to be learned or sampled again: no checkpoint, no trajectories."""
-    return checkpoint.last_step(path / "checkpoints") is None and not any(path.glob("traces/*"))
+    """Return true if a run has left nothing to learn or sample again: no checkpoint and no rollout files."""
+    return checkpoint.last_step(path / "checkpoints") is None and not any(rollouts_folder(path).glob("*"))
 
 
 def _harmful(changes: Mapping[str, str]) -> dict[str, str]:

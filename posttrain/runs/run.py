@@ -6,7 +6,7 @@
     metrics.jsonl    written by `posttrain.tracking`
     warnings.jsonl   likewise, once there are any
     logs/            what the driver and its workers said
-    traces/          written by `posttrain.rollout.writer`
+    rollouts/        written by `posttrain.rollout.writer`
     checkpoints/     written by `posttrain.train.checkpoint`
 
 A folder is created whole or not at all, and one that is not a run is never deleted.

@@ -184,7 +184,7 @@ class MLflow:
 
 
 def _new_mlflow_run(client: MlflowClient, run_path: Path, config: Mapping[str, Any]) -> str:
-    """Its id. The config becomes its parameters, by dotted key."""
+    """Start a run of MLflow with the config as its parameters, by dotted key, and return its id."""
     from mlflow.entities import Param
 
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "posttrain")
@@ -198,7 +198,8 @@ def _new_mlflow_run(client: MlflowClient, run_path: Path, config: Mapping[str, A
 
 
 def _mlflow_name(name: str) -> str:
-    """MLflow has names of letters, digits and a few other characters: `mean@4` is `mean_at_4` there."""
+    """Return a name that MLflow takes, which has letters, digits and a few other characters: `mean@4` is `mean_at_4`
+    there."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
 
 

@@ -6,27 +6,16 @@ import json
 import math
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Literal, Protocol
 
 from posttrain.core.text import printable
-from posttrain.core.types import Trajectory
+from posttrain.tracking.progress import Progress, Work, clock
 from posttrain.tracking.warnings import RunWarning
 
 Mode = Literal["auto", "panel", "plain", "json", "quiet"]
 
-COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("reward", ("critic/score/mean", "rewards/margins"), "{:.3f}"),
-    ("loss", ("actor/pg_loss", "train/loss"), "{:.4f}"),
-    ("length", ("response_length/mean",), "{:.0f}"),
-    ("grad norm", ("actor/grad_norm", "train/grad_norm"), "{:.3f}"),
-    ("tokens/s", ("perf/throughput",), "{:.0f}"),
-)
-"""(label, the metric names that may fill it, format)."""
-CURVES = ("reward", "loss", "length")
-"""Labels of which the panel shows the course."""
 WORK_EVERY_S = 15.0
 """Between two plain lines on how far some work is."""
 
@@ -41,112 +30,8 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass
-class Work:
-    """Something within a step that takes a while, and how far it is."""
-
-    name: str
-    total: int
-    unit: str
-    """What it is counted in."""
-    started: float
-    done: int = 0
-
-    @property
-    def counter(self) -> str:
-        return f"{self.done:,} of {self.total:,} {self.unit}"
-
-    @property
-    def eta(self) -> str:
-        """Time left at the speed so far; empty while nothing is done."""
-        if not self.done:
-            return ""
-        return clock((time.monotonic() - self.started) * (self.total - self.done) / self.done)
-
-
-@dataclass
-class Progress:
-    """What all views know about the run so far."""
-
-    title: str
-    total_steps: int | None
-    step: int = 0
-    seconds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))
-    """Of the last reports: steps since the one before, and seconds."""
-    shown: dict[str, str] = field(default_factory=dict)
-    """Label -> text of the newest value."""
-    curves: dict[str, deque[float]] = field(default_factory=dict)
-    """Label -> values of the last steps."""
-    started: float = field(default_factory=time.monotonic)
-    step_started: float = field(default_factory=time.monotonic)
-    open_phases: list[tuple[str, float]] = field(default_factory=list)
-    """(name, when it began) of those that the run is in, the innermost last."""
-    spent: dict[str, float] = field(default_factory=dict)
-    """Phase -> its seconds in the present step, without those of open ones."""
-    in_flight: Callable[[], Mapping[str, int]] | None = None
-    """State -> episodes that are in it just now."""
-    samples: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """`good` and `bad` -> reward and text of the newest such response."""
-    warnings: Sequence[RunWarning] = ()
-    """The last of each name."""
-    work: Work | None = None
-    """What the run is counting just now."""
-
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a finished step."""
-        # A run that goes on has not done the steps before its first.
-        steps = max(0, step - self.step) if self.seconds else min(step, 1)
-        self.step = step
-        self.step_started = time.monotonic()
-        self.spent.clear()
-        # Starting the workers happens once and says nothing about the steps to come.
-        self.seconds.append((steps, float(metrics["timing_s/step"]) - float(metrics.get("timing_s/start", 0.0))))
-        for label, names, style in COLUMNS:
-            name = next((name for name in names if name in metrics), None)
-            if name is not None:
-                self.shown[label] = style.format(float(metrics[name]))
-                if label in CURVES:
-                    self.curves.setdefault(label, deque(maxlen=150)).append(float(metrics[name]))
-        self.shown |= {name: f"{float(v):.3f}" for name, v in metrics.items() if name.startswith("val")}
-
-    def took(self, name: str, seconds: float) -> None:
-        """A phase of the present step has ended."""
-        self.spent[name] = self.spent.get(name, 0.0) + seconds
-
-    def shares(self) -> dict[str, float]:
-        """Phase -> its share of the present step so far, the largest first."""
-        now = time.monotonic()
-        spent = dict(self.spent)
-        for name, since in list(self.open_phases):
-            spent[name] = spent.get(name, 0.0) + now - since
-        total = max(now - self.step_started, 1e-9)
-        return {name: min(1.0, s / total) for name, s in sorted(spent.items(), key=lambda item: -item[1])}
-
-    def sampled(self, groups: Sequence[Sequence[Trajectory]]) -> None:
-        """Keep the best and the worst of some episodes."""
-        played = [t for group in groups for t in group if t.error is None]
-        if played:
-            best, worst = max(played, key=lambda t: t.reward), min(played, key=lambda t: t.reward)
-            self.samples["good"] = (best.reward, best.response_text)
-            if worst.reward < best.reward:
-                self.samples["bad"] = (worst.reward, worst.response_text)
-
-    @property
-    def eta(self) -> str:
-        """Time left by the mean of the last steps; empty while nothing is known."""
-        steps = sum(count for count, _ in self.seconds)
-        if not steps or self.total_steps is None:
-            return ""
-        seconds = sum(seconds for _, seconds in self.seconds)
-        return clock(max(self.total_steps - self.step, 0) * seconds / steps)
-
-    @property
-    def counter(self) -> str:
-        return f"{self.step}/{self.total_steps}" if self.total_steps else str(self.step)
-
-
 def make_view(progress: Progress, mode: Mode) -> View:
-    """The view of `run.console`."""
+    """Return the view of `run.console`."""
     if mode == "panel" or (mode == "auto" and sys.stderr.isatty()):
         from posttrain.tracking.panel import LivePanel
 
@@ -234,15 +119,8 @@ class JsonLines(PlainLines):
         self._print(json.dumps({"note": text}))
 
     def warn(self, warning: RunWarning) -> None:
-        facts = asdict(warning)
-        self._print(json.dumps({"warning": facts.pop("name"), **facts}))
+        values = asdict(warning)
+        self._print(json.dumps({"warning": values.pop("name"), **values}))
 
     def _tell(self, work: Work) -> None:
         self._print(json.dumps({"progress": work.name, "done": work.done, "total": work.total, "unit": work.unit}))
-
-
-def clock(seconds: float) -> str:
-    """`m:ss`, or `h:mm:ss` from an hour on."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -13,22 +13,22 @@ _WIDTH = 2000
 
 
 def examine(groups: Sequence[Sequence[Trajectory]], count: int) -> Iterator[str]:
-    """The first ``count`` episodes, each of another prompt while there are more prompts."""
+    """Yield the first ``count`` episodes as text, each of another prompt while there are more prompts."""
     most = max((len(group) for group in groups), default=0)
     turns = [group[i] for i in range(most) for group in groups if i < len(group)]
     for episode in turns[:count]:
-        facts = {
+        metadata = {
             "reward": episode.reward,
             **episode.reward_parts,
             "correct": episode.correct,
             "stop_reason": episode.stop_reason,
             "error": episode.error,
         }
-        yield conversation(episode.messages, episode.prompt.data_source, episode.prompt.ground_truth, facts)
+        yield conversation(episode.messages, episode.prompt.data_source, episode.prompt.ground_truth, metadata)
 
 
-def conversation(messages: Sequence[Message], data_source: str, ground_truth: Any, facts: Mapping[str, Any]) -> str:
-    """One conversation, what was expected, and ``facts`` about it."""
+def conversation(messages: Sequence[Message], data_source: str, ground_truth: Any, metadata: Mapping[str, Any]) -> str:
+    """Return one conversation as text, with what was expected and its ``metadata``."""
     lines = [f"---- {data_source}"]
     for message in messages:
         lines.append(f"[{message['role']}] {_cut(message.get('content') or '')}")
@@ -36,7 +36,9 @@ def conversation(messages: Sequence[Message], data_source: str, ground_truth: An
             f"  calls {json.dumps(call['function'], ensure_ascii=False)}" for call in message.get("tool_calls", [])
         ]
     lines.append(f"[expected] {_cut(str(ground_truth))}")
-    shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items())
+    shown = (
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metadata.items()
+    )
     lines.append(f"[graded] {', '.join(shown)}")
     return "\n".join(lines)
 

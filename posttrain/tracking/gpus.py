@@ -42,8 +42,8 @@ class Gpus:
 
 
 def describe(lines: str, most: int = _MOST) -> str:
-    """The answer of `nvidia-smi` (MiB used, MiB in all, per cent busy; a line a GPU) in a few words: of each of at most
-    ``most`` GPUs, or of the range of more."""
+    """Return the answer of `nvidia-smi` (MiB used, MiB in all, per cent busy; a line a GPU) in a few words: of each of
+    at most ``most`` GPUs, or of the range of more."""
     gpus = [[_number(part) for part in line.split(",")] for line in lines.splitlines() if line.strip()]
     if not gpus:
         return ""
@@ -55,7 +55,7 @@ def describe(lines: str, most: int = _MOST) -> str:
 
 
 def _number(text: str) -> float:
-    """A part of a GPU has no use of its own: `[N/A]`."""
+    """Return a number of the answer; nan for `[N/A]`: a part of a GPU has no use of its own."""
     return math.nan if "N/A" in text else float(text)
 
 

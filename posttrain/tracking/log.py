@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 
 from posttrain.core.text import printable
-from posttrain.tracking.console import PlainLines, Progress
+from posttrain.tracking.console import PlainLines
+from posttrain.tracking.progress import Progress
 
 LOGS = "logs"
 """The folder of logs in that of a run."""
 DRIVER = "driver.log"
 MOST_BYTES = 8 << 20
-"""Of one log."""
+"""Largest size of one log."""
 
 
 class RunLog:
@@ -52,7 +53,7 @@ class LogLines(PlainLines):
 
 
 def worker_log(folder: Path, name: str) -> Path:
-    """The log of a worker, by its name in messages."""
+    """Return the log of a worker, by its name in messages."""
     return folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}.log"
 
 

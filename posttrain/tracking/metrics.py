@@ -22,7 +22,7 @@ class MetricsSink(Protocol):
         """Take those of a finished step. A reader of the running run sees them."""
 
     def rewind(self, step: int) -> None:
-        """The run goes on after ``step``: later steps that were written come again, and must not be there twice."""
+        """Forget the steps after ``step``, from which the run continues: they are written again."""
 
     def close(self) -> None:
         """Finish. Safe to call twice."""
@@ -63,7 +63,7 @@ class MetricsFile:
 
 
 def _step(line: str) -> float:
-    """The step of a line; infinity, so that it is dropped, for one that is not whole."""
+    """Return the step of a line; infinity, so that it is dropped, for one that is not whole."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -71,7 +71,7 @@ def _step(line: str) -> float:
 
 
 def _plain(value: float) -> float | int | str:
-    """numpy's numbers to Python's; JSON has no nan and inf, so these become text that ``float()`` reads back."""
+    """Return a numpy number as Python's; JSON has no nan and inf, so these become text that ``float()`` reads back."""
     if isinstance(value, int):
         return int(value)
     number = float(value)

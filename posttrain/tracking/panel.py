@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.core.text import printable, shortened
-from posttrain.tracking.console import Progress, Work, clock
 from posttrain.tracking.gpus import Gpus
+from posttrain.tracking.progress import Progress, Work, clock
 from posttrain.tracking.warnings import FILE_NAME, RunWarning
 
 BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 150
-"""Of the panel, where the terminal has as much."""
+"""Width of the panel, where the terminal has as much."""
 _FRAME, _LABEL, _GAP, _VALUE = 4, 11, 2, 9
 """Columns of the frame, of labels, after these, and of a number before its curve."""
 _PHASES, _WARNINGS, _LINES = 4, 4, 3
@@ -59,7 +59,7 @@ class LivePanel:
         self._gpus.close()
 
     def render(self) -> Panel:
-        """The panel as it is now. Text of others is shown as text: no markup, no control characters."""
+        """Return the panel as it is now. Text of others is shown as text: no markup, no control characters."""
         progress = self._progress
         width = min(self._console.width, _WIDTH)
         grid = Table.grid(padding=(0, _GAP, 0, 0))
@@ -77,7 +77,7 @@ class LivePanel:
         return Panel(rows, title=Text(printable(progress.title, "")), title_align="left", width=width)
 
     def _rows(self, width: int) -> Iterable[tuple[str, str]]:
-        """Label and text of each row; texts that can be made shorter have at most ``width`` characters."""
+        """Yield label and text of each row; texts that can be made shorter have at most ``width`` characters."""
         progress = self._progress
         eta = f"   eta {progress.eta}" if progress.eta else ""
         yield "step", f"{progress.counter}{eta}   elapsed {clock(time.monotonic() - progress.started)}"
@@ -94,7 +94,7 @@ class LivePanel:
             yield f"{kind} sample", shortened(f"{reward:.3g} · {text}", width)
 
     def _warnings(self, width: int) -> Iterable[tuple[str, str]]:
-        """The last warnings, each in a few lines."""
+        """Yield the last warnings, each in a few lines."""
         warnings = self._progress.warnings
         for warning in warnings[-_WARNINGS:]:
             first, *rest = wrap(f"step {warning.step}: {warning.text}", width, max_lines=_LINES, placeholder=" …")
@@ -104,7 +104,7 @@ class LivePanel:
             yield "", f"and {more} more, in {FILE_NAME} of the run"
 
     def _numbers(self, width: int) -> Iterable[tuple[str, str]]:
-        """The newest values, with as much of their course as fits; those of validation by source and name."""
+        """Yield the newest values, with as much of their course as fits; those of validation by source and name."""
         validated = "validation"
         for label, text in list(self._progress.shown.items()):
             if label.startswith("val"):
@@ -115,7 +115,7 @@ class LivePanel:
                 yield label, f"{text:<{_VALUE}}{sparkline(curve)}".rstrip()
 
     def _phase(self, width: int) -> Iterable[tuple[str, str]]:
-        """What the run does now, and the shares of the step: in one row where they fit."""
+        """Yield what the run does now, and the shares of the step: in one row where they fit."""
         progress = self._progress
         shares = [f"{name} {100 * share:.0f} %" for name, share in list(progress.shares().items())[:_PHASES]]
         if not progress.open_phases:
@@ -133,7 +133,7 @@ class LivePanel:
 
 
 def fitting(parts: Iterable[str], width: int) -> str:
-    """The first parts, as many as fit side by side into ``width`` characters."""
+    """Return the first parts, as many as fit side by side into ``width`` characters."""
     line = ""
     for part in parts:
         longer = f"{line} · {part}" if line else part
@@ -144,7 +144,7 @@ def fitting(parts: Iterable[str], width: int) -> str:
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """One bar a value, from the lowest to the highest; a value that is not finite is a gap."""
+    """Return one bar a value, from the lowest to the highest; a value that is not finite is a gap."""
     values = list(values)
     finite = [v for v in values if v - v == 0.0]
     if not finite:

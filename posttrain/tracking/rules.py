@@ -89,7 +89,7 @@ def validation_fails(window: Window) -> Finding | None:
     return _failing(
         window[-1:], "validation", "rollout/val_failed", "rollout/val_episodes",
         "validation episodes failed or could not be graded",
-        "look at the first error; the trajectories of the validation are in traces/ of the run",
+        "look at the first error; the trajectories of the validation are in rollouts/ of the run",
     )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ RULES: dict[str, Rule] = {
 
 
 def _failing(window: Window, kind: Failure, failed: str, of: str, what: str, hint: str) -> Finding | None:
-    """The share of two metrics that count, over the last steps."""
+    """Return the share of two metrics that count, over the last steps."""
     recent = window[-_RECENT:]
     count, total = _sum(recent, failed), _sum(recent, of)
     share = count / total if total else 0.0
@@ -254,7 +254,7 @@ def _same_reward(streak: Window) -> Finding | None:
 
 
 def _equal(metrics: Mapping[str, float]) -> bool:
-    """Whether several episodes of a step all had the same reward."""
+    """Return true if several episodes of a step all had the same reward."""
     several = metrics.get("rollout/episodes", 2.0) > 1
     return several and "critic/score/max" in metrics and metrics["critic/score/max"] == metrics["critic/score/min"]
 
@@ -264,7 +264,7 @@ def _finding(level: int, text: str, hint: str) -> Finding | None:
 
 
 def _level(value: float, bounds: Sequence[float]) -> int:
-    """How many of the rising ``bounds`` a value reaches; 0 for one that is not a number."""
+    """Return how many of the rising ``bounds`` a value reaches; 0 for one that is not a number."""
     return sum(value >= bound for bound in bounds)
 
 
@@ -273,19 +273,19 @@ def _sum(window: Window, name: str) -> float:
 
 
 def _mean(window: Window, name: str) -> float:
-    """The mean of ``_FEW`` steps or more; 0 where fewer steps have the metric: one odd step is no trend."""
+    """Return the mean of ``_FEW`` steps or more; 0 where fewer steps have the metric: one odd step is no trend."""
     values = [float(step.metrics[name]) for step in window if name in step.metrics]
     return sum(values) / len(values) if len(values) >= _FEW else 0.0
 
 
 def _streak(window: Window, test: Callable[[Mapping[str, float]], bool]) -> Window:
-    """The newest steps, as far back as all of them pass."""
+    """Return the newest steps, as far back as all of them pass."""
     count = next((i for i, step in enumerate(reversed(window)) if not test(step.metrics)), len(window))
     return window[len(window) - count :]
 
 
 def _first(window: Window, kind: Failure) -> str:
-    """The first message of a kind of failure, as the end of a sentence."""
+    """Return the first message of a kind of failure, as the end of a sentence."""
     first = next((step.errors[kind] for step in window if kind in step.errors), None)
     return "" if first is None else f"; the first: {shortened(first, _MESSAGE)}"
 

@@ -11,9 +11,10 @@ from typing import Any, Self
 
 from posttrain.core.types import Failure, Trajectory
 from posttrain.tracking.boards import MLflow, TensorBoard, WeightsAndBiases
-from posttrain.tracking.console import Mode, Progress, View, Work, make_view
+from posttrain.tracking.console import Mode, View, make_view
 from posttrain.tracking.log import LOGS, LogLines, RunLog
 from posttrain.tracking.metrics import MetricsFile, MetricsSink
+from posttrain.tracking.progress import Progress, Work
 from posttrain.tracking.rules import Rule
 from posttrain.tracking.warnings import RunWarnings
 
@@ -59,9 +60,7 @@ class Tracker:
         self._step_start = time.monotonic()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
     @contextmanager
@@ -78,7 +77,7 @@ class Tracker:
             self._progress.took(name, seconds)
 
     def share(self, name: str) -> float:
-        """Share of the present step, up to now, that went into a phase."""
+        """Return the share of the present step, up to now, that went into a phase."""
         return self._timings.get(f"timing_s/{name}", 0.0) / max(time.monotonic() - self._step_start, 1e-9)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -131,13 +130,13 @@ class Tracker:
             view.working(work)
 
     def rewind(self, step: int) -> None:
-        """The run goes on after ``step``: what was written of later steps is written again."""
+        """Forget the steps after ``step``, from which the run continues: they are written again."""
         self._warnings.rewind(step)
         for sink in self._sinks:
             sink.rewind(step)
 
     def note(self, text: str) -> None:
-        """One line for the reader."""
+        """Show one line to the reader."""
         for view in self._views():
             view.note(text)
 
@@ -162,7 +161,7 @@ class Tracker:
 
 
 def open_sinks(run_path: Path, loggers: Sequence[str], config: Mapping[str, Any]) -> list[MetricsSink]:
-    """What `run.logger` names, but for the console."""
+    """Return the sinks that `run.logger` names, without the console."""
     makers: dict[str, Callable[[], MetricsSink]] = {
         "jsonl": lambda: MetricsFile(run_path),
         "tensorboard": lambda: TensorBoard(run_path),

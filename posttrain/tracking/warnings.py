@@ -24,7 +24,7 @@ class RunWarning:
     """A finding of a rule, as it was raised. Its fields are those of a line of the file."""
 
     name: str
-    """Of the rule."""
+    """Name of the rule."""
     level: int
     """From 1; of two warnings of a name the later one has the higher level."""
     step: int
@@ -34,7 +34,7 @@ class RunWarning:
 
     @property
     def message(self) -> str:
-        """The warning as text for people."""
+        """Return the warning as text for people."""
         return f"warning: step {self.step}: {self.text}\n  hint: {self.hint}"
 
 
@@ -54,7 +54,7 @@ class RunWarnings:
 
     @property
     def newest(self) -> list[RunWarning]:
-        """The last warning of each name."""
+        """Return the last warning of each name."""
         return newest(self._raised)
 
     def observe(self, step: int, metrics: Mapping[str, float], errors: Mapping[Failure, str]) -> list[RunWarning]:

@@ -63,7 +63,7 @@ def test_runs_side_by_side_in_the_dark(tmp_path: Path) -> None:
         assert drawn(page, '[data-metric="critic/score/mean"]')
         assert "train.optim.lr" in page.inner_text("#settings table")
         page.select_option("#run", label="c")
-        assert "c/traces" in page.inner_text("#trajectories .lead")
+        assert "c/rollouts" in page.inner_text("#trajectories .lead")
         assert page.locator("#list .row").count() == 4
 
 

@@ -27,7 +27,7 @@ from posttrain.models.weights import fill
 from posttrain.rl import loop as rl
 from posttrain.rl.batch import pack, usable
 from posttrain.rl.learner import Learner, kl_in_reward
-from posttrain.rollout.files import Traces, fingerprint
+from posttrain.rollout.files import RolloutFiles, fingerprint
 from posttrain.runs.run import RunDir, StopSignal
 from posttrain.runs.training import TrainingRun
 from posttrain.tracking import Tracker
@@ -119,7 +119,7 @@ def models(here, recorded, tmp_path_factory):
     """``models(name, *sets)``: two steps of an algorithm on the recorded trajectories of a step, from the start, and
     what they change of the actor's log-probabilities. All models are started once."""
     tokenizer, source = builtin_tokenizer("tiny"), ModelSource("builtin:tiny")
-    traces = Traces(str(recorded / "traces"), vocabulary=len(tokenizer), tokenizer=fingerprint(tokenizer))
+    traces = RolloutFiles(str(recorded / "rollouts"), vocabulary=len(tokenizer), tokenizer=fingerprint(tokenizer))
     groups = traces.read(traces.steps[0])
     base = resolve("rl", "tiny-arith", OPTIM).config
     cluster = Cluster(base)
@@ -251,7 +251,7 @@ def test_without_a_learning_rate_nothing_changes_for_ten_steps(here, recorded, s
     log-probabilities of this very policy, and 1 within the numerics of two ways to compute them in float32."""
     first = here / "one_step"
     first.mkdir(exist_ok=True)
-    trace = recorded / "traces" / "step_000001.parquet"
+    trace = recorded / "rollouts" / "step_000001.parquet"
     (first / trace.name).write_bytes(trace.read_bytes())
     sets = ["train.optim.lr=0.0", "train.optim.weight_decay=0.0", "train.epochs=10", "train.steps=10", *sets]
     folder, metrics = run(here, "still", *sets, rollout__replay=str(first), run__overwrite=True)
@@ -300,7 +300,7 @@ def test_equal_rewards_leave_every_bit_of_the_weights(here):
 
 def test_a_critic_trains_and_resumes(here, recorded):
     """PPO whole, from recorded trajectories: stopped after two steps, it ends as if it had not been."""
-    replay = str(recorded / "traces")
+    replay = str(recorded / "rollouts")
     sets = ["train.save_every=1", "algo.kl_coef=0.1", "algo.kl_in=reward", "algo.kl_target=0.01", "algo.kl_horizon=100"]
     sets += ["critic.optim.lr=3e-3", "critic.warmup_steps=1", "algo.updates_per_step=2", "algo.gamma=0.99"]
     sets += ["train.optim.schedule=constant"]

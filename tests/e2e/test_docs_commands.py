@@ -55,7 +55,7 @@ HERE: dict[str, list[str]] = {
     "posttrain rl --preset tiny-gsm8k --algo ppo --set critic.optim.lr=1e-5 --set algo.kl_coef=0.01 "
     "--set algo.kl_in=reward": [*ONE_STEP, "--set", "algo.correction.weight=token", "--set", "val.n=2",
                                 "--set", "val.limit=2", "--set", "data.val=data/gsm8k/test.parquet"],
-    "posttrain rl --preset tiny-gsm8k --replay runs/tiny-gsm8k/traces --name again": [*FRESH, "--steps", "1"],
+    "posttrain rl --preset tiny-gsm8k --replay runs/tiny-gsm8k/rollouts --name again": [*FRESH, "--steps", "1"],
     "posttrain plan --run runs/tiny-gsm8k": [],
     "posttrain rl --preset tiny-gsm8k --tools gsm8k,calculator": [*ONE_STEP, "--name", "tools"],
     "posttrain sft --preset tiny-multiturn --data data/larger/sft_train.parquet --name larger-sft": ["--steps", "2"],
@@ -106,7 +106,7 @@ BY_OTHERS: dict[str, str] = {
     "posttrain eval --examine 5": "unit/test_evaluate.py:test_examined_conversations_go_to_stderr",
     "posttrain generate --preset tiny-generate --tools my_tools.py:word_count":
         "unit/test_tools_page.py:test_the_functions",
-    "posttrain rl --preset tiny-gsm8k --replay 'runs/tiny-gsm8k/traces/step_00000*.parquet' --name first-nine "
+    "posttrain rl --preset tiny-gsm8k --replay 'runs/tiny-gsm8k/rollouts/step_00000*.parquet' --name first-nine "
     "--steps 9":
         "e2e/test_replay.py:test_a_replay_from_the_same_start_repeats_the_run",
     "posttrain rl --preset tiny-gsm8k --rollout-only --steps 20 --name samples":

@@ -87,7 +87,7 @@ def test_the_batches_of_rl_are_those_of_its_plan(here: Path) -> None:
     assert told[0]["metric"] == "perf/total_num_tokens"
     assert told[0]["predicted"] == pytest.approx(row["perf/total_num_tokens"], rel=0.02)
     assert [(r["predicted"], r["measured"]) for r in told if r["metric"] == "actor/updates"] == [(2, 2)]
-    replayed = ok(here, *RL, "--replay", "runs/tiny-arith/traces", "--name", "again", "--dry-run")
+    replayed = ok(here, *RL, "--replay", "runs/tiny-arith/rollouts", "--name", "again", "--dry-run")
     table = re.search(r"^  tokens  +([\d,]+)", replayed, flags=re.M)
     assert table is not None
     assert float(table[1].replace(",", "")) == row["perf/total_num_tokens"]

@@ -86,7 +86,7 @@ def original(here):
 
 def recorded(folder):
     """The rows of a run's traces, by file."""
-    return {file.name: pq.read_table(file).to_pylist() for file in sorted((folder / "traces").glob("*.parquet"))}
+    return {file.name: pq.read_table(file).to_pylist() for file in sorted((folder / "rollouts").glob("*.parquet"))}
 
 
 def test_every_episode_is_recorded(original):
@@ -122,7 +122,7 @@ def test_a_replay_from_the_same_start_repeats_the_run(here, original):
     """With nothing of what samples: no data file, no grader, an engine that is not installed."""
     folder, metrics = original
     sets = ["rollout.engine='sglang'", f"data.val='{here}/val.parquet'"]
-    again, replayed = run(here, "again", *sets, rollout__replay=str(folder / "traces"))
+    again, replayed = run(here, "again", *sets, rollout__replay=str(folder / "rollouts"))
     for wanted, got in zip(metrics, replayed, strict=True):
         for name in EXACT:
             assert got[name] == wanted[name], name
@@ -134,7 +134,7 @@ def test_a_replay_from_the_same_start_repeats_the_run(here, original):
         assert "sync/canary_gap" not in got
     # The weights moved, or the steps after the first would prove nothing.
     assert metrics[0]["actor/kl_loss"] < 1e-6 < 1e-3 < metrics[2]["actor/kl_loss"]
-    assert not (again / "traces").exists()
+    assert not (again / "rollouts").exists()
     assert checkpoint.find(again).step == STEPS
 
 
@@ -142,7 +142,7 @@ def test_a_replay_from_the_same_start_repeats_the_run(here, original):
 def test_a_replay_by_another_policy_is_corrected_for(here, original):
     """A larger learning rate: from the second step on, another policy than the trained one sampled."""
     folder, metrics = original
-    traces = str(folder / "traces" / "step_*.parquet")
+    traces = str(folder / "rollouts" / "step_*.parquet")
     sets = ["train.optim.lr=1e-2", "algo.updates_per_step=2"]
     _, replayed = run(here, "faster", *sets, rollout__replay=traces)
     gaps = [m["rollout_gap/mean_abs"] for m in replayed]
@@ -184,13 +184,15 @@ def test_sampling_without_training(here, capsys):
 def test_a_replay_that_was_stopped_goes_on(here, original):
     folder, _ = original
     sets = ["train.save_every=1", "train.epochs=2", "train.steps=5"]
-    _, whole = run(here, "whole", *sets, rollout__replay=str(folder / "traces"))
+    _, whole = run(here, "whole", *sets, rollout__replay=str(folder / "rollouts"))
     assert [m["step"] for m in whole] == [1, 2, 3, 4, 5]
     # The second pass reads the first step again.
     assert whole[3]["critic/score/mean"] == whole[0]["critic/score/mean"]
-    run(here, "parts", "train.save_every=1", "train.epochs=2", "train.steps=2", rollout__replay=str(folder / "traces"))
+    run(
+        here, "parts", "train.save_every=1", "train.epochs=2", "train.steps=2", rollout__replay=str(folder / "rollouts")
+    )
     state = here / "runs" / "parts" / "run.json"
     state.write_text(re.sub('"finished"', '"interrupted"', state.read_text()))
-    _, parts = run(here, "parts", *sets, rollout__replay=str(folder / "traces"))
+    _, parts = run(here, "parts", *sets, rollout__replay=str(folder / "rollouts"))
     assert [m["step"] for m in parts] == [1, 2, 3, 4, 5]
     assert parts[3]["critic/score/mean"] == whole[3]["critic/score/mean"]

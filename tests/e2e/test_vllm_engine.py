@@ -300,8 +300,8 @@ async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced
     # Seen once: no child was found, although the engine was answering.
     while not (doomed := [p for p in psutil.Process(pid).children(recursive=True) if name in _title(p)]):
         await asyncio.sleep(0.1)
-    with pool.seat() as seat:
-        task = asyncio.create_task(seat.generate(prompt(20), SamplingParams(300, 1.0)))
+    with pool.session() as session:
+        task = asyncio.create_task(session.generate(prompt(20), SamplingParams(300, 1.0)))
         while not await running(sampler):
             await asyncio.sleep(0.05)
         started = time.monotonic()

@@ -129,8 +129,8 @@ def test_an_engine_that_is_killed_amid_generation_is_replaced(model, ray_here):
             [sampler] = pool.samplers
 
             async def one(ids):
-                with pool.seat() as seat:
-                    return await seat.generate(ids, SamplingParams(900, 1.0))
+                with pool.session() as session:
+                    return await session.generate(ids, SamplingParams(900, 1.0))
 
             tasks = [asyncio.create_task(one(ids)) for ids in prompts(32)]
             await asyncio.sleep(2.0)

@@ -1,4 +1,4 @@
-"""Trajectories to write as traces, with all that may be in them."""
+"""Trajectories to write to rollout files, with all that may be in them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from posttrain.core.types import Message, Prompt, Trajectory
 from posttrain.data.chat import render_prompt
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.rollout.advantage_files import advantages_file, write_advantages
-from posttrain.rollout.files import fingerprint, write_traces
+from posttrain.rollout.files import fingerprint, write_rollouts
 from posttrain.runs.run import RunPlace, Status
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202egnissim\u202c \x1b[31mred\x07 &lt; 'é🙂"
@@ -70,9 +70,9 @@ def write_run(
     folder = RunPlace.find(resolve("rl", "tiny-arith", list(sets), flags)).open()
     lines = []
     for step, groups in enumerate(steps, start=1):
-        file = folder.path / "traces" / f"step_{step:06}.parquet"
+        file = folder.path / "rollouts" / f"step_{step:06}.parquet"
         if groups:
-            write_traces(file, groups, kind="train", step=step, temperature=1.0, tokenizer=fingerprint(TOKENIZER))
+            write_rollouts(file, groups, kind="train", step=step, temperature=1.0, tokenizer=fingerprint(TOKENIZER))
             write_advantages(advantages_file(file), groups)
         rewards = [t.reward for group in groups for t in group] or [0.0]
         row = {"step": step, "time": float(step), "critic/score/mean": float(np.mean(rewards)), "actor/entropy": "nan"}

@@ -1,4 +1,4 @@
-"""All that the page of some runs shows: one dictionary for JSON, and the tokens' columns of bytes."""
+"""Collects all that the page of some runs shows: one dictionary for JSON, and the tokens' columns of bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from posttrain import __version__
+from posttrain.rollout.files import rollouts_folder
 from posttrain.tracking.report.details import LOGPROB_SCALE, Tokens, read_shown
 from posttrain.tracking.report.episodes import FileNumbers, Numbers, Place, choose, distributions
 from posttrain.tracking.report.folder import RunFolder, groups_of
@@ -23,14 +24,14 @@ MOST_TOKENS = 1_000_000
 
 @dataclass
 class Collector:
-    """Reads run folders. One that is kept reads each trace file's numbers, and each tokenizer, once."""
+    """Reads run folders. One that is kept reads each rollout file's numbers, and each tokenizer, once."""
 
     numbers: Numbers = field(default_factory=Numbers)
     _tokenizers: dict[str, PreTrainedTokenizerBase] = field(default_factory=dict)
     """By fingerprint."""
 
     def collect(self, folders: Sequence[RunFolder], most: int = MOST_EPISODES) -> tuple[dict[str, Any], bytes]:
-        """The page's data and the columns of its tokens.
+        """Return the page's data and the columns of its tokens.
 
         Args:
             most: trajectories that it shows whole, over all its runs.
@@ -39,7 +40,8 @@ class Collector:
         runs, episodes = [], []
         groups = groups_of(folders)
         for number, folder in enumerate(folders):
-            files, problems = self.numbers.read(folder.path / "traces")
+            rollouts = rollouts_folder(folder.path)
+            files, problems = self.numbers.read(rollouts)
             places = choose(files, most=most // len(folders), most_tokens=MOST_TOKENS // len(folders))
             splitters, why = self._splitters(folder, files, places, pieces)
             shown, unread = read_shown(files, places, number, splitters, pieces, tokens)
@@ -53,7 +55,7 @@ class Collector:
                     "distributions": distributions(files, folder.rows),
                     "episodes": sum(len(file.reward) for file in files),
                     "shown": len(shown),
-                    "traces": str(folder.path / "traces"),
+                    "rollouts": str(rollouts),
                     "uncoloured": why,
                     "problems": [*problems, *unread],
                 }
@@ -72,7 +74,7 @@ class Collector:
     def _splitters(
         self, folder: RunFolder, files: Sequence[FileNumbers], places: Sequence[Place], pieces: Pieces
     ) -> tuple[dict[str, Splitter], str]:
-        """By fingerprint, for the files that are shown; and why there is none for some."""
+        """Return the splitters by fingerprint, for the files that are shown, and why there is none for some."""
         found, missing = {}, ""
         for made_with in {files[number].tokenizer for number, _ in places}:
             tokenizer = self._tokenizers.get(made_with)

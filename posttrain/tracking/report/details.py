@@ -18,16 +18,19 @@ import pyarrow.parquet as pq
 
 from posttrain.core.errors import DataError
 from posttrain.rollout.advantage_files import advantages_file, read_advantages
+from posttrain.rollout.files import COLUMNS, TRAJECTORY, split_lists
 from posttrain.tracking.report.episodes import FileNumbers, Place
 from posttrain.tracking.report.pieces import Pieces, Splitter
 
-HEAVY = (
-    "group", "row", "data_source", "ground_truth", "tokens", "loss_mask", "logprobs", "weight_version", "messages",
-    "prompt", "tool_calls", "stop_reason", "seconds", "tool_seconds", "reward", "correct", "extracted", "reward_parts",
-    "error", "prompt_length",
-)  # fmt: skip
+HEAVY = [name for name in COLUMNS if name not in ("kind", "step", "temperature", "extra_info")]
+"""Columns that are read of the trajectories shown."""
+_PLACED = {
+    "tokens", "loss_mask", "logprobs", "weight_version", "messages", "turns", "user_turns", "tool_calls", "stop_reason",
+    "seconds", "tool_seconds", "reward", "correct", "extracted", "reward_parts", "error", "prompt_length",
+}  # fmt: skip
+"""Columns of a trajectory that the page shows in a way of their own; the others it lists by name and value."""
 MOST_CHARACTERS = 20_000
-"""Of one message; a longer one is cut in the middle."""
+"""Longest text of one message; a longer one is cut in the middle."""
 LOGPROB_SCALE = 48.0
 """A log-probability l is stored as round(48 sqrt(-l)): 0.0004 apart near 0, and down to -28."""
 
@@ -52,7 +55,8 @@ class Tokens:
         self.count += len(piece)
 
     def planes(self) -> bytes:
-        """Three bytes of the piece, then log-probability, then advantage: K bytes each, equal bytes side by side."""
+        """Return three bytes of the piece, then log-probability, then advantage: K bytes each, equal bytes side by
+        side."""
         piece = np.concatenate([*self.piece, np.empty(0, np.uint32)])
         planes = [((piece >> shift) & 255).astype(np.uint8) for shift in (0, 8, 16)]
         planes.append(np.concatenate([*self.logprob, np.empty(0, np.uint8)]))
@@ -68,7 +72,7 @@ def read_shown(
     pieces: Pieces,
     tokens: Tokens,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The chosen trajectories as JSON, and what was wrong with files that are left out.
+    """Return the chosen trajectories as JSON, and what was wrong with files that are left out.
 
     Args:
         splitters: by fingerprint; a file of another tokenizer is shown as text, without colours.
@@ -85,24 +89,26 @@ def read_shown(
             continue
         for at, row in rows:
             splitter = splitters.get(file.tokenizer)
-            facts = {"run": run, "kind": file.kind, "step": file.step, "at": at}
-            episodes.append(facts | _episode(row, advantages.get(at), splitter, tokens))
+            origin = {"run": run, "kind": file.kind, "step": file.step, "at": at}
+            episodes.append(origin | _episode(row, advantages.get(at), splitter, tokens))
     return episodes, problems
 
 
 def _read_rows(file: FileNumbers, wanted: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
     try:
-        table = pq.read_table(file.path, columns=list(HEAVY)).take(pa.array(wanted, pa.int64()))
+        stored = pq.read_schema(file.path).names
+        found = [name for name in HEAVY if COLUMNS[name].required or name in stored]
+        table = pq.read_table(file.path, columns=found).take(pa.array(wanted, pa.int64()))
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{file.path}: unreadable: {error}", hint="the file is damaged") from error
     columns: dict[str, Sequence[Any]] = {}
-    for name in HEAVY:
+    for name in found:
         column = table[name].combine_chunks()
-        if pa.types.is_list(column.type):  # twenty times as fast as Python's own lists
-            columns[name] = np.split(np.asarray(column.flatten()), np.cumsum(column.value_lengths())[:-1])
+        if pa.types.is_list(column.type):
+            columns[name] = split_lists(column, np.asarray(column.flatten()))
         else:
             columns[name] = column.to_pylist()
-    return [(at, {name: columns[name][i] for name in HEAVY}) for i, at in enumerate(wanted)]
+    return [(at, {name: columns[name][i] for name in found}) for i, at in enumerate(wanted)]
 
 
 def _episode(
@@ -112,8 +118,8 @@ def _episode(
     asked = len(_messages(row["prompt"]))
     turns = _turns(row["loss_mask"])
     own = [i for i, message in enumerate(messages) if i >= asked and message.get("role") == "assistant"]
-    facts = {name: row[name] for name in ("group", "row", "stop_reason", "extracted", "error", "correct")}
-    facts |= {
+    metadata = {name: row[name] for name in ("group", "row", "stop_reason", "extracted", "error", "correct")}
+    metadata |= {
         "source": row["data_source"],
         "truth": _cut(row["ground_truth"]),
         "reward": round(float(row["reward"]), 6),
@@ -124,6 +130,7 @@ def _episode(
         "tokens": len(row["tokens"]) - row["prompt_length"],
         "sampled": int(row["loss_mask"].sum()),
         "tool_calls": row["tool_calls"],
+        "more": {name: _cut(_text(row[name])) for name in TRAJECTORY if name in row and name not in _PLACED},
     }
     shown = [_shown(message) for message in messages]
     coloured = splitter is not None and len(own) == len(turns)
@@ -135,17 +142,17 @@ def _episode(
             shown[message] |= {"first": tokens.count, "count": last - first, "versions": _versions(row, first, last)}
             weighed = np.zeros(last - first) if advantages is None else np.nan_to_num(advantages[first:last])
             tokens.add(numbers, row["logprobs"][first:last], weighed, scale)
-    return facts | {"messages": shown, "prompt": asked, "scale": None if advantages is None else scale}
+    return metadata | {"messages": shown, "prompt": asked, "scale": None if advantages is None else scale}
 
 
 def _versions(row: Mapping[str, Any], first: int, last: int) -> list[int]:
-    """Of the weights that sampled a turn."""
+    """Return the versions of the weights that sampled a turn."""
     found: list[int] = np.unique(row["weight_version"][first:last]).tolist()
     return found
 
 
 def _turns(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """First token of each run of sampled tokens, and the one after its last."""
+    """Return the first token of each run of sampled tokens, and the one after its last."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
@@ -159,15 +166,20 @@ def _messages(text: str) -> list[dict[str, Any]]:
 
 
 def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
-    shown = {"role": str(message.get("role", "?")), "text": _cut(text)}
+    shown = {"role": str(message.get("role", "?")), "text": _cut(_text(message.get("content") or ""))}
     if isinstance(name := message.get("name"), str):
         shown["name"] = name
     for key in ("reasoning_content", "tool_calls"):
         if value := message.get(key):
-            shown[key] = _cut(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            shown[key] = _cut(_text(value))
     return shown
+
+
+def _text(value: Any) -> str:
+    """Return text as it is, and any other value as JSON text; Arrow's lists and pairs are JSON lists."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _cut(text: str) -> str:

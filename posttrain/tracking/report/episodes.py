@@ -1,6 +1,6 @@
 """The trajectories of a run: numbers of all of them, and a choice of those that the page shows whole.
 
-Shape legend: E episodes of one trace file, T tokens of one episode.
+Shape legend: E episodes of one rollout file, T tokens of one episode.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXTREMES = 12
 
 @dataclass(frozen=True)
 class FileNumbers:
-    """What the page says of all trajectories of a trace file, whether it shows them or not."""
+    """What the page says of all trajectories of a rollout file, whether it shows them or not."""
 
     path: Path
     kind: str
@@ -56,7 +56,7 @@ class FileNumbers:
 
 
 def read_numbers(path: Path) -> FileNumbers:
-    """The light columns of a trace file of one step. Raises ``DataError``."""
+    """Return the light columns of a rollout file of one step. Raises ``DataError``."""
     try:
         file = pq.ParquetFile(path)
         table = file.read(columns=list(LIGHT))
@@ -85,13 +85,13 @@ def read_numbers(path: Path) -> FileNumbers:
 
 
 class Numbers:
-    """Those of all trace files of a run. A file is read once, unless it was written anew."""
+    """Keeps the numbers of all rollout files of a run. A file is read once, unless it was written anew."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, int], FileNumbers]] = {}
 
     def read(self, folder: Path) -> tuple[list[FileNumbers], list[str]]:
-        """The files of ``folder`` by step, and what was wrong with others."""
+        """Return the files of ``folder`` by step, and what was wrong with others."""
         found, problems = [], []
         for path in sorted(folder.glob("*.parquet")):
             try:
@@ -112,8 +112,8 @@ Place = tuple[int, int]
 
 
 def choose(files: Sequence[FileNumbers], most: int, most_tokens: int) -> list[Place]:
-    """Trajectories to show: the best, worst and failed of all, then of every step, or of evenly spaced ones, in turn
-    its best, worst and failed and whole groups at random (always the same ones)."""
+    """Return the trajectories to show: the best, worst and failed of all, then of every step, or of evenly spaced ones,
+    in turn its best, worst and failed and whole groups at random (always the same ones)."""
     chosen: dict[Place, None] = {}
     tokens = 0
     for place in _in_order(files):
@@ -140,7 +140,7 @@ def _in_order(files: Sequence[FileNumbers]) -> Iterator[Place]:
 
 
 def _extremes(files: Sequence[FileNumbers]) -> Iterator[Place]:
-    """The best, worst and first failed of all."""
+    """Yield the best, worst and first failed of all."""
     if not files:
         return
     reward = np.concatenate([file.reward for file in files])
@@ -154,7 +154,7 @@ def _extremes(files: Sequence[FileNumbers]) -> Iterator[Place]:
 
 
 def _of_file(file: FileNumbers, number: int) -> Iterator[Place]:
-    """The rows of a file: its best, worst and first failed one, then group by group."""
+    """Yield the rows of a file: its best, worst and first failed one, then group by group."""
     rng = np.random.default_rng(file.step)
     failed = np.flatnonzero(file.failed)
     yield number, int(np.argmax(np.where(file.failed, -np.inf, file.reward)))
@@ -168,13 +168,13 @@ def _of_file(file: FileNumbers, number: int) -> Iterator[Place]:
 # ---------------------------------------------------------------------- distributions over all of them
 
 MOST_PARTS = 100
-"""Of the run along its steps; a distribution is counted for each part, so that the page can show those of any range."""
+"""Most parts of a run along its steps; a distribution is counted for each, so that the page can show any range."""
 _BINS = 40
 
 
 def distributions(files: Sequence[FileNumbers], rows: Sequence[Any]) -> dict[str, Any]:
-    """Histograms by part of the run: ``parts`` (first and last step of each), and by name ``edges`` and ``counts``, a
-    row of bins for each part."""
+    """Return histograms by part of the run: ``parts`` (first and last step of each), and by name ``edges`` and
+    ``counts``, a row of bins for each part."""
     files = [file for file in files if file.kind == "train"]
     steps = sorted({file.step for file in files} | {int(row["step"]) for row in rows})
     if not steps:
@@ -195,7 +195,7 @@ def distributions(files: Sequence[FileNumbers], rows: Sequence[Any]) -> dict[str
 
 
 def _binned(values: Sequence[tuple[int, Floats]], parts: int, unit: str) -> dict[str, Any]:
-    """Of finite values: a bin for each where they are few, else bins of equal width."""
+    """Return histograms of finite values: a bin for each where they are few, else bins of equal width."""
     every = np.concatenate([v for _, v in values])
     every = every[np.isfinite(every)]
     single = np.unique(every.round(6))
@@ -223,7 +223,8 @@ def _staleness(files: Sequence[FileNumbers], where: dict[int, int], parts: int) 
 
 
 def _gap(rows: Sequence[Any], where: dict[int, int], parts: int) -> dict[str, Any] | None:
-    """From the shares of tokens below each bound, which the metrics have (``algos.gap.BELOW``)."""
+    """Return the gap between trainer and engine, from the shares of tokens below each bound, which the metrics have
+    (``algos.gap.BELOW``)."""
     prefix = "rollout_gap/below/"
     bounds = sorted({name.removeprefix(prefix) for row in rows for name in row if name.startswith(prefix)}, key=float)
     names = [prefix + bound for bound in bounds]

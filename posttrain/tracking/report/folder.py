@@ -17,7 +17,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.tracking.warnings import newest, read_warnings
 
 MOST_POINTS = 1500
-"""Of a curve. More steps than that are averaged, some at a time."""
+"""Most points of a curve. More steps than that are averaged, some at a time."""
 _OF_THE_FOLDER = ("run.name", "run.dir", "run.overwrite", "run.resume", "run.logger", "run.console", "description")
 """Keys that say nothing of what is learned."""
 
@@ -57,11 +57,11 @@ class RunFolder:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What makes two runs the same but for the seed."""
+        """Return what makes two runs the same but for the seed."""
         return {k: v for k, v in self.config.items() if k not in _OF_THE_FOLDER and k != "run.seed"}
 
     def summary(self) -> dict[str, Any]:
-        """Facts of the run for the page's head, and its environment."""
+        """Return the metadata of the run for the page's head, and its environment."""
         state = self.state
         keys = ("command", "preset", "status", "failure", "started", "resumed", "ended", "host", "versions")
         checkpoints = sorted(
@@ -78,7 +78,8 @@ class RunFolder:
         }
 
     def curves(self) -> dict[str, Any]:
-        """Columns of the metrics: ``steps``, and by name values or None; ``every``: steps that a point averages."""
+        """Return the columns of the metrics: ``steps``, and by name values or None; ``every``: steps that a point
+        averages."""
         every = max(1, math.ceil(len(self.rows) / MOST_POINTS))
         parts = [self.rows[i : i + every] for i in range(0, len(self.rows), every)]
         names = dict.fromkeys(name for row in self.rows for name in row if name not in ("step", "time"))
@@ -89,12 +90,12 @@ class RunFolder:
         }
 
     def settings(self) -> dict[str, list[Any]]:
-        """Dotted key -> [value as TOML would have it, where from]."""
+        """Return dotted key -> [value as TOML would have it, where from]."""
         keys = dict.fromkeys([*self.config, *self.origins])
         return {key: [_shown(self.config.get(key)), _origin(key, self.origins)] for key in keys}
 
     def tokenizer_folders(self) -> list[str]:
-        """Where the tokenizer of its trajectories may be, the likeliest first."""
+        """Return where the tokenizer of its trajectories may be, the likeliest first."""
         newest = sorted(self._checkpoints(), key=lambda f: -int(f.name.removeprefix("global_step_")))
         found = [str(folder / "actor" / "huggingface") for folder in newest[:1]]
         model = str(self.config.get("model.path", ""))
@@ -111,7 +112,7 @@ class RunFolder:
 
 
 def groups_of(folders: Sequence[RunFolder]) -> list[int]:
-    """For each run the number of its group: runs that differ in nothing but the seed share one."""
+    """Return the number of the group of each run: runs that differ in nothing but the seed share one."""
     settings: list[dict[str, Any]] = []
     numbers = []
     for folder in folders:
@@ -122,7 +123,7 @@ def groups_of(folders: Sequence[RunFolder]) -> list[int]:
 
 
 def _metrics(file: Path) -> list[dict[str, Any]]:
-    """The whole lines, in order of their steps; of a step that is there twice the last."""
+    """Return the whole lines, in order of their steps; of a step that is there twice the last."""
     if not file.is_file():
         return []
     rows: dict[int, dict[str, Any]] = {}
@@ -136,7 +137,7 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def _mean(values: Sequence[Any]) -> float | None:
-    """To six digits, of those that are finite numbers; None where there is none."""
+    """Return the mean of the finite numbers, to six digits; None where there is none."""
     finite = [v for v in (_number(value) for value in values) if math.isfinite(v)]
     return float(f"{sum(finite) / len(finite):.6g}") if finite else None
 
@@ -153,7 +154,7 @@ def _shown(value: Any) -> str:
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:
-    """A table that is one value (`reward.weights`) has one origin."""
+    """Return where the value of a key came from. A table that is one value (`reward.weights`) has one origin."""
     while key not in origins and "." in key:
         key = key.rpartition(".")[0]
     return str(origins.get(key, ""))

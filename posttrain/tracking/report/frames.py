@@ -68,11 +68,11 @@ class LoadedRun:
         import pandas as pd
         import pyarrow as pa
 
-        from posttrain.rollout.files import trace_schema
+        from posttrain.rollout.files import rollout_schema, rollouts_folder
 
-        scalars = [field.name for field in trace_schema() if not pa.types.is_list(field.type)]
+        scalars = [field.name for field in rollout_schema() if not pa.types.is_list(field.type)]
         columns = [*scalars, "response"]
-        parts = [_read(file, scalars) for file in sorted((self.path / "traces").glob("*.parquet"))]
+        parts = [_read(file, scalars) for file in sorted(rollouts_folder(self.path).glob("*.parquet"))]
         if not parts:
             return pd.DataFrame(columns=columns)
         frame = pd.concat(parts, ignore_index=True)

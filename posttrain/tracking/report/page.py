@@ -22,7 +22,7 @@ from posttrain.tracking.report.collect import MOST_EPISODES, Collector
 from posttrain.tracking.report.folder import RunFolder
 
 MOST_BYTES = 4_900_000
-"""Of a page. It must open at once, and go through mail."""
+"""Largest size of a page. It must open at once, and go through mail."""
 
 STYLES = ("uplot.min.css", "style.css")
 SCRIPTS = ("uplot.min.js", "data.js", "curves.js", "distributions.js", "episodes.js", "settings.js", "main.js")
@@ -50,7 +50,7 @@ def write_page(path: Path, runs: Sequence[Path], collector: Collector | None = N
 
 
 def render(data: Mapping[str, Any], tokens: bytes) -> str:
-    """The page. ``data`` goes into it as JSON, ``tokens`` as it is."""
+    """Return the page. ``data`` goes into it as JSON, ``tokens`` as it is."""
     style = "\n".join(_asset(name) for name in STYLES)
     script = "\n".join(_asset(name) for name in SCRIPTS)
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; style-src {_digest(style)}; "
@@ -85,5 +85,5 @@ def _packed(raw: bytes) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without characters that are not seen, or change how others are."""
+    """Return text without characters that are not seen, or change how others are."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -20,10 +20,11 @@ _MOST_BYTES = 4
 
 
 def find_tokenizer(folders: Sequence[str], made_with: str) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """The tokenizer that the trajectories were made with, from the first of ``folders`` that has it; or None and why.
+    """Return the tokenizer that the trajectories were made with, from the first of ``folders`` that has it; or None and
+    why.
 
     Args:
-        made_with: its ``fingerprint``, as the traces have it; empty: unknown.
+        made_with: its ``fingerprint``, as the rollout files have it; empty: unknown.
     """
     why = "its tokenizer is neither in a checkpoint nor where model.path says"
     for folder in folders:
@@ -34,7 +35,7 @@ def find_tokenizer(folders: Sequence[str], made_with: str) -> tuple[PreTrainedTo
             continue
         if not made_with or fingerprint(tokenizer) == made_with:
             return tokenizer, ""
-        why = f"the tokenizer in {folder} is another than the one that the traces were made with"
+        why = f"the tokenizer in {folder} is another than the one that the rollouts were sampled with"
     return None, why
 
 
@@ -60,7 +61,8 @@ class Splitter:
         self._first_text = decode(tokenizer, self._first)
 
     def split(self, ids: Sequence[int]) -> list[int]:
-        """The number of each token's piece. Of a character that is spread over tokens the first one has it all."""
+        """Return the number of each token's piece. Of a character that is spread over tokens the first one has it
+        all."""
         found = [self._of(token) for token in ids]
         at = 0
         while at < len(found):

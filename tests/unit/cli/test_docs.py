@@ -40,7 +40,7 @@ def make_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["config", "cli", "data", "tools", "traces", "from_verl"])
+@pytest.mark.parametrize("page", ["config", "cli", "data", "tools", "rollout_files", "from_verl"])
 def test_made_page_is_up_to_date(page: str) -> None:
     made = getattr(make_docs(), f"{page}_page")()
     stored = (REPO / "docs" / f"{page.replace('_', '-')}.md").read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def test_made_page_is_up_to_date(page: str) -> None:
 
 
 def test_every_key_and_option_and_field_is_described() -> None:
-    for page, fewest in (("config.md", 40), ("cli.md", 40), ("data.md", 40), ("traces.md", 20)):
+    for page, fewest in (("config.md", 40), ("cli.md", 40), ("data.md", 40), ("rollout-files.md", 20)):
         rows = [line for line in (REPO / "docs" / page).read_text().splitlines() if line.startswith("| `")]
         assert len(rows) > fewest
         assert [row for row in rows if row.rstrip(" |").endswith("|") or "None" in row] == []

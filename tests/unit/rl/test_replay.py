@@ -14,7 +14,7 @@ from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.rl import loop as rl
 from posttrain.rl.replay import replayed_steps
-from posttrain.rollout.files import Traces, fingerprint, write_traces
+from posttrain.rollout.files import RolloutFiles, fingerprint, write_rollouts
 from posttrain.runs.preflight import check_machine, check_supported
 from posttrain.runs.run import RunPlace
 from tests.helpers.recorded import trajectory
@@ -27,9 +27,9 @@ def folder(tmp_path: Path) -> Path:
     """Three recorded steps, numbered 2, 4 and 6."""
     groups = [[trajectory(0, 1.0), trajectory(0, 0.0)]]
     for step in (2, 4, 6):
-        path = tmp_path / "traces" / f"step_{step:06}.parquet"
-        write_traces(path, groups, kind="train", step=step, temperature=1.0, tokenizer=TOKENIZER)
-    return tmp_path / "traces"
+        path = tmp_path / "rollouts" / f"step_{step:06}.parquet"
+        write_rollouts(path, groups, kind="train", step=step, temperature=1.0, tokenizer=TOKENIZER)
+    return tmp_path / "rollouts"
 
 
 def replay(tmp_path: Path, paths: Path | str, *sets: str) -> None:
@@ -53,7 +53,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 def test_ids_that_the_model_does_not_have(tmp_path: Path) -> None:
     foreign = trajectory(tokens=np.array([1, 2, 3, 151_643, 5, 6], dtype=np.int32))
     path = tmp_path / "t.parquet"
-    write_traces(path, [[foreign]], kind="train", step=1, temperature=1.0, tokenizer=TOKENIZER)
+    write_rollouts(path, [[foreign]], kind="train", step=1, temperature=1.0, tokenizer=TOKENIZER)
     with pytest.raises(PosttrainError, match=r"t\.parquet: row 0, column 'tokens': 151643 is no token of the model"):
         replay(tmp_path, path)
     assert not (tmp_path / "runs").exists()
@@ -61,7 +61,7 @@ def test_ids_that_the_model_does_not_have(tmp_path: Path) -> None:
 
 def test_another_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
-    write_traces(path, [[trajectory()]], kind="train", step=1, temperature=1.0, tokenizer="another")
+    write_rollouts(path, [[trajectory()]], kind="train", step=1, temperature=1.0, tokenizer="another")
     with pytest.raises(PosttrainError, match=r"t\.parquet: sampled with another tokenizer"):
         replay(tmp_path, path)
     assert not (tmp_path / "runs").exists()
@@ -87,7 +87,7 @@ def test_a_run_does_not_replace_the_traces_that_it_reads(
     flags = {"run.dir": str(tmp_path / "runs"), "run.name": "r", "run.overwrite": overwrite == "true"}
     run = RunPlace.find(resolve("rl", "tiny-arith", flags=flags)).open()
     run.finish("failed")
-    own = folder.rename(run.path / "traces")
+    own = folder.rename(run.path / "rollouts")
     with pytest.raises(ConfigError, match=message):
         replay(tmp_path, own, f"run.overwrite={overwrite}")
     assert len(list(own.iterdir())) == 3
@@ -102,7 +102,7 @@ def test_another_temperature(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.parametrize(("steps", "epochs", "expected"), [(None, 1, 3), (None, 2, 6), (2, 1, 2), (3, 1, 3), (6, 2, 6)])
 def test_how_many_steps_a_replay_has(folder: Path, steps: int | None, epochs: int, expected: int) -> None:
     cfg = Config.model_validate({"command": "rl", "train": {"steps": steps, "epochs": epochs}})
-    assert replayed_steps(Traces(str(folder), vocabulary=1000, tokenizer=TOKENIZER), cfg) == expected
+    assert replayed_steps(RolloutFiles(str(folder), vocabulary=1000, tokenizer=TOKENIZER), cfg) == expected
 
 
 def test_a_replay_needs_nothing_of_what_samples() -> None:

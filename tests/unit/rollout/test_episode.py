@@ -411,7 +411,7 @@ async def test_an_engine_error_is_recorded():
     trajectory = await play(sampler, environment(tool))
     assert trajectory.stop_reason == "error"
     assert trajectory.error == "RunError: the engine is gone"
-    # What was sampled before is kept, for the trace.
+    # What was sampled before is kept, for the rollout files.
     assert trajectory.turns == 1
     assert trajectory.loss_mask.sum() == len(tokens(call(name="probe"))) + 1
     assert tool.log == ["create", "call", "reward", "release"]

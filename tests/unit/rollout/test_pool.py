@@ -39,13 +39,13 @@ class Replica:
 
 
 async def ask(pool, times=1, params=PARAMS):
-    with pool.seat() as sampler:
+    with pool.session() as sampler:
         return [(await sampler.generate([1, 2], params)).ids[0] for _ in range(times)]
 
 
 async def test_an_episode_stays_where_it_is_and_the_next_goes_where_there_is_least_to_do():
     pool = SamplerPool([Replica(0), Replica(1), Replica(2)])
-    with pool.seat() as first, pool.seat() as second:
+    with pool.session() as first, pool.session() as second:
         assert [(await s.generate([1], PARAMS)).ids[0] for s in (first, second, first, second)] == [0, 1, 0, 1]
         assert pool.loads == [1, 1, 0]
         assert await ask(pool, 3) == [2, 2, 2]
@@ -139,7 +139,7 @@ async def test_a_request_that_kills_samplers_does_not_kill_them_all():
             return await super().generate(prompt_ids, params)
 
     pool = SamplerPool([Fragile(i) for i in range(4)])
-    with pytest.raises(RunError, match="2 samplers were lost over one request"), pool.seat() as sampler:
+    with pytest.raises(RunError, match="2 samplers were lost over one request"), pool.session() as sampler:
         await sampler.generate([666], PARAMS)
     assert [s.number for s in pool.samplers] == [2, 3]
     assert await ask(pool) == [2]
@@ -175,7 +175,7 @@ async def test_an_episode_goes_on_elsewhere_in_its_second_turn():
     """Its tokens are those that it would have had without the death."""
     first = ScriptedSampler(f"3+5=7.\n{call(7)}", WorkerError("killed"))
     second = ScriptedSampler("#### 8")
-    with SamplerPool([first, second]).seat() as sampler:
+    with SamplerPool([first, second]).session() as sampler:
         moved = await run_episode(gsm8k_prompt(), sampler, environment(Gsm8kTool()))
     alone = ScriptedSampler(f"3+5=7.\n{call(7)}", "#### 8")
     stayed = await run_episode(gsm8k_prompt(), alone, environment(Gsm8kTool()))

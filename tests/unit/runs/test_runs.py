@@ -120,8 +120,8 @@ def test_a_run_that_failed_before_its_first_save_gives_its_name_back(tmp_path: P
         False, (f"run {again.path} had failed before its first checkpoint: it is replaced",)
     )  # fmt: skip
     # Trajectories may have cost hours: they stay, and no hint names a checkpoint that is not there.
-    (again.path / "traces").mkdir()
-    (again.path / "traces" / "step_000001.parquet").write_text("")
+    (again.path / "rollouts").mkdir()
+    (again.path / "rollouts" / "step_000001.parquet").write_text("")
     again.finish("failed")
     with pytest.raises(ConfigError, match="unfinished run of another config") as caught:
         RunPlace.find(make(tmp_path, "train.optim.lr=0.25"))

@@ -25,7 +25,7 @@ def golden():
 
 def rl(**changed):
     """A record of one run, with some values changed."""
-    keys = {"metrics | step 1 | sync/gap": "0x0.0p+0", "traces/step_1.parquet | tokens": "aa"}
+    keys = {"metrics | step 1 | sync/gap": "0x0.0p+0", "files/step_1.parquet | tokens": "aa"}
     return {"rl": keys | changed}
 
 
@@ -48,9 +48,9 @@ def test_lists_names_and_runs_of_one_record_only(golden):
 
 def test_a_rename_applies_to_names_and_to_what_lies_in_folders(golden):
     after = {"rl": {"metrics | step 1 | sync/check": "0x0.0p+0", "rollouts/step_1.parquet | tokens": "aa"}}
-    renames = {"sync/gap": "sync/check", "traces": "rollouts"}
+    renames = {"sync/gap": "sync/check", "files": "rollouts"}
     assert golden.differences(rl(), after, renames) == []
-    assert len(golden.differences(rl(), after, {"traces": "rollouts"})) == 2
+    assert len(golden.differences(rl(), after, {"files": "rollouts"})) == 2
     # Neither part of a name, nor a name that the next entry of the table would rename again.
     assert golden.renamed("metrics | sync/gap_max", {"sync/gap": "sync/check"}) == "metrics | sync/gap_max"
     assert golden.renamed("metrics | a", {"a": "b", "b": "c"}) == "metrics | b"

@@ -138,16 +138,16 @@ def test_another_tokenizer_or_none_leaves_text_without_colours(run_path: Path, t
     assert data["episodes"][0]["messages"][-1] == {"role": "assistant", "text": "#### 6"}
 
 
-def test_old_traces_have_no_advantages(tmp_path: Path) -> None:
+def test_shows_rollouts_without_a_file_of_advantages(tmp_path: Path) -> None:
     path = write_run(tmp_path, "a", many(1, 1, 2))
-    advantages_file(path / "traces" / "step_000001.parquet").unlink()
+    advantages_file(path / "rollouts" / "step_000001.parquet").unlink()
     data, _ = read(report.run([str(path)], "runs", None))
     assert [e["scale"] for e in data["episodes"]] == [None, None]
 
 
-def test_a_damaged_trace_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_names_a_damaged_rollout_file_and_shows_the_rest(tmp_path: Path) -> None:
     path = write_run(tmp_path, "a", many(2, 1, 2))
-    (path / "traces" / "step_000001.parquet").write_bytes(b"PAR1 no")
+    (path / "rollouts" / "step_000001.parquet").write_bytes(b"PAR1 no")
     data, _ = read(report.run([str(path)], "runs", None))
     assert "step_000001.parquet: unreadable" in data["runs"][0]["problems"][0]
     assert [e["step"] for e in data["episodes"]] == [2, 2]
@@ -157,7 +157,7 @@ def test_what_is_chosen_has_best_worst_failed_and_every_step(tmp_path: Path) -> 
     steps = many(steps=20, groups=4, n=4)
     steps[6][1][1].reward, steps[12][2][2].reward = 9.0, -9.0
     path = write_run(tmp_path, "a", steps)
-    files, _ = Numbers().read(path / "traces")
+    files, _ = Numbers().read(path / "rollouts")
     chosen = choose(files, most=80, most_tokens=10**9)
     assert len(chosen) == 80
     assert chosen == choose(files, most=80, most_tokens=10**9)
@@ -233,7 +233,7 @@ def test_a_run_does_not_wait_for_its_report_nor_fail_with_it(tmp_path: Path) -> 
 
 
 def test_advantages_are_those_of_the_rows(run_path: Path) -> None:
-    found = read_advantages(advantages_file(run_path / "traces" / "step_000001.parquet"))
+    found = read_advantages(advantages_file(run_path / "rollouts" / "step_000001.parquet"))
     assert list(found) == [0, 1, 2, 3]
     trained_with = many(1, 2, 2)[0][0][1].advantages
     assert trained_with is not None

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from posttrain.core.errors import ConfigError
 from posttrain.tracking import Tracker
-from posttrain.tracking.console import Mode, Progress, Work, clock
+from posttrain.tracking.console import Mode
 from posttrain.tracking.gpus import describe
 from posttrain.tracking.metrics import MetricsFile
 from posttrain.tracking.panel import LivePanel, sparkline
+from posttrain.tracking.progress import Progress, Work, clock
 from posttrain.tracking.warnings import RunWarning
 from tests.helpers.recorded import trajectory
 

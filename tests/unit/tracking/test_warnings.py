@@ -22,8 +22,9 @@ from posttrain.runs import report
 from posttrain.runs.run import RunDir
 from posttrain.runs.training import open_tracker, validation_note
 from posttrain.tracking import Tracker
-from posttrain.tracking.console import Mode, Progress
+from posttrain.tracking.console import Mode
 from posttrain.tracking.panel import LivePanel
+from posttrain.tracking.progress import Progress
 from posttrain.tracking.report.folder import RunFolder
 from posttrain.tracking.rules import RULES, WINDOW, Finding, Observed, rules_of
 from posttrain.tracking.warnings import RunWarnings, read_warnings

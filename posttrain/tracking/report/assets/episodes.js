@@ -58,7 +58,7 @@ function lead(run, mine) {
   const all = run.shown === run.episodes;
   put(text, `${mine.length.toLocaleString("en")} of ${run.episodes.toLocaleString("en")} trajectories are in this page`
     + (all ? "" : ": the best, the worst, failed ones, and some of every step or of evenly spaced steps")
-    + `. All of them, with every token, are in ${run.traces}/*.parquet.`);
+    + `. All of them, with every token, are in ${run.rollouts}/*.parquet.`);
   if (run.uncoloured) put(text, ` Tokens have no colours: ${run.uncoloured}.`);
   return text;
 }
@@ -143,17 +143,18 @@ function open(episode) {
   detail.scrollTop = 0;
   tip.hide();
   if (!episode) return detail.replaceChildren(el("p", { class: "empty" }, "Nothing matches."));
-  detail.replaceChildren(facts(episode), parts(episode), scaleOf(episode), ...episode.messages.map((m, i) => turn(episode, m, i)));
+  detail.replaceChildren(metadata(episode), parts(episode), scaleOf(episode), ...episode.messages.map((m, i) => turn(episode, m, i)));
 }
 
 const pair = (name, value) => el("span", {}, `${name} `, el("b", { text: value }));
 
-function facts(e) {
+function metadata(e) {
   const shown = [
     pair("step", e.step), pair("prompt", `${e.group} (row ${e.row})`), pair("source", e.source),
     pair("stopped", e.stop_reason), pair("prompt tokens", show(e.prompt_tokens)), pair("response tokens", show(e.tokens)),
     pair("sampled", show(e.sampled)), pair("tool calls", e.tool_calls), pair("time", duration(e.seconds)),
     e.tool_seconds ? pair("in tools", duration(e.tool_seconds)) : null,
+    ...Object.entries(e.more).map(([name, value]) => pair(name.replaceAll("_", " "), value)),
   ];
   return el("div", {}, el("h3", {}, `${e.kind === "val" ? "Validation" : "Training"} episode ${verdict(e) ? `· ${verdict(e)}` : ""}`),
     el("div", { class: "key" }, ...shown), e.error !== null ? el("p", { class: "problem", text: e.error }) : null);

@@ -32,7 +32,7 @@ function drawHead(head, runs) {
   if (runs.length === 1) {
     const [run] = runs;
     head.append(el("h1", {}, el("span", { text: run.name }), el("span", { class: `chip ${run.status}` }, run.status ?? "")),
-      el("p", { class: "facts", text: [`posttrain ${run.command}`, run.preset && `preset ${run.preset}`, run.model, `seed ${run.seed}`,
+      el("p", { class: "metadata", text: [`posttrain ${run.command}`, run.preset && `preset ${run.preset}`, run.model, `seed ${run.seed}`,
         run.started && `started ${run.started.replace("T", " ").slice(0, 16)} UTC`].filter(Boolean).join("  ·  ") }),
       ...warnings(runs), ...[tiles(run)].filter((made) => made.length).map((made) => el("div", { class: "tiles" }, ...made)));
   } else {
@@ -43,7 +43,7 @@ function drawHead(head, runs) {
       el("td", { class: "n" }, show(lastOf(run.curves.values[Object.keys(run.curves.values).find((n) => ACCURACY.test(n))]))),
       el("td", { class: "n" }, show(lastOf(run.curves.values["train/loss"] ?? run.curves.values["actor/pg_loss"])))));
     head.append(el("h1", {}, `${runs.length} runs`),
-      el("p", { class: "facts" }, "Runs that differ in nothing but the seed have one colour; the thick line is their mean."),
+      el("p", { class: "metadata" }, "Runs that differ in nothing but the seed have one colour; the thick line is their mean."),
       el("div", { class: "scroll" }, el("table", { class: "runs" }, el("thead", {}, el("tr", {}, el("th", {}, "run"), el("th", {}, "status"),
         ...["seed", "steps", "reward", "validation", "loss"].map((name) => el("th", { class: "n" }, name)))), el("tbody", {}, ...rows))),
       ...warnings(runs));

@@ -39,14 +39,14 @@ function drawSettings(section, runs) {
 }
 
 function drawEnvironment(section, runs) {
-  const facts = [
+  const metadata = [
     ["status", (run) => run.status], ["command", (run) => `posttrain ${run.command}`], ["preset", (run) => run.preset],
     ["model", (run) => run.model], ["folder", (run) => run.path], ["host", (run) => run.host],
     ["started", (run) => run.started], ["resumed", (run) => run.resumed], ["ended", (run) => run.ended],
     ["checkpoints", (run) => run.checkpoints.map((step) => `step ${step}`).join(", ") || "none"],
     ...[...new Set(runs.flatMap((run) => Object.keys(run.versions ?? {})))].map((name) => [name, (run) => run.versions?.[name]]),
   ];
-  const rows = facts.filter(([, of]) => runs.some((run) => of(run))).map(([name, of]) =>
+  const rows = metadata.filter(([, of]) => runs.some((run) => of(run))).map(([name, of]) =>
     el("tr", { class: name !== "folder" && runs.some((run) => of(run) !== of(runs[0])) ? "differs" : "" },
       el("td", {}, name), ...runs.map((run) => el("td", { text: of(run) ?? "" }))));
   section.append(el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, ""),

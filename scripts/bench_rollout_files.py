@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Time of writing and reading traces, their size, and how long the writer holds up the event loop of the driver.
+"""Time of writing and reading rollout files, their size, and how long the writer holds up the event loop of the driver.
 
-python scripts/bench_traces.py [--trajectories 1000] [--tokens 2000]
+python scripts/bench_rollout_files.py [--trajectories 1000] [--tokens 2000]
 
 Token ids follow Zipf's law over 151,643 ids, log-probabilities have the shape of a model's that is mostly sure, and the
 text is random words, 4 characters a token.
@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from posttrain.core.types import Message, Prompt, Trajectory
-from posttrain.rollout.files import Traces
-from posttrain.rollout.writer import TraceWriter
+from posttrain.rollout.files import RolloutFiles
+from posttrain.rollout.writer import RolloutWriter
 
 VOCABULARY, GROUP, REPEATS = 151_643, 8, 5
 
@@ -74,8 +74,8 @@ async def write(folder: Path, groups: list[list[Trajectory]]) -> tuple[float, fl
 
     watching = asyncio.create_task(watch())
     start, cpu = time.perf_counter(), time.process_time()
-    async with TraceWriter(folder, 1, "none", 60.0) as traces:
-        await traces.write(1, groups, temperature=1.0)
+    async with RolloutWriter(folder, 1, "none", 60.0) as writer:
+        await writer.write(1, groups, temperature=1.0)
     seconds, cpu, done = time.perf_counter() - start, time.process_time() - cpu, True
     await watching
     return seconds, cpu, longest
@@ -90,11 +90,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         writes, cpus, waits = zip(*(asyncio.run(write(folder, groups)) for _ in range(REPEATS)), strict=True)
-        traces = Traces(name, vocabulary=VOCABULARY, tokenizer="none")
+        files = RolloutFiles(name, vocabulary=VOCABULARY, tokenizer="none")
         reads = []
         for _ in range(REPEATS):
             start = time.perf_counter()
-            traces.read(1)
+            files.read(1)
             reads.append(time.perf_counter() - start)
         size = next(folder.iterdir()).stat().st_size
     tokens = sum(len(t.tokens) for group in groups for t in group)
