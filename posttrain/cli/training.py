@@ -117,7 +117,7 @@ def rl(
     flags |= training_flags(data, steps, workers, resume, profile)
     flags |= {"rollout.replay": replay, "rollout.only": rollout_only or None}
     resolved = resolve_for("rl", preset, set_, flags)
-    from posttrain.rl import loop as rl
+    from posttrain.rl import command as rl
 
     echo(rl.dry_run(resolved) if dry_run else rl.run(resolved))
 

@@ -29,7 +29,8 @@ from posttrain.rl.batch import (
 )
 from posttrain.rl.metrics import critic_metrics, update_metrics
 from posttrain.runs.preflight import find_model
-from posttrain.runs.training import TrainingRun, update_speed
+from posttrain.runs.speed import update_speed
+from posttrain.runs.training_run import TrainingRun
 from posttrain.train.spec import LossSpec
 
 if TYPE_CHECKING:

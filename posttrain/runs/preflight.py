@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cluster.address import check_address
 from posttrain.config import Config
-from posttrain.config.presets import has_gpu
+from posttrain.config.presets import Resolved, has_gpu
 from posttrain.core.errors import ConfigError, DataError, ModelError
 from posttrain.core.plugins import user_code
 from posttrain.core.registry import some
@@ -371,3 +372,46 @@ def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment, file:
     if sum(needs_sandbox(source) for source in {p.data_source for p in prompts}):
         check_sandbox(cfg.sandbox)
     return None
+
+
+@contextmanager
+def reading_validation() -> Iterator[None]:
+    """Name the key in an error of the validation set: a preset's is still there when `--data` names other data."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(
+            f"data.val: {error.message}",
+            hint=f"{error.hint}; --data replaces data.train alone: --set data.val=FILE, or --set data.val= for none",
+        ) from error
+
+
+def validation_note(resolved: Resolved, count: int, unit: str) -> str:
+    """Return a line that says what the run is validated on and when.
+
+    Args:
+        count: of the validation set.
+        unit: what it is counted in.
+    """
+    cfg, origin = resolved.config, resolved.provenance
+    if not count:
+        return f"no validation: {f'none of the {unit} of data.val are usable' if cfg.data.val else 'data.val is empty'}"
+    files = [cfg.data.val] if isinstance(cfg.data.val, str) else cfg.data.val
+    every = cfg.train.val_every
+    when = "after the last step" if every is None else f"every {every} steps and after the last"
+    text = f"validation on {count:,} {unit} of {', '.join(files)}, {when}"
+    if origin["data.val"].startswith("preset") and not origin["data.train"].startswith("preset"):
+        text += (
+            f"; data.val is still that of {origin['data.val']}: {origin['data.train'].removeprefix('flag ')} replaces "
+            "data.train alone (--set data.val=FILE, or --set data.val= for none)"
+        )
+    return text
+
+
+def check_profile(cfg: Config, total_steps: int) -> None:
+    """Raise ``ConfigError`` where `run.profile` begins after the last step."""
+    steps = cfg.run.profiled_steps
+    if steps and steps.start > total_steps:
+        raise ConfigError(
+            f"run.profile = {cfg.run.profile!r}, and the run has {total_steps} steps", hint="name earlier steps"
+        )

@@ -28,7 +28,7 @@ from posttrain.data.parquet import read_prompts, write_rows
 from posttrain.prep.datasets import DATASETS
 from posttrain.rewards import GRADERS
 from posttrain.rewards.trial import try_function
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.rollout.episode import run_episode
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools import Tool, ToolResult

@@ -12,7 +12,7 @@ from posttrain.config import Config
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.models.builtin import builtin_tokenizer
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.rl.replay import replayed_steps
 from posttrain.rollout.files import Traces, fingerprint, write_traces
 from posttrain.runs.preflight import check_machine, check_supported

@@ -20,9 +20,12 @@ from posttrain.config import TrainConfig
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, DeadlineError, RunError, WorkerError
 from posttrain.models.load import ModelSource
+from posttrain.runs.checkpoints import check_disk_space
+from posttrain.runs.early_stop import EarlyStop
+from posttrain.runs.recording import open_tracker
 from posttrain.runs.run import RunPlace, StopSignal
-from posttrain.runs.saving import check_room
-from posttrain.runs.training import EarlyStop, TrainingRun, open_tracker, train, update_speed
+from posttrain.runs.speed import update_speed
+from posttrain.runs.training_run import TrainingRun, train
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
 from posttrain.train.spec import LossSpec, WorkerSpec
@@ -180,7 +183,7 @@ async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: Loc
     batch.loss_weights = batch.loss_mask.float()
     await group.update(batch, LossSpec())
     await run.save(1, models, {})
-    await run.saves.settle()
+    await run.checkpoints.settle()
 
     async def saving(step: int, message: str) -> None:
         with pytest.raises(RunError, match=message) as error:
@@ -227,15 +230,15 @@ async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: Loc
 def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> None:
     run = bare_run(tmp_path)
     group = TrainerGroup("actor", [None], 1.0, 1, facts={"checkpoint_bytes": 10**6, "parameters": 10**5})
-    assert check_room(run.cfg, run.folder.checkpoints, {"actor": group}) is None
+    assert check_disk_space(run.cfg, run.folder.checkpoints, {"actor": group}) is None
     assert list(run.folder.checkpoints.iterdir()) == []
     group.facts["checkpoint_bytes"] = 10**18
     with pytest.raises(ConfigError, match=r"a checkpoint takes 9\.31e\+08 GiB, and .* free"):
-        check_room(run.cfg, run.folder.checkpoints, {"actor": group})
+        check_disk_space(run.cfg, run.folder.checkpoints, {"actor": group})
     group.facts["checkpoint_bytes"] = int(0.6 * shutil.disk_usage(tmp_path).free)
-    warning = check_room(run.cfg, run.folder.checkpoints, {"actor": group})
+    warning = check_disk_space(run.cfg, run.folder.checkpoints, {"actor": group})
     assert warning is not None
     assert "checkpoint.keep" in warning
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="a part of the path is not a folder"):
-        check_room(run.cfg, tmp_path / "file" / "checkpoints", {"actor": group})
+        check_disk_space(run.cfg, tmp_path / "file" / "checkpoints", {"actor": group})
