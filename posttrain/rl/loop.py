@@ -79,7 +79,7 @@ Start = Callable[[Cluster, TrainingRun, Learner, AsyncExitStack], Awaitable[tupl
 
 
 async def train(run: TrainingRun, start: Start) -> None:
-    """Train until the last step, or until the user asks to stop; goes on from the run's last checkpoint.
+    """Train from the run's last checkpoint to its last step, or until the user asks to stop.
 
     Raises:
         RunError: a worker failed, weights did not arrive, or nothing can be trained on. The run can be resumed.

@@ -19,7 +19,7 @@ from posttrain.train.spec import LossSpec
 async def train(
     run: TrainingRun, objective: Objective, data: SampleStream, beginning: Mapping[str, Any], val: Sequence[Rendered]
 ) -> None:
-    """Train until the last step, or until the user or `train.early_stop` ends the run; goes on from its last checkpoint.
+    """Train from the run's last checkpoint to its last step, or until the user or `train.early_stop` ends it.
 
     Args:
         beginning: state of ``data`` before the first step.
