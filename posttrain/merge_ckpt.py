@@ -101,7 +101,7 @@ def find_folder(path: str, runs: str) -> Path:
 
 
 def check_size(text: str) -> None:
-    """Whether ``text`` is a size of files, as "5GB". Raises ``ConfigError``."""
+    """Check that ``text`` is a size of files, such as "5GB". Raises ``ConfigError``."""
     if not re.fullmatch(r"[1-9]\d*\s*[KMGT]B", text.strip().upper()):
         raise ConfigError(f"--max-shard-size: {text!r} is not a size", hint="write it as 500MB, 5GB or 1TB")
 
@@ -110,7 +110,7 @@ def check_size(text: str) -> None:
 
 
 def _proof(said: probe.Probe, source: ModelSource, dtype: str, *, adapter: bool) -> Check:
-    """Whether a folder is the model of which the trainer ``said`` this."""
+    """Return whether a folder is the model of which the trainer ``said`` this."""
 
     def check(folder: Path) -> None:
         said.prove(partial(_adapted, source, folder) if adapter else partial(_plain, folder, said.scores), dtype=dtype)

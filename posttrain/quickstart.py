@@ -83,7 +83,7 @@ def run(seed: int, out: Path, as_json: bool, overwrite: bool) -> dict[str, Any]:
 
 
 def is_quickstart(folder: Path) -> bool:
-    """Whether an earlier quickstart made this folder."""
+    """Return whether an earlier quickstart made this folder."""
     return any((folder / mark).is_file() for mark in ("data/sft_train.parquet", "sft/run.json"))
 
 

@@ -23,7 +23,7 @@ from posttrain.plan.batch import assumed_lengths, batch_of
 from posttrain.plan.layout import Kernels, Layout, Shapes, lay_out, moments, sync_budget
 from posttrain.plan.memory import EngineMemory, Trainer, total
 from posttrain.plan.shape import ModelShape, shape_of
-from posttrain.plan.speed import Work
+from posttrain.plan.speed import RankWork
 
 MEMORY_BOUND, TIME_BOUND = 0.05, 0.20
 """What a plan is meant to meet, as a share of what was measured."""
@@ -72,11 +72,11 @@ class Update:
     """What of the settings is not recorded, or differs from the code of today"""
 
     @property
-    def work(self) -> Work:
+    def work(self) -> RankWork:
         """Of the rank with most tokens."""
         ranks = self.gpus // self.train.get("sequence_parallel", 1)
         placed = assign(self.lengths, ranks=ranks, token_budget=self.budget)
-        works = [Work(tuple(tuple(self.lengths[i] for i in m) for m in parts), self.loss_share) for parts in placed]
+        works = [RankWork(tuple(tuple(self.lengths[i] for i in m) for m in parts), self.loss_share) for parts in placed]
         return max(works, key=lambda work: work.tokens)
 
     @property

@@ -52,7 +52,7 @@ def plan(
     from posttrain.config.presets import load_preset
     from posttrain.plan import command as plan
 
-    asked = plan.Asked(gpu, gpus, nodes, length)
+    asked = plan.PlanOptions(gpu, gpus, nodes, length)
     if run is not None:
         if preset is not None:
             raise ConfigError("--run and --preset exclude each other", hint="a run has its own config")

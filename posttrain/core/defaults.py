@@ -4,6 +4,6 @@ from typing import Literal
 
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 MERGED_DTYPE: WeightsDtype = "float32"
-"""Of the weights in a folder that transformers loads."""
+"""Data type of the weights in a folder that transformers loads."""
 MERGED_SHARD_SIZE = "5GB"
 """Largest file of them."""

@@ -34,7 +34,7 @@ def writing(path: str | Path, *, hint: str | None = None) -> Iterator[None]:
 
 
 def _is_about(error: Exception, path: Path) -> bool:
-    """Whether an error that names a file may come from writing ``path``, and not from reading another one."""
+    """Return whether an error that names a file may come from writing ``path``, and not from reading another one."""
     named = getattr(error, "filename", None)
     if not isinstance(named, str | bytes):
         return True

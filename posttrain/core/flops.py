@@ -15,11 +15,11 @@ class Flops:
     """
 
     forward: float
-    """Of all weights that are multiplied, for a token."""
+    """FLOPs of all weights that are multiplied, for a token."""
     trained: float
-    """Of those of them that are trained."""
+    """FLOPs of those weights that are trained."""
     attention: float
-    """Of attention forward, for a token and each token before it, halved."""
+    """FLOPs of the attention's forward pass, for a token and each token before it, halved."""
 
     def training(self, lengths: Sequence[int]) -> float:
         """FLOPs of a forward and a backward pass over sequences of these lengths."""

@@ -25,11 +25,11 @@ class Gpu:
     memory_gib: float
     """What the driver lets programs have"""
     bandwidth: float
-    """Of its memory, bytes a second"""
+    """Memory bandwidth, bytes a second"""
     link: float
     """To its neighbours in the machine, one way, bytes a second"""
     measured: bool = False
-    """Whether the calibration of this room comes from it."""
+    """True where the calibration of this room comes from it."""
 
 
 _TB, _GB, _TERA = 1e12, 1e9, 1e12
@@ -64,7 +64,7 @@ class Machine:
     gpu: Gpu | None
     """None: no GPU."""
     gpus: int = 1
-    """Of each node."""
+    """GPUs of each node."""
     nodes: int = 1
 
     @property

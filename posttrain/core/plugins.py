@@ -26,7 +26,7 @@ _LIBRARIES = tuple({_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of a user's file."""
 
     file: str
@@ -43,22 +43,22 @@ class Place:
         return f"{os.path.basename(self.file)}, line {self.line}"
 
 
-def place_of(error: BaseException) -> Place | None:
+def place_of(error: BaseException) -> SourceLine | None:
     """Return the innermost line of a user's file that ``error`` came through, or None if it came through none.
 
     A syntax error is at the line that cannot be read. Installed packages are not the user's.
     """
     if isinstance(error, SyntaxError) and error.filename and error.lineno and os.path.isfile(error.filename):
-        return Place(os.path.abspath(error.filename), error.lineno)
+        return SourceLine(os.path.abspath(error.filename), error.lineno)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [(file, line) for file, line in frames if _is_own(file)]
     if own:
-        return Place(os.path.abspath(own[-1][0]), own[-1][1])
+        return SourceLine(os.path.abspath(own[-1][0]), own[-1][1])
     return None if error.__cause__ is None else place_of(error.__cause__)
 
 
 def innermost_is_in_a_file(error: BaseException) -> bool:
-    """Whether an error was raised by a line of a file, and not by code that was made meanwhile (``eval``)."""
+    """Return whether an error was raised by a line of a file, and not by code that was made meanwhile (``eval``)."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and os.path.isfile(frames[-1].f_code.co_filename)
 
@@ -67,7 +67,7 @@ def _is_own(file: str) -> bool:
     return os.path.isfile(file) and not file.startswith((_OURS, *_LIBRARIES))
 
 
-def definition_of(thing: Any) -> Place | None:
+def definition_of(thing: Any) -> SourceLine | None:
     """Return where a function, a class or the class of an object is defined; None for what is ours, or in no file."""
     thing = inspect.unwrap(thing.func if isinstance(thing, functools.partial) else thing)
     if not (inspect.isroutine(thing) or inspect.isclass(thing)):
@@ -76,7 +76,7 @@ def definition_of(thing: Any) -> Place | None:
         file, line = inspect.getsourcefile(thing), inspect.getsourcelines(thing)[1]
     except (OSError, TypeError):
         return None
-    return None if file is None or file.startswith(_OURS) else Place(os.path.abspath(file), line)
+    return None if file is None or file.startswith(_OURS) else SourceLine(os.path.abspath(file), line)
 
 
 def described(error: BaseException, of: Any = None) -> str:
@@ -91,7 +91,7 @@ def described(error: BaseException, of: Any = None) -> str:
     return with_place(_said(error), place)
 
 
-def with_place(message: str, place: Place | None) -> str:
+def with_place(message: str, place: SourceLine | None) -> str:
     """Return a message with the place behind it, where that is known."""
     return f"{message} ({place})" if place else message
 

@@ -13,11 +13,11 @@ HOST_BUCKET_BYTES = 512 << 20
 SENT_BUCKET_BYTES = 2 << 30
 """Most of one that is sent to them."""
 GATHER_BYTES = 256 << 20
-"""Of sharded weights that are gathered at once for a bucket (``models.gather``)."""
+"""Bytes of sharded weights that one collective gathers for a bucket (``models.gather``)."""
 CANARIES = 4
 """Trajectories of the step that every sampler scores after a weight update."""
 CANARY_TOKENS = 256
-"""Of each, its first ones: engines and trainer wait for the scores."""
+"""Tokens of each that are scored, its first ones: engines and trainer wait for the scores."""
 
 
 def logits_rows(count: int, vocabulary: int, buffer: int = LOGITS_BYTES) -> int:
@@ -30,5 +30,5 @@ def logits_rows(count: int, vocabulary: int, buffer: int = LOGITS_BYTES) -> int:
 
 
 def bucket_bytes(whole: int, most: int) -> int:
-    """Of a bucket, for weights of ``whole`` bytes: of a small model half of them, so that two are in use."""
+    """Return the size of a bucket for weights of ``whole`` bytes: half of a small model, so that two are in use."""
     return min(most, -(-whole // 2))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 CONFIDENCE = 0.95
-"""Of all intervals."""
+"""Confidence of all intervals."""
 FEW_PROBLEMS, FEW_ODD = 30, 5
 """Fewer problems, or fewer of them right or wrong, have intervals by formula."""
 _DRAWS = 1 << 22
@@ -38,8 +38,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Whether the answer that most responses give is right: the share of right ones, where several are given equally
-    often. A response without an answer (None) has no vote.
+    """Return whether the answer that most responses give is right: the share of right ones, where several are given
+    equally often. A response without an answer (None) has no vote.
 
     Args:
         answers: of each response.
@@ -154,7 +154,7 @@ def difference_interval(a: Floats, b: Floats, resamples: int, seed: int) -> tupl
 
 
 def _few(values: Floats) -> bool:
-    """Whether values in [0, 1] are too few for a bootstrap of their mean, or too alike."""
+    """Return whether values in [0, 1] are too few for a bootstrap of their mean, or too alike."""
     return len(values) < FEW_PROBLEMS or min(values.sum(), (1.0 - values).sum()) < FEW_ODD
 
 

@@ -36,7 +36,7 @@ def redacted(text: str) -> str:
 
 
 def has_login(text: str) -> bool:
-    """Whether a URL in ``text`` names a user or a password."""
+    """Return whether a URL in ``text`` names a user or a password."""
     return _LOGIN.search(text) is not None
 
 

@@ -81,11 +81,12 @@ class SamplingParams:
     top_k: int = 0
     """0: no limit."""
     seed: int | None = None
-    """In [0, 2^31): of this request alone, for engines that can (docs/evaluate.md). None: of the engine's stream."""
+    """Seed in [0, 2^31) of this request alone, for engines that take one (docs/evaluate.md). None: the engine's
+    stream."""
 
     @property
     def truncated(self) -> bool:
-        """Whether it is not sampled from all tokens."""
+        """Return whether it is not sampled from all tokens."""
         return self.top_p < 1.0 or self.top_k > 0
 
 
@@ -187,7 +188,7 @@ class Trajectory:
 
     @property
     def trainable(self) -> bool:
-        """Whether it did not fail and the policy sampled a token of it."""
+        """Return whether it did not fail and the policy sampled a token of it."""
         return self.error is None and bool(self.loss_mask.any())
 
     @property

@@ -16,7 +16,7 @@ Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of the report."""
 
     name: str
@@ -34,14 +34,14 @@ class Check:
     """A question about this machine."""
 
     name: str
-    ask: Callable[[], list[Finding]]
+    ask: Callable[[], list[CheckResult]]
     """Called in a process forked for it."""
     deadline_s: float
     late: str
     """What to do when it does not answer."""
 
 
-def run_checks(checks: list[Check]) -> Iterator[list[Finding]]:
+def run_checks(checks: list[Check]) -> Iterator[list[CheckResult]]:
     """The findings of each check, in the order of ``checks``; all run at the same time."""
     running = [_Running(check) for check in checks]
     try:
@@ -63,17 +63,17 @@ class _Running:
         self.process.start()
         sending.close()
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[CheckResult]:
         name = self.check.name
         try:
             if self.answers.poll(max(0.0, self.until - time.monotonic())):
-                found: list[Finding] = self.answers.recv()
+                found: list[CheckResult] = self.answers.recv()
                 return found
         except EOFError:
             self.process.join(1.0)
             code = self.process.exitcode
-            return [Finding(name, "fail", f"the check died (exit code {code})", self.check.late)]
-        return [Finding(name, "fail", f"no answer within {self.check.deadline_s:g} s", self.check.late)]
+            return [CheckResult(name, "fail", f"the check died (exit code {code})", self.check.late)]
+        return [CheckResult(name, "fail", f"no answer within {self.check.deadline_s:g} s", self.check.late)]
 
     def end(self) -> None:
         """Kill the process and what it started. One that the kernel does not let die is left behind."""
@@ -94,11 +94,11 @@ def _answer(check: Check, sending: Connection) -> None:
     try:
         findings = check.ask()
     except Exception as error:  # whatever it is, it is this check's finding
-        findings = [Finding(check.name, "fail", f"{type(error).__name__}: {error}", check.late)]
+        findings = [CheckResult(check.name, "fail", f"{type(error).__name__}: {error}", check.late)]
     sending.send(findings)
     sending.close()
 
 
-def worst(findings: list[Finding]) -> Status:
+def worst(findings: list[CheckResult]) -> Status:
     order: Mapping[Status, int] = {"ok": 0, "warn": 1, "fail": 2}
     return max((finding.status for finding in findings), key=lambda status: order[status], default="ok")

@@ -7,7 +7,7 @@ from functools import partial
 
 from posttrain.config import Config
 from posttrain.doctor import machine, services, software
-from posttrain.doctor.base import Check, Finding, run_checks
+from posttrain.doctor.base import Check, CheckResult, run_checks
 
 _DRIVER = "does `nvidia-smi` answer? a driver that hangs needs a restart of the machine"
 _ADDRESS_S = 10.0
@@ -46,7 +46,7 @@ def checks(folder: str | None = None, address: str | None = None, *, quick: bool
     return found
 
 
-def run(folder: str | None = None, address: str | None = None, *, quick: bool = False) -> Iterator[Finding]:
+def run(folder: str | None = None, address: str | None = None, *, quick: bool = False) -> Iterator[CheckResult]:
     """The findings, one after the other as they are known."""
     for findings in run_checks(checks(folder, address, quick=quick)):
         yield from findings

@@ -14,20 +14,22 @@ from pathlib import Path
 import psutil
 
 from posttrain.config.presets import has_gpu
-from posttrain.doctor.base import Finding
+from posttrain.doctor.base import CheckResult
 
 GIB = 2**30
 _RAY_FULL = 0.95
 """Share of the disk under /tmp at which Ray stops storing objects (its `local_fs_capacity_threshold`)."""
 
 
-def gpus() -> list[Finding]:
+def gpus() -> list[CheckResult]:
     """Names and memory of the GPUs, who uses them, and how they are linked."""
     smi = shutil.which("nvidia-smi")
     if not has_gpu():
-        return [Finding("gpus", "ok", "none")]
+        return [CheckResult("gpus", "ok", "none")]
     if smi is None:
-        return [Finding("gpus", "warn", "nvidia-smi is missing", "install the driver's tools to see memory and links")]
+        return [
+            CheckResult("gpus", "warn", "nvidia-smi is missing", "install the driver's tools to see memory and links")
+        ]
     fields = "name,memory.total,memory.used,driver_version"
     rows = [
         [cell.strip() for cell in line.split(",")]
@@ -35,15 +37,15 @@ def gpus() -> list[Finding]:
         if line.strip()
     ]
     names = {f"{sum(r[0] == row[0] for r in rows)} x {row[0]}, {int(row[1]) / 1024:.0f} GiB" for row in rows}
-    found = [Finding("gpus", "ok", f"{'; '.join(sorted(names))}; driver {rows[0][3]}")]
+    found = [CheckResult("gpus", "ok", f"{'; '.join(sorted(names))}; driver {rows[0][3]}")]
     busy = [f"GPU {i}: {int(row[2]) / 1024:.1f} GiB" for i, row in enumerate(rows) if int(row[2]) > 2048]
     if busy:
         hint = "end what uses them, or name others in CUDA_VISIBLE_DEVICES"
-        found.append(Finding("gpu memory", "warn", f"in use: {', '.join(busy)}", hint))
+        found.append(CheckResult("gpu memory", "warn", f"in use: {', '.join(busy)}", hint))
     return [*found, *(links(_output(smi, "topo", "-m")) if len(rows) > 1 else [])]
 
 
-def links(matrix: str) -> list[Finding]:
+def links(matrix: str) -> list[CheckResult]:
     """What `nvidia-smi topo -m` says of each pair of GPUs."""
     kinds = set()
     for line in re.sub(r"\x1b\[[\d;]*m", "", matrix).splitlines():
@@ -51,18 +53,18 @@ def links(matrix: str) -> list[Finding]:
         if cells and re.fullmatch(r"GPU\d+", cells[0]) and "X" in cells:
             kinds |= {cell for cell in cells[1:] if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell)}
     if not kinds:
-        return [Finding("gpu links", "warn", "nvidia-smi topo -m shows none", "look at its output")]
+        return [CheckResult("gpu links", "warn", "nvidia-smi topo -m shows none", "look at its output")]
     if all(kind.startswith("NV") for kind in kinds):
-        return [Finding("gpu links", "ok", f"NVLink between all ({', '.join(sorted(kinds))})")]
+        return [CheckResult("gpu links", "ok", f"NVLink between all ({', '.join(sorted(kinds))})")]
     hint = "sharded training is slower over PCIe: train.reduce_gradients = 'step' and train.gather_weights = 'step'"
-    return [Finding("gpu links", "warn", f"not all by NVLink: {', '.join(sorted(kinds))}", hint)]
+    return [CheckResult("gpu links", "warn", f"not all by NVLink: {', '.join(sorted(kinds))}", hint)]
 
 
 def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def run_folder(folder: str) -> list[Finding]:
+def run_folder(folder: str) -> list[CheckResult]:
     """The folder of runs can be written to, and has room."""
     path = Path(folder).absolute()
     there = path
@@ -70,30 +72,32 @@ def run_folder(folder: str) -> list[Finding]:
         there = there.parent
     choose = "choose another with --dir here and --set run.dir=DIR in a run"
     if not there.is_dir():
-        return [Finding("run folder", "fail", f"{there} is not a folder", choose)]
+        return [CheckResult("run folder", "fail", f"{there} is not a folder", choose)]
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".posttrain-doctor-") as file:
             file.write(b"0" * 2**20)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return [Finding("run folder", "fail", f"{there}: {error.strerror}", choose)]
+        return [CheckResult("run folder", "fail", f"{there}: {error.strerror}", choose)]
     free = shutil.disk_usage(there).free
     detail = f"{path}: {free / GIB:.1f} GiB free"
     if free < 1 * GIB:
         return [
-            Finding(
+            CheckResult(
                 "run folder", "fail", detail, f"a checkpoint of the tiny model takes megabytes, of 7B 80 GB; {choose}"
             )
         ]
     if free < 20 * GIB:
         return [
-            Finding("run folder", "warn", detail, "a checkpoint takes 12 bytes a weight (0.5B: 6 GB); checkpoint.keep")
+            CheckResult(
+                "run folder", "warn", detail, "a checkpoint takes 12 bytes a weight (0.5B: 6 GB); checkpoint.keep"
+            )
         ]
-    return [Finding("run folder", "ok", detail)]
+    return [CheckResult("run folder", "ok", detail)]
 
 
-def tmp() -> list[Finding]:
+def tmp() -> list[CheckResult]:
     """Where Ray keeps its sockets, logs and spilled objects."""
     place = tempfile.gettempdir()
     usage = shutil.disk_usage(place)
@@ -101,27 +105,27 @@ def tmp() -> list[Finding]:
     detail = f"{place}: {usage.free / GIB:.1f} GiB free, {100 * used:.0f} % used"
     hint = "make room, or point TMPDIR and RAY_TMPDIR to another disk"
     if not os.access(place, os.W_OK) or usage.free < GIB // 4:
-        return [Finding("tmp", "fail", detail, hint)]
+        return [CheckResult("tmp", "fail", detail, hint)]
     if used > _RAY_FULL:
-        return [Finding("tmp", "warn", f"{detail}: Ray stops at {100 * _RAY_FULL:.0f} %", hint)]
-    return [Finding("tmp", "ok", detail)]
+        return [CheckResult("tmp", "warn", f"{detail}: Ray stops at {100 * _RAY_FULL:.0f} %", hint)]
+    return [CheckResult("tmp", "ok", detail)]
 
 
-def shared_memory(place: str = "/dev/shm") -> list[Finding]:
+def shared_memory(place: str = "/dev/shm") -> list[CheckResult]:
     """Ray's objects, and what NCCL's ranks exchange on one machine."""
     if not Path(place).is_dir():
-        return [Finding("shared memory", "fail", f"{place} is missing", "mount a tmpfs there")]
+        return [CheckResult("shared memory", "fail", f"{place} is missing", "mount a tmpfs there")]
     usage = shutil.disk_usage(place)
     detail = f"{place}: {usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free"
     hint = "in a container: --shm-size=16g (Docker's default is 64 MB); files of dead processes may be in there"
     if usage.free < GIB // 4:
-        return [Finding("shared memory", "fail", detail, hint)]
+        return [CheckResult("shared memory", "fail", detail, hint)]
     if usage.free < 2 * GIB:
-        return [Finding("shared memory", "warn", detail, hint)]
-    return [Finding("shared memory", "ok", detail)]
+        return [CheckResult("shared memory", "warn", detail, hint)]
+    return [CheckResult("shared memory", "ok", detail)]
 
 
-def memory() -> list[Finding]:
+def memory() -> list[CheckResult]:
     """Memory of the host, or of the container."""
     total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -131,11 +135,11 @@ def memory() -> list[Finding]:
         free = min(free, total - used)
     detail = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free, {os.cpu_count()} CPUs"
     if free < 2 * GIB:
-        return [Finding("host memory", "warn", detail, "Ray and a driver take about 2 GiB before any model")]
-    return [Finding("host memory", "ok", detail)]
+        return [CheckResult("host memory", "warn", detail, "Ray and a driver take about 2 GiB before any model")]
+    return [CheckResult("host memory", "ok", detail)]
 
 
-def limits() -> list[Finding]:
+def limits() -> list[CheckResult]:
     """ulimits of this shell, which every process of a run inherits."""
     found = []
     for name, number, fails, warns, why in (
@@ -144,19 +148,19 @@ def limits() -> list[Finding]:
     ):
         soft, hard = resource.getrlimit(number)
         if soft == resource.RLIM_INFINITY or soft >= warns:
-            found.append(Finding(f"ulimit {name}", "ok", _amount(soft)))
+            found.append(CheckResult(f"ulimit {name}", "ok", _amount(soft)))
         else:
             detail = f"{soft} (hard: {_amount(hard)})"
-            found.append(Finding(f"ulimit {name}", "fail" if soft < fails else "warn", detail, why))
+            found.append(CheckResult(f"ulimit {name}", "fail" if soft < fails else "warn", detail, why))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if has_gpu() and soft != resource.RLIM_INFINITY and soft < GIB:
         hint = (
             "InfiniBand and pinned memory want it unlimited: ulimit -l unlimited, or in a container --ulimit memlock=-1"
         )
-        found.append(Finding("ulimit memlock", "warn", f"{soft / 2**20:.0f} MiB", hint))
+        found.append(CheckResult("ulimit memlock", "warn", f"{soft / 2**20:.0f} MiB", hint))
     else:
         amount = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
-        found.append(Finding("ulimit memlock", "ok", amount))
+        found.append(CheckResult("ulimit memlock", "ok", amount))
     return found
 
 
@@ -164,14 +168,14 @@ def _amount(number: int) -> str:
     return "unlimited" if number == resource.RLIM_INFINITY else str(number)
 
 
-def ports() -> list[Finding]:
+def ports() -> list[CheckResult]:
     """The loopback device works, this host has an address, and who listens at Ray's port."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as error:
         return [
-            Finding(
+            CheckResult(
                 "ports", "fail", f"127.0.0.1 cannot be used: {error}", "is the loopback device up? ip link set lo up"
             )
         ]
@@ -180,11 +184,11 @@ def ports() -> list[Finding]:
         address = socket.gethostbyname(name)
     except OSError as error:
         hint = f"add {name} to /etc/hosts: processes of a run find each other by it"
-        return [Finding("ports", "fail", f"the host name {name} has no address: {error}", hint)]
+        return [CheckResult("ports", "fail", f"the host name {name} has no address: {error}", hint)]
     detail = f"127.0.0.1 works, {name} is {address}"
     with socket.socket() as probe:
         probe.settimeout(1)
         listening = probe.connect_ex(("127.0.0.1", 6379)) == 0
     if listening:
         detail += "; somebody listens at 6379, Ray's port: a run without cluster.address starts a Ray of its own"
-    return [Finding("ports", "ok", detail)]
+    return [CheckResult("ports", "ok", detail)]

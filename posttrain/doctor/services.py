@@ -7,10 +7,10 @@ import time
 
 from posttrain.config import SandboxConfig
 from posttrain.core.errors import PosttrainError
-from posttrain.doctor.base import Finding
+from posttrain.doctor.base import CheckResult
 
 
-def sandbox() -> list[Finding]:
+def sandbox() -> list[CheckResult]:
     """Generated programs can be run, apart from this machine's files and network."""
     from posttrain.sandbox import check_sandbox
 
@@ -18,25 +18,27 @@ def sandbox() -> list[Finding]:
     try:
         gaps = check_sandbox(SandboxConfig())
     except PosttrainError as error:
-        return [Finding("sandbox", "warn", f"{error.message}", error.hint or "docs/sandbox.md")]
+        return [CheckResult("sandbox", "warn", f"{error.message}", error.hint or "docs/sandbox.md")]
     seconds = time.monotonic() - begin
     if gaps:
-        return [Finding("sandbox", "warn", f"programs run in namespaces, with {'; '.join(gaps)}", "docs/sandbox.md")]
+        return [
+            CheckResult("sandbox", "warn", f"programs run in namespaces, with {'; '.join(gaps)}", "docs/sandbox.md")
+        ]
     detail = f"programs run in namespaces and behind a filter of system calls, the first after {seconds:.1f} s"
-    return [Finding("sandbox", "ok", detail)]
+    return [CheckResult("sandbox", "ok", detail)]
 
 
-def ray() -> list[Finding]:
+def ray() -> list[CheckResult]:
     """Ray starts and sees what is here."""
     from posttrain.cluster.cluster import try_ray
 
     begin = time.monotonic()
     resources = try_ray()
     seen = f"{resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
-    return [Finding("ray", "ok", f"started and answered after {time.monotonic() - begin:.1f} s; it sees {seen}")]
+    return [CheckResult("ray", "ok", f"started and answered after {time.monotonic() - begin:.1f} s; it sees {seen}")]
 
 
-def address(where: str, deadline_s: float) -> list[Finding]:
+def address(where: str, deadline_s: float) -> list[CheckResult]:
     """A Ray cluster answers at ``cluster.address``."""
     from posttrain.cluster.address import check_address
     from posttrain.cluster.cluster import nodes_at
@@ -45,6 +47,6 @@ def address(where: str, deadline_s: float) -> list[Finding]:
         check_address(where, deadline_s)
         nodes = asyncio.run(nodes_at(where, deadline_s))
     except PosttrainError as error:
-        return [Finding("cluster", "fail", error.message, error.hint or "")]
+        return [CheckResult("cluster", "fail", error.message, error.hint or "")]
     seen = ", ".join(f"{sum(node.get(kind, 0.0) for node in nodes):g} {kind}s" for kind in ("CPU", "GPU"))
-    return [Finding("cluster", "ok", f"Ray answers at {where}: {len(nodes)} nodes, {seen}")]
+    return [CheckResult("cluster", "ok", f"Ray answers at {where}: {len(nodes)} nodes, {seen}")]

@@ -10,17 +10,17 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from posttrain.config.presets import has_gpu
-from posttrain.doctor.base import Finding
+from posttrain.doctor.base import CheckResult
 from posttrain.engines.start import ENGINES
 
 
-def python() -> list[Finding]:
+def python() -> list[CheckResult]:
     """The interpreter is one that posttrain is for."""
     wanted = str(metadata.metadata("posttrain")["Requires-Python"])
     here = platform.python_version()
     if SpecifierSet(wanted).contains(here, prereleases=True):
-        return [Finding("python", "ok", f"{here} (wanted: {wanted})")]
-    return [Finding("python", "fail", f"{here}, wanted: {wanted}", "make the environment with another Python")]
+        return [CheckResult("python", "ok", f"{here} (wanted: {wanted})")]
+    return [CheckResult("python", "fail", f"{here}, wanted: {wanted}", "make the environment with another Python")]
 
 
 def requirements(extra: str = "") -> list[Requirement]:
@@ -42,7 +42,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def packages() -> list[Finding]:
+def packages() -> list[CheckResult]:
     """Every package that posttrain needs is there, in its range; the ones that matter most by name."""
     bad = []
     shown = []
@@ -51,7 +51,7 @@ def packages() -> list[Finding]:
         version = installed(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             bad.append(
-                Finding(
+                CheckResult(
                     requirement.name,
                     "fail",
                     f"{version or 'not installed'}, wanted: {requirement.specifier}",
@@ -61,62 +61,62 @@ def packages() -> list[Finding]:
         elif requirement.name in ("torch", "transformers", "ray"):
             shown.append(f"{requirement.name} {version} ({requirement.specifier})")
     detail = f"{', '.join(shown)}; {len(wanted) - len(bad)} of {len(wanted)} packages in their ranges"
-    return [*bad, Finding("packages", "warn" if bad else "ok", detail, "see the lines above" if bad else "")]
+    return [*bad, CheckResult("packages", "warn" if bad else "ok", detail, "see the lines above" if bad else "")]
 
 
-def engines() -> list[Finding]:
+def engines() -> list[CheckResult]:
     """Which engines can sample here."""
-    found = [Finding("engine hf", "ok", "always there")]
+    found = [CheckResult("engine hf", "ok", "always there")]
     for name, kind in ENGINES.items():
         if not kind.packages:
             continue
         here = [(package, version) for package in kind.packages if (version := installed(package))]
         if not here:
-            found.append(Finding(f"engine {name}", "ok", f"not installed (pip install 'posttrain[{name}]')"))
+            found.append(CheckResult(f"engine {name}", "ok", f"not installed (pip install 'posttrain[{name}]')"))
             continue
         package, version = here[0]
         if SpecifierSet(kind.versions).contains(version, prereleases=True):
-            found.append(Finding(f"engine {name}", "ok", f"{package} {version} ({kind.versions})"))
+            found.append(CheckResult(f"engine {name}", "ok", f"{package} {version} ({kind.versions})"))
         else:
             hint = f"pip install '{package}{kind.versions}'; until then rollout.engine = {name!r} is refused"
-            found.append(Finding(f"engine {name}", "warn", f"{package} {version}, tested: {kind.versions}", hint))
+            found.append(CheckResult(f"engine {name}", "warn", f"{package} {version}, tested: {kind.versions}", hint))
     return found
 
 
-def kernels() -> list[Finding]:
+def kernels() -> list[CheckResult]:
     """FlashAttention, which `train.attention = "auto"` takes where it is there."""
     if not has_gpu():
-        return [Finding("attention", "ok", "sdpa: without a GPU there is no other")]
+        return [CheckResult("attention", "ok", "sdpa: without a GPU there is no other")]
     (wanted,) = requirements("flash-attn")
     names = {"flash-attn-4": "flash4", "flash_attn_3": "flash3", wanted.name: "flash2"}
     here = [f"{kernel} ({name} {version})" for name, kernel in names.items() if (version := installed(name))]
     version = installed(wanted.name)
     if version is not None and not wanted.specifier.contains(version, prereleases=True):
         hint = f"pip install --no-build-isolation '{wanted.name}{wanted.specifier}'"
-        return [Finding("attention", "warn", f"{wanted.name} {version}, wanted: {wanted.specifier}", hint)]
+        return [CheckResult("attention", "warn", f"{wanted.name} {version}, wanted: {wanted.specifier}", hint)]
     if here:
-        return [Finding("attention", "ok", ", ".join(here))]
-    return [Finding("attention", "ok", "torch's varlen attention; flash-attn is not installed, and is faster")]
+        return [CheckResult("attention", "ok", ", ".join(here))]
+    return [CheckResult("attention", "ok", "torch's varlen attention; flash-attn is not installed, and is faster")]
 
 
-def cuda() -> list[Finding]:
+def cuda() -> list[CheckResult]:
     """torch, its CUDA and NCCL, and whether they work with the driver."""
     import torch
 
     build = f"torch {torch.__version__}"
     if not has_gpu():
         detail = f"{build}: no NVIDIA GPU that can be used: the tiny presets run on the CPU"
-        return [Finding("cuda", "ok", detail)]
+        return [CheckResult("cuda", "ok", detail)]
     if torch.version.cuda is None:
         hint = "pip install torch from the index of your CUDA version, https://pytorch.org/get-started"
-        return [Finding("cuda", "fail", f"{build} is built without CUDA, and there is a GPU", hint)]
+        return [CheckResult("cuda", "fail", f"{build} is built without CUDA, and there is a GPU", hint)]
     if not torch.cuda.is_available():
         hint = "run `nvidia-smi`: the driver may be older than this CUDA; is CUDA_VISIBLE_DEVICES right?"
-        return [Finding("cuda", "fail", f"{build} with CUDA {torch.version.cuda} cannot use the GPU", hint)]
+        return [CheckResult("cuda", "fail", f"{build} with CUDA {torch.version.cuda} cannot use the GPU", hint)]
     torch.ones(8, device="cuda").sum().item()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     half = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16"
     detail = f"{build}, CUDA {torch.version.cuda}, NCCL {nccl}, {torch.cuda.device_count()} GPUs, {half}"
     if half != "bfloat16":
-        return [Finding("cuda", "warn", detail, "--set train.dtype=float32")]
-    return [Finding("cuda", "ok", detail)]
+        return [CheckResult("cuda", "warn", detail, "--set train.dtype=float32")]
+    return [CheckResult("cuda", "ok", detail)]

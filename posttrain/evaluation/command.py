@@ -19,7 +19,7 @@ from posttrain.core.text import printable
 from posttrain.data.parquet import open_parquet
 from posttrain.evaluation.compare import compare, print_comparison
 from posttrain.evaluation.failures import FailuresFile, examined
-from posttrain.evaluation.grading import Failure, Graded, Problem, failure_of, grade
+from posttrain.evaluation.grading import Failure, Graded, GradedProblem, failure_of, grade
 from posttrain.evaluation.rows import read_responses
 from posttrain.evaluation.tables import Report, make_report, print_report
 from posttrain.rewards import grader_name
@@ -105,7 +105,7 @@ def sample(resolved: Resolved) -> Path:
 
 
 def run_name(model: str, data: str) -> str:
-    """Of the run that `eval` samples in: by model and data, so that those of two models are two."""
+    """Return the name of the run that `eval` samples in, from model and data: two models have two runs."""
     folder = Path(data)
     return f"eval-{_slug(model)}-{_slug(f'{folder.parent.name}-{folder.stem}')}"
 
@@ -163,7 +163,7 @@ def _grade(
     plugins: Sequence[str],
     failures: Path | None,
     console: Mode,
-) -> tuple[list[Problem], dict[Failure, str]]:
+) -> tuple[list[GradedProblem], dict[Failure, str]]:
     """The graded problems of ``file``, and the first message of each kind of failure. Raises ``RunError`` where nothing
     could be graded."""
     if reward.function:

@@ -12,12 +12,12 @@ import numpy as np
 from posttrain.core.errors import DataError
 from posttrain.core.statistics import difference_interval, mcnemar
 from posttrain.core.text import table
-from posttrain.evaluation.grading import Problem
+from posttrain.evaluation.grading import GradedProblem
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Pair = tuple[Problem, Problem]
+Pair = tuple[GradedProblem, GradedProblem]
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Comparison:
 
 
 def compare(
-    files: tuple[str, str], a: Sequence[Problem], b: Sequence[Problem], resamples: int, seed: int
+    files: tuple[str, str], a: Sequence[GradedProblem], b: Sequence[GradedProblem], resamples: int, seed: int
 ) -> Comparison:
     """Compare the graded problems of two files, in pairs. Raises ``DataError`` where not one is in both."""
     pairs, by = match(a, b)
@@ -69,7 +69,7 @@ def compare(
     )
 
 
-def match(a: Sequence[Problem], b: Sequence[Problem]) -> tuple[list[Pair], str]:
+def match(a: Sequence[GradedProblem], b: Sequence[GradedProblem]) -> tuple[list[Pair], str]:
     """The problems that both have, and by what they were told: by index where every problem has one of its own, else by
     prompt, the first of equal ones with the first. Problems with different ground truths are never the same."""
     if all(_unique([p.by_index for p in side]) for side in (a, b)):
@@ -99,8 +99,8 @@ def _numbered(keys: Sequence[str | None]) -> list[tuple[str | None, int]]:
     return out
 
 
-def solved(problem: Problem) -> bool:
-    """Whether more than half of its graded responses are right; of one response: whether it is."""
+def solved(problem: GradedProblem) -> bool:
+    """Return whether more than half of its graded responses are right; of one response: whether it is."""
     return problem.share > 0.5
 
 

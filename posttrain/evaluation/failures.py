@@ -58,17 +58,17 @@ def as_markdown(graded: Graded) -> Iterator[str]:
     right = len(graded.scores) - len(found)
     yield f"\n## Row {row.number}: {markdown(row.data_source)}{level}, {right} of {len(graded.scores)} right\n"
     for record in found:
-        facts = {name: record[name] for name in ("kind", "extracted", "score", "error") if record[name] is not None}
-        text = conversation(json.loads(record["messages"]), row.data_source, row.ground_truth, facts)
+        metadata = {name: record[name] for name in ("kind", "extracted", "score", "error") if record[name] is not None}
+        text = conversation(json.loads(record["messages"]), row.data_source, row.ground_truth, metadata)
         yield f"\n### Sample {record['sample']}\n\n{markdown_block(text)}\n"
 
 
 def examined(graded: Graded, number: int, score: Score) -> str:
     """One graded conversation, for `--examine`."""
-    facts = {"score": score.score, **score.parts, "correct": score.correct, "error": score.error}
+    metadata = {"score": score.score, **score.parts, "correct": score.correct, "error": score.error}
     message: Message = {"role": "assistant", "content": graded.row.responses[number]}
     row = graded.row
-    return conversation([message], row.data_source, row.ground_truth, facts | {"extracted": score.extracted})
+    return conversation([message], row.data_source, row.ground_truth, metadata | {"extracted": score.extracted})
 
 
 class FailuresFile:

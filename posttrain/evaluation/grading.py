@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Literal
 
 from posttrain.core.types import Score
-from posttrain.evaluation.rows import Row
+from posttrain.evaluation.rows import ResponseRow
 from posttrain.rewards.grade import GradeItem, GraderPool
 
 _AT_ONCE = 4096
@@ -21,13 +21,13 @@ _AT_ONCE = 4096
 class Graded:
     """A row with its verdicts."""
 
-    row: Row
+    row: ResponseRow
     scores: list[Score | None]
-    """Of each response; None: its episode failed, there is nothing to grade. ``Score.error``: the grader failed."""
+    """Score of each response; None: its episode failed, nothing to grade. ``Score.error``: the grader failed."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class GradedProblem:
     """What statistics need of a row. Small, since all are in memory."""
 
     number: int
@@ -35,12 +35,12 @@ class Problem:
     level: str | None
     responses: int
     right: tuple[bool, ...]
-    """Of the graded responses. Those that their grader did not finish are among them, and wrong; those whose episode
-    failed, or whose grader did, count neither as right nor as wrong."""
+    """Verdicts of the graded responses. Those that their grader did not finish are among them, and wrong; those whose
+    episode failed, or whose grader did, count neither as right nor as wrong."""
     answers: tuple[str | None, ...]
     """That the grader found in these."""
     unfinished: int
-    """Of the graded responses, those that their grader did not finish."""
+    """Number of graded responses that their grader did not finish."""
     grader_errors: int
     generation_errors: int
     by_index: str | None
@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def share(self) -> float:
-        """Of graded responses that are right. There is at least one."""
+        """Return the share of graded responses that are right. There is at least one."""
         return sum(self.right) / len(self.right)
 
 
@@ -69,11 +69,11 @@ def failure_of(score: Score | None) -> Failure | None:
     return "unfinished" if score.unfinished else "grader_failed"
 
 
-def problem_of(graded: Graded) -> Problem:
+def problem_of(graded: Graded) -> GradedProblem:
     row = graded.row
     failures = Counter(map(failure_of, graded.scores))
     known = [score for score in graded.scores if score is not None and failure_of(score) != "grader_failed"]
-    return Problem(
+    return GradedProblem(
         number=row.number,
         data_source=row.data_source,
         level=row.level,
@@ -90,8 +90,8 @@ def problem_of(graded: Graded) -> Problem:
 
 
 def grade(
-    rows: Iterable[Row], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None]
-) -> list[Problem]:
+    rows: Iterable[ResponseRow], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None]
+) -> list[GradedProblem]:
     """Grade rows, some at a time.
 
     Args:
@@ -105,8 +105,8 @@ def grade(
 
 
 async def _grade(
-    rows: Iterator[Row], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None]
-) -> list[Problem]:
+    rows: Iterator[ResponseRow], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None]
+) -> list[GradedProblem]:
     problems = []
     while chunk := _chunk(rows):
         items = [[_item(row, i) for i, error in enumerate(row.errors) if error is None] for row in chunk]
@@ -118,10 +118,10 @@ async def _grade(
     return problems
 
 
-def _chunk(rows: Iterator[Row]) -> Sequence[Row]:
+def _chunk(rows: Iterator[ResponseRow]) -> Sequence[ResponseRow]:
     first = next(rows, None)
     return [] if first is None else [first, *islice(rows, max(1, _AT_ONCE // len(first.responses)) - 1)]
 
 
-def _item(row: Row, number: int) -> GradeItem:
+def _item(row: ResponseRow, number: int) -> GradeItem:
     return GradeItem(row.data_source, row.responses[number], row.ground_truth, row.extra_info)

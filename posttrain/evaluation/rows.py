@@ -19,7 +19,7 @@ _OPTIONAL = ("extra_info", "errors", "prompt", "conversations")
 
 
 @dataclass(frozen=True)
-class Row:
+class ResponseRow:
     """One problem of a responses file, checked."""
 
     number: int
@@ -54,7 +54,7 @@ class Row:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_responses(file: Path) -> Iterator[Row]:
+def read_responses(file: Path) -> Iterator[ResponseRow]:
     """The rows of a responses file, one after the other. Raises ``DataError`` naming file, row and column."""
     rows = read_rows(file, NEEDED, _OPTIONAL, made_by="posttrain generate")
     return (_row(file, number, raw) for number, raw in rows)
@@ -68,7 +68,7 @@ def newest_responses(root: Path = Path("runs")) -> Path:
     return found[-1]
 
 
-def _row(file: Path, number: int, raw: dict[str, Any]) -> Row:
+def _row(file: Path, number: int, raw: dict[str, Any]) -> ResponseRow:
     def wrong(column: str, needs: str, value: Any) -> DataError:
         return DataError(f"{file}: row {number}, column {column!r} is not {needs}", hint=f"it holds {repr(value)[:80]}")
 
@@ -94,4 +94,4 @@ def _row(file: Path, number: int, raw: dict[str, Any]) -> Row:
         raise wrong("conversations", f"a list of {len(responses)}, one for each response", conversations)
     prompt = raw.get("prompt")
     prompt = prompt if isinstance(prompt, list) else []
-    return Row(number, source, model["ground_truth"], responses, errors, extra, prompt, conversations)
+    return ResponseRow(number, source, model["ground_truth"], responses, errors, extra, prompt, conversations)

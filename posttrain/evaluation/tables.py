@@ -10,7 +10,7 @@ import numpy as np
 
 from posttrain.core.statistics import Floats, intervals, majority, mean_of, pass_at_k
 from posttrain.core.text import printable, table
-from posttrain.evaluation.grading import Problem
+from posttrain.evaluation.grading import GradedProblem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,7 @@ class Report:
 
 def make_report(
     file: str,
-    problems: Sequence[Problem],
+    problems: Sequence[GradedProblem],
     pass_at: Sequence[int],
     resamples: int,
     seed: int,
@@ -91,12 +91,12 @@ def make_report(
 
 
 def score_names(pass_at: Sequence[int], n: int) -> list[str]:
-    """Of the columns of ``problem_values``."""
+    """Return the names of the columns of ``problem_values``."""
     names = [*(f"pass@{k}" for k in dict.fromkeys(pass_at)), f"mean@{n}"]
     return names if n == 1 else [*names, f"best@{n}", f"maj@{n}"]
 
 
-def problem_values(problem: Problem, pass_at: Sequence[int], n: int, *, votes: bool = True) -> list[float]:
+def problem_values(problem: GradedProblem, pass_at: Sequence[int], n: int, *, votes: bool = True) -> list[float]:
     """The scores of one problem, not a number where it has none. Their means over problems are the scores of a set."""
     graded, right = problem.graded, sum(problem.right)
     values = [pass_at_k(graded, right, k) if graded >= k else np.nan for k in dict.fromkeys(pass_at)]
@@ -108,7 +108,12 @@ def problem_values(problem: Problem, pass_at: Sequence[int], n: int, *, votes: b
 
 
 def _summary(
-    problems: Sequence[Problem], values: Floats, names: Sequence[str], pass_at: Sequence[int], resamples: int, seed: int
+    problems: Sequence[GradedProblem],
+    values: Floats,
+    names: Sequence[str],
+    pass_at: Sequence[int],
+    resamples: int,
+    seed: int,
 ) -> Summary:
     out: Summary = {"problems": len(problems), "responses": sum(p.graded for p in problems)}
     out |= {name: mean_of(values[:, i]) for i, name in enumerate(names)}

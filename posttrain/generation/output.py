@@ -45,7 +45,7 @@ Row = tuple[int, Sequence["Trajectory"]]
 
 
 def response_schema() -> pa.Schema:
-    """Of a part. But for ``row`` each column is a list with one element a response."""
+    """Return the schema of a part. But for ``row`` each column is a list with one element a response."""
     import pyarrow as pa
 
     ids, text = pa.list_(pa.int32()), pa.string()

@@ -23,12 +23,12 @@ NAMES_IN_SHARDS = {"score.weight": VALUE_HEAD}
 
 
 def is_classifier(config: PreTrainedConfig) -> bool:
-    """Whether a config is of a sequence classifier, such as a reward model."""
+    """Return whether a config is of a sequence classifier, such as a reward model."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def is_critic_of_verl(config: PreTrainedConfig) -> bool:
-    """Whether a config is of a token classifier, as which verl trains and stores a critic."""
+    """Return whether a config is of a token classifier, as which verl trains and stores a critic."""
     return any(name.endswith("ForTokenClassification") for name in config.architectures or ())
 
 

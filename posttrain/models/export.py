@@ -160,7 +160,7 @@ def check_replaceable(out: Path, overwrite: bool, what: str, is_ours: Callable[[
 
 
 def _holds_model(folder: Path) -> bool:
-    """Whether there is a model's ``config.json``; other programs have files of that name too."""
+    """Return whether there is a model's ``config.json``; other programs have files of that name too."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from posttrain.core.sizes import GATHER_BYTES
 
 _GROUP_BYTES = GATHER_BYTES
-"""Of weights that are gathered at once; a larger one is alone."""
+"""Bytes of weights that one collective gathers; a larger weight is gathered alone."""
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def whole_many(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = 
 
 
 def _in_rows(tensor: Tensor) -> bool:
-    """Whether the processes hold its rows side by side, where their collectives can take them."""
+    """Return whether the processes hold its rows side by side, where their collectives can take them."""
     if not isinstance(tensor, DTensor) or tensor.ndim == 0:
         return False
     shards = [placement for placement in tensor.placements if isinstance(placement, Shard)]

@@ -11,7 +11,7 @@ NOT_SENT = ["base.json"]
 
 
 def check_target(repo: str) -> None:
-    """Whether something could be uploaded to ``repo``, as far as can be told without the network.
+    """Check that something could be uploaded to ``repo``, as far as can be told without the network.
 
     Raises:
         ConfigError: it is not NAMESPACE/NAME, or there is no token, or no network is wanted.

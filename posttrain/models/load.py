@@ -42,7 +42,7 @@ class ModelSource:
     adapters: tuple[str, ...] = ()
     """Folders of LoRA adapters that are merged into the weights, one after the other."""
     seed: int | None = None
-    """Of a built-in model's weights; None: that of the run."""
+    """Seed of a built-in model's weights; None: the run's seed."""
 
     @property
     def builtin(self) -> str | None:
@@ -93,7 +93,7 @@ def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
 
 
 def is_verl(folder: Path) -> bool:
-    """Whether verl's FSDP shards lie in ``folder``."""
+    """Return whether verl's FSDP shards lie in ``folder``."""
     return any(folder.glob("model_world_size_*_rank_*.pt"))
 
 

@@ -232,7 +232,7 @@ def _gradient(
 
 
 def _chunks(hidden: Tensor, head: Tensor) -> Iterator[slice]:
-    """Of as many rows as ``logits_rows`` says."""
+    """Yield slices of as many rows as ``logits_rows`` says."""
     count = len(hidden)
     size = logits_rows(count, head.shape[0], BUFFER_BYTES)
     return (slice(start, min(start + size, count)) for start in range(0, count, size or 1))

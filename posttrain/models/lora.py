@@ -42,7 +42,7 @@ _CONFIG = "adapter_config.json"
 
 
 def check(source: ModelSource, cfg: LoraConfig) -> None:
-    """Whether ``cfg`` fits the model, without its weights. Raises ``ConfigError`` as ``inject`` does."""
+    """Check that ``cfg`` fits the model, without its weights. Raises ``ConfigError`` as ``inject`` does."""
     inject(build(source, dtype=torch.float32), cfg, dtype=torch.float32)
 
 
@@ -115,7 +115,7 @@ def _last(name: str) -> str:
 
 
 def _names(target: str, module: str) -> bool:
-    """Whether an entry of a list of target modules means this one: it is the name or the end of it."""
+    """Return whether an entry of a list of target modules means this one: it is the name or the end of it."""
     return module == target or module.endswith(f".{target}")
 
 

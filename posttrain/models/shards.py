@@ -25,7 +25,7 @@ Reader = Callable[[Mapping[str, Tensor]], None]
 
 
 def reader(folder: str) -> Reader:
-    """Of the shards in ``folder``, opened once. Raises ``ModelError``."""
+    """Return a reader of the shards in ``folder``, opened once. Raises ``ModelError``."""
     return VerlShards(Path(folder)).read if is_verl(Path(folder)) else partial(_read, folder)
 
 
@@ -94,7 +94,7 @@ class VerlShards:
             copy_held(tensor, self.whole(name, tuple(tensor.shape)))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all parameters, by name."""
+        """Return the shapes of all parameters, by name."""
         return {name: tuple(tensor.shape) for name, tensor in self._ranks[0].items()}
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -24,7 +24,7 @@ class SequenceParallel:
 
     group: dist.ProcessGroup
     rank: int
-    """Of this worker in the group."""
+    """Rank of this worker in the group."""
     size: int
 
     @staticmethod
@@ -66,7 +66,7 @@ class SequenceParallel:
 
 
 def check_heads(config: Any, size: int) -> None:
-    """Whether the heads of a model can be shared by ``size`` workers. Raises ``ConfigError``."""
+    """Check that the heads of a model can be shared by ``size`` workers. Raises ``ConfigError``."""
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
     if heads % size or (kv_heads % size and size % kv_heads):
         raise ConfigError(

@@ -256,7 +256,7 @@ class _Target:
 
     @property
     def alone(self) -> bool:
-        """Whether no other parameter is made of the same tensors."""
+        """Return whether no other parameter is made of the same tensors."""
         return self.converter is None or len(self.converter.target_patterns) == 1
 
 

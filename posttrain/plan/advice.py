@@ -48,7 +48,7 @@ class Problem:
 
     @property
     def rank(self) -> int:
-        """Of its level; 0 is the gravest."""
+        """Return the rank of its level; 0 is the gravest."""
         return LEVELS.index(self.level)
 
 
@@ -120,7 +120,7 @@ class _Search:
         return replace(problem, settings=tuple(holding))
 
     def _agrees(self, settings: Settings, problem: Problem) -> bool:
-        """Whether settings hold together with those named before."""
+        """Return whether settings hold together with those named before."""
         if any(self._together.get(key, value) != value for key, value in settings.items()):
             return False
         after = self._after({**self._together, **settings})
@@ -162,7 +162,7 @@ class _Search:
         return self._tried[key]
 
     def _eased(self, after: Mapping[str, Problem], problem: Problem) -> bool:
-        """Whether a problem is gone, or of a lower level; a note's may also be smaller."""
+        """Return whether a problem is gone, or of a lower level; a note's may also be smaller."""
         left = after.get(problem.kind)
         if left is None or left.rank > problem.rank:
             return True

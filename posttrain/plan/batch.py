@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from posttrain.config import Config
 from posttrain.data.bins import assign
-from posttrain.plan.speed import Work
+from posttrain.plan.speed import RankWork
 from posttrain.train.schedule import learning_rate
 
 
@@ -55,11 +55,11 @@ def sequences_of_step(cfg: Config) -> int:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """The arithmetic of one step."""
 
     sequences: int
-    """Of a step, over all workers"""
+    """Sequences of a step, over all workers"""
     groups: int
     """Prompts (`rl`), pairs or rows of them"""
     updates: int
@@ -68,17 +68,17 @@ class Batch:
     ranks: int
     """Data-parallel: workers that get different sequences"""
     tokens: int
-    """Of a step, over all ranks"""
+    """Tokens of a step, over all ranks"""
     micro_batches: int
-    """Of an optimizer step, on each rank; the most of its updates"""
+    """Micro-batches of an optimizer step on each rank; the most of its updates"""
     largest: int
     """Tokens of its largest micro-batch"""
     worst: int
     """Tokens that a micro-batch can have at most"""
-    work: Work
-    """Of the rank with the most tokens, in its largest optimizer step"""
+    work: RankWork
+    """Work of the rank with the most tokens, in its largest optimizer step"""
     steps: int | None
-    """Of the run; None: the data is not there to count them"""
+    """Steps of the run; None: the data is not there to count them"""
     rates: tuple[tuple[int, float], ...]
     """(optimizer step, learning rate) of some of them"""
 
@@ -91,7 +91,7 @@ class Batch:
         return None if self.steps is None else self.steps * self.updates
 
 
-def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence[int] | None = None) -> Batch:
+def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence[int] | None = None) -> StepBatch:
     """The arithmetic of a step.
 
     Args:
@@ -112,10 +112,10 @@ def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence
         if part:
             parts.append(_placed(tuple(part), ranks, train.tokens_per_microbatch, train.sequences_per_microbatch))
     works = [max(ranks_of, key=lambda work: work.tokens) for ranks_of in parts]
-    work = max(works, key=lambda work: work.tokens, default=Work(()))
+    work = max(works, key=lambda work: work.tokens, default=RankWork(()))
     most = max((len(work.micro_batches) for work in works), default=0)
     share = -(-sum(sequences) // ranks) if sequences else 0
-    return Batch(
+    return StepBatch(
         sequences=len(sequences),
         groups=groups,
         updates=updates,
@@ -125,7 +125,7 @@ def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence
         micro_batches=most,
         largest=max((w.largest for ranks_of in parts for w in ranks_of), default=0),
         worst=_worst(cfg, lengths, share, ranks, max(sizes, default=0) * members),
-        work=Work(work.micro_batches, lengths.loss_share),
+        work=RankWork(work.micro_batches, lengths.loss_share),
         steps=steps,
         rates=_rates(cfg, steps, updates),
     )
@@ -138,20 +138,20 @@ def _split(groups: int, updates: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _placed(lengths: tuple[int, ...], ranks: int, budget: int, limit: int | None) -> list[Work]:
-    """Of each rank. Kept, because most settings that a plan tries leave it as it is."""
+def _placed(lengths: tuple[int, ...], ranks: int, budget: int, limit: int | None) -> list[RankWork]:
+    """Return the work of each rank. Cached, because most settings that a plan tries leave it as it is."""
     if len(set(lengths)) == 1:
         return _alike(lengths[0], len(lengths), ranks, min(max(1, budget // lengths[0]), limit or len(lengths)))
     placed = assign(lengths, ranks=ranks, token_budget=budget, sequence_limit=limit)
-    return [Work(tuple(tuple(lengths[i] for i in micro) for micro in of_rank)) for of_rank in placed]
+    return [RankWork(tuple(tuple(lengths[i] for i in micro) for micro in of_rank)) for of_rank in placed]
 
 
-def _alike(length: int, count: int, ranks: int, most: int) -> list[Work]:
+def _alike(length: int, count: int, ranks: int, most: int) -> list[RankWork]:
     """What ``assign`` does with ``count`` sequences of one length, of which ``most`` fit into a micro-batch: all share
     as evenly as they can. It would take seconds for thousands of them."""
     shares = _split(count, ranks)
     bins = max(1, -(-shares[0] // most))
-    return [Work(tuple((length,) * size for size in _split(share, bins))) for share in shares]
+    return [RankWork(tuple((length,) * size for size in _split(share, bins))) for share in shares]
 
 
 def _worst(cfg: Config, lengths: Lengths, share: int, ranks: int, sequences: int) -> int:

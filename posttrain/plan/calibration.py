@@ -10,12 +10,12 @@ from posttrain.core.sizes import GIB
 # ---------------------------------------------------------------------- memory
 
 CONTEXT_BYTES = 0.6 * GIB
-"""Of a training process on its GPU beside torch's allocations: CUDA context, cuBLAS workspace, kernels. Assumed: what
+"""GPU memory of a training process beside torch's allocations: CUDA context, cuBLAS workspace, kernels. Assumed: what
 the CUDA runtime shows for such a process."""
 NCCL_BYTES = 0.4 * GIB
 """More of it, where several work together: NCCL's buffers. Assumed, not measured."""
 ENGINE_BYTES = 1.9 * GIB
-"""Of an engine's processes on a GPU while it sleeps: contexts, CUDA graphs, workspaces. What is left of the 10.8 GiB
+"""GPU memory of an engine's processes while it sleeps: contexts, CUDA graphs, workspaces. What is left of the 10.8 GiB
 that were in use amid a weight update of SGLang at 0.5B when all else is counted."""
 FRAGMENTATION = 0.03
 """Share of a trainer's allocations that its allocator holds besides. Assumed."""
@@ -23,22 +23,23 @@ FRAGMENTATION = 0.03
 # ---------------------------------------------------------------------- time, as shares of the datasheet
 
 MATMUL = 0.72
-"""Of the dense bf16 peak, for products with long inner dimensions. The profile of the 7B row gives 688 TFLOP/s at an
-inner dimension of 3,584, and what attention and memory leave of the 0.5B row gives about 620 at 896: together this and
-``MATMUL_DEPTH``. The power limit is in it."""
+"""Share of the dense bf16 peak, for products with long inner dimensions. The profile of the 7B row gives 688 TFLOP/s at
+an inner dimension of 3,584, and what attention and memory leave of the 0.5B row gives about 620 at 896: together this
+and ``MATMUL_DEPTH``. The power limit is in it."""
 MATMUL_DEPTH = 138
 """Inner dimension at which a product would reach half of that: filling and emptying the pipeline of a tile."""
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.574, 0.384
-"""Of the peak, for causal FlashAttention over long rows, FLOPs as the model's: 568 and 380 TFLOP/s in the profile of
-the 7B row, head size 128."""
+"""Share of the peak, for causal FlashAttention over long rows, FLOPs as the model's: 568 and 380 TFLOP/s in the profile
+of the 7B row, head size 128."""
 ELEMENTWISE = 0.9
-"""Of the memory's bandwidth, for fused elementwise kernels: SwiGLU, norms and rotary embeddings of the 7B row took 105
-ms for the bytes that ``speed`` counts."""
+"""Share of the memory bandwidth, for fused elementwise kernels: SwiGLU, norms and rotary embeddings of the 7B row took
+105 ms for the bytes that ``speed`` counts."""
 TENSOR_LISTS = 0.52
-"""Of the memory's bandwidth, for passes over all parameters, one or several tensors at a time: AdamW, and what FSDP2
-casts, copies and adds up, which took 438 ms of the 7B step on two GPUs."""
+"""Share of the memory bandwidth, for passes over all parameters, one or several tensors at a time: AdamW, and what
+FSDP2 casts, copies and adds up, which took 438 ms of the 7B step on two GPUs."""
 COLLECTIVES = 0.32
-"""Of the link, for all-gathers and reduce-scatters beside computation: 130 and 159 of 450 GB/s between two GPUs."""
+"""Share of the link, for all-gathers and reduce-scatters beside computation: 130 and 159 of 450 GB/s between two
+GPUs."""
 BESIDE_COLLECTIVES = 1.04
 """How much longer products and attention take beside them: 2 to 6 % in the same profile."""
 HOST_FORWARD_S, HOST_BACKWARD_S = 1.2e-3, 1.05e-3
@@ -53,16 +54,16 @@ HOST_DECODE_S = {"hf": 1.25e-3, "sglang": 0.1e-3, "vllm": 0.1e-3}
 """Seconds of the host for a layer of one decoding step. hf: 6.6 to 8.9 s for 256 steps of 24 layers, for 128 and for
 256 requests. The other two run CUDA graphs: 1.45 s for up to 512 steps of SGLang."""
 DECODE_BANDWIDTH = 0.7
-"""Of the memory's bandwidth, for reading weights and KV cache while decoding. Assumed."""
+"""Share of the memory bandwidth, for reading weights and KV cache while decoding. Assumed."""
 CALL_S = 0.02
-"""Of a phase of `rl` beyond what the workers do: packing, messages, waiting for the slowest. Assumed."""
+"""Seconds of a phase of `rl` beyond what the workers do: packing, messages, waiting for the slowest. Assumed."""
 BROADCAST = 0.64
-"""Of the link, for weights that are sent to engines: 287 of 450 GB/s between two GPUs, by NCCL alone."""
+"""Share of the link, for weights that are sent to engines: 287 of 450 GB/s between two GPUs, by NCCL alone."""
 SYNC_S = {"hf": 0.23, "sglang": 0.10, "vllm": 0.15}
-"""Of a weight update beyond its bytes: the canary, two messages a bucket, and with hf the restart of its batching.
-Medians at 0.5B; vLLM: of those at 0.5B and 7B, rounded."""
+"""Seconds of a weight update beyond its bytes: the check, two messages a bucket, and with hf the restart of its
+batching. Medians at 0.5B; vLLM: of those at 0.5B and 7B, rounded."""
 SYNC_APART = 0.5
-"""Share of that where engines have GPUs of their own: they score the canary while the trainer does. Fits 0.127 s of
+"""Share of that where engines have GPUs of their own: they score the sequences of the check while the trainer does. Fits 0.127 s of
 SGLang at 7B."""
 HOST_COPY = 10e9
 """Bytes a second of a weight update through host memory, and of one rank's copy of its state. Assumed."""

@@ -43,7 +43,7 @@ _OVER_BUDGET = 1.05
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """What the command line says beside the config."""
 
     gpu: str | None = None
@@ -62,23 +62,23 @@ class Known:
     prompt: float = 0.0
     """Mean tokens of a sequence that carry no loss: in `rl` its prompt"""
     steps: int | None = None
-    """Of the run"""
+    """Steps of the run"""
 
 
-def show(cfg: Config, asked: Asked | None = None, as_json: bool = False, *, known: Known | None = None) -> str:
+def show(cfg: Config, asked: PlanOptions | None = None, as_json: bool = False, *, known: Known | None = None) -> str:
     """The plan of a run, as text or as one JSON line.
 
     Raises:
         UserError: the model cannot be found here, or a GPU of this name.
     """
-    asked = asked or Asked()
+    asked = asked or PlanOptions()
     question = question_of(cfg, asked, known)
     plan = Plan(question)
     found = problems(plan, replans(question, asked, known))
     return json.dumps(as_data(plan, found)) if as_json else render(plan, found)
 
 
-def show_run(folder: Path, asked: Asked, as_json: bool) -> str:
+def show_run(folder: Path, asked: PlanOptions, as_json: bool) -> str:
     """A run's figures beside those that a plan predicts with the lengths that it had, for the machine that it ran on or
     the one that was described.
 
@@ -100,7 +100,7 @@ def show_run(folder: Path, asked: Asked, as_json: bool) -> str:
     return "\n".join(lines)
 
 
-def _question_of_run(cfg: Config, folder: Path, asked: Asked) -> tuple[Question, list[str]]:
+def _question_of_run(cfg: Config, folder: Path, asked: PlanOptions) -> tuple[Question, list[str]]:
     """What a run was, and what to know of the comparison: it may have been made on another machine."""
     try:
         state = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def _question_of_run(cfg: Config, folder: Path, asked: Asked) -> tuple[Question,
         ) from error
     host, here, kept = str(state.get("host", "")), socket.gethostname(), "machine" in state
     theirs = machine_stored(None if cfg.cluster.device == "cpu" else state["machine"]) if kept else None
-    question = question_of(cfg, asked, machine=theirs if asked == Asked(length=asked.length) else None)
+    question = question_of(cfg, asked, machine=theirs if asked == PlanOptions(length=asked.length) else None)
     notes: list[str] = []
     if theirs is not None and theirs.gpu != question.machine.gpu:
         notes.append(f"the run was made on another machine: {theirs.describe()}; its times and memory are of that one")
@@ -140,7 +140,7 @@ def closing_line(cfg: Config, folder: Path) -> str | None:
     if cfg.cluster.device == "cpu":
         return None
     try:
-        pairs = compared(question_of(cfg, Asked()), folder)
+        pairs = compared(question_of(cfg, PlanOptions()), folder)
     except UserError:
         return None  # without metrics, or of a model that plan does not know
     except Exception as error:  # whatever it is: a run that has been trained does not fail for it
@@ -167,7 +167,9 @@ def run_folder(cfg_dir: str, name: str) -> Path:
 # ---------------------------------------------------------------------- what a plan is given
 
 
-def question_of(cfg: Config, asked: Asked, known: Known | None = None, *, machine: Machine | None = None) -> Question:
+def question_of(
+    cfg: Config, asked: PlanOptions, known: Known | None = None, *, machine: Machine | None = None
+) -> Question:
     """What is known of a run before it starts. ``machine``: where it is; None: what was asked for. Raises
     ``UserError``."""
     shapes, notes = shapes_of(cfg)
@@ -175,7 +177,7 @@ def question_of(cfg: Config, asked: Asked, known: Known | None = None, *, machin
 
 
 def _question(
-    cfg: Config, shapes: Shapes, machine: Machine, asked: Asked, known: Known, of_models: Sequence[str]
+    cfg: Config, shapes: Shapes, machine: Machine, asked: PlanOptions, known: Known, of_models: Sequence[str]
 ) -> Question:
     kernels, notes = kernels_of(cfg, machine)
     lengths = _lengths(cfg, asked.length)
@@ -197,7 +199,7 @@ def _question(
     )
 
 
-def replans(question: Question, asked: Asked, known: Known | None = None) -> Replan:
+def replans(question: Question, asked: PlanOptions, known: Known | None = None) -> Replan:
     """What plans the run of ``question`` again, with other settings."""
 
     def replan(settings: Settings) -> Plan | None:
@@ -227,12 +229,12 @@ def shapes_of(cfg: Config) -> tuple[Shapes, list[str]]:
         notes.extend(note)
         return shape_of(found, path)
 
-    facts = ADVANTAGES[cfg.algo.advantage]
+    advantage = ADVANTAGES[cfg.algo.advantage]
     rl = cfg.command == "rl"
     shapes = Shapes(
         shape(cfg.model.path),
-        critic=shape(cfg.critic.path, "critic.path") if rl and facts.critic and cfg.critic.path else None,
-        teacher=shape(cfg.algo.teacher, "algo.teacher") if rl and facts.teacher else None,
+        critic=shape(cfg.critic.path, "critic.path") if rl and advantage.critic and cfg.critic.path else None,
+        teacher=shape(cfg.algo.teacher, "algo.teacher") if rl and advantage.teacher else None,
         reward=shape(cfg.reward.model.path, "reward.model.path") if rl and cfg.reward.model.path else None,
     )
     return shapes, list(dict.fromkeys(notes))
@@ -265,7 +267,7 @@ def _sizes(path: str) -> tuple[dict[str, Any], list[str]]:
         raise
 
 
-def machine_of(cfg: Config, asked: Asked) -> Machine:
+def machine_of(cfg: Config, asked: PlanOptions) -> Machine:
     """The machine that was described, else this one."""
     if asked.gpu is None:
         if asked.gpus is not None or asked.nodes > 1:
@@ -326,7 +328,7 @@ def _card_mean(cfg: Config) -> float | None:
 
 
 def _steps(cfg: Config) -> int | None:
-    """Of the run; None where the data is not here."""
+    """Return the steps of the run; None where the data is not here."""
     if cfg.train.steps is not None:
         return cfg.train.steps
     if cfg.rollout.replay or not cfg.data.train:
@@ -380,10 +382,10 @@ def check_budget(cfg: Config) -> float | None:
     if not machine.memory:
         return None
     try:
-        plan = Plan(question_of(cfg, Asked(), machine=machine))
+        plan = Plan(question_of(cfg, PlanOptions(), machine=machine))
     except ModelError:
         return None  # a kind of model that no plan can be made of
-    problem = impossible(plan, replans(plan.question, Asked()))
+    problem = impossible(plan, replans(plan.question, PlanOptions()))
     if problem is not None:
         fixes = [f"--set {' --set '.join(assignments(settings))}" for settings in problem.settings]
         advice = " or ".join(fixes) or problem.otherwise

@@ -23,7 +23,7 @@ class Pair:
     """One figure."""
 
     name: str
-    """Of the metric"""
+    """Name of the metric"""
     predicted: float
     measured: float
 
@@ -37,14 +37,14 @@ class Pair:
 
 
 def median(rows: Sequence[Row], name: str) -> float | None:
-    """Of the steps after the first ones; None: nobody logged it."""
+    """Return the median of the steps after the first ones; None: the metric was not logged."""
     later = rows[WARM_UP:] or rows
     values = [float(row[name]) for row in later if name in row]
     return statistics.median(values) if values else None
 
 
 def lengths_of(cfg: Config, rows: Sequence[Row]) -> Lengths | None:
-    """Of the sequences that a run has trained on; None: it has logged none."""
+    """Return the lengths of the sequences that a run has trained on; None: it has logged none."""
     tokens = median(rows, "perf/total_num_tokens" if cfg.command == "rl" else "train/tokens")
     if not tokens:
         return None

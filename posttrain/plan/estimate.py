@@ -9,7 +9,7 @@ from posttrain.config import Config
 from posttrain.core.machines import Machine
 from posttrain.plan import calibration as known
 from posttrain.plan import speed
-from posttrain.plan.batch import Batch, Lengths, batch_of
+from posttrain.plan.batch import Lengths, StepBatch, batch_of
 from posttrain.plan.layout import Kernels, Layout, Moment, Shapes, lay_out, moments, scoring
 from posttrain.plan.memory import Terms
 from posttrain.plan.speed import Seconds
@@ -25,7 +25,7 @@ class Question:
     kernels: Kernels
     lengths: Lengths
     steps: int | None = None
-    """Of the run; None: not known, because the data is not there"""
+    """Steps of the run; None: not known, because the data is not there"""
     of_step: tuple[int, ...] | None = None
     """Tokens of each sequence of a step, where they are known"""
     typical: bool = False
@@ -41,7 +41,7 @@ class Plan:
     question: Question
 
     @cached_property
-    def batch(self) -> Batch:
+    def batch(self) -> StepBatch:
         q = self.question
         batch = batch_of(q.cfg, q.lengths, q.steps, q.of_step)
         return replace(batch, worst=batch.largest) if q.typical else batch
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every moment does, as far as the GPU is known."""
+        """Return whether every moment does, as far as the GPU is known."""
         memory = self.question.machine.memory
         return not memory or all(moment.total <= memory for moment in self.moments)
 
@@ -83,7 +83,7 @@ class Plan:
 
     @cached_property
     def phases(self) -> dict[str, Seconds]:
-        """Of one step, by the names of `timing_s/`; empty where the GPU's speed is not known."""
+        """Return the seconds of one step, by the names of `timing_s/`; empty where the GPU's speed is not known."""
         machine, layout, cfg = self.question.machine, self.layout, self.question.cfg
         if machine.gpu is None or not machine.gpu.flops:
             return {}
@@ -124,12 +124,12 @@ class Plan:
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a step without validation and saving; None: not known."""
+        """Return the seconds of a step without validation and saving; None: not known."""
         return sum(phase.total for phase in self.phases.values()) if self.phases else None
 
     @property
     def mfu(self) -> float | None:
-        """Of the updates, as a run reports it."""
+        """Return the model FLOPs utilization of the updates, as a run reports it."""
         gpu = self.question.machine.gpu
         update = next((self.phases[name] for name in ("update", "update_actor") if name in self.phases), None)
         if update is None or gpu is None:

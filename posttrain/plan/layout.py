@@ -9,7 +9,7 @@ from posttrain.algos.catalog import ADVANTAGES, POLICY_LOSSES
 from posttrain.config import Config, LoraConfig, TrainConfig
 from posttrain.core.machines import Machine
 from posttrain.core.sizes import SENT_BUCKET_BYTES, bucket_bytes
-from posttrain.plan.batch import Batch
+from posttrain.plan.batch import StepBatch
 from posttrain.plan.calibration import CONTEXT_BYTES, FRAGMENTATION
 from posttrain.plan.memory import EngineMemory, Terms, Trainer, total
 from posttrain.plan.shape import ModelShape
@@ -73,7 +73,7 @@ class Layout:
         return "device" if self.colocated else "broadcast"
 
 
-def lay_out(cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, batch: Batch) -> Layout:
+def lay_out(cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, batch: StepBatch) -> Layout:
     """The processes that `sft`, `prefer` or `rl` start with this config."""
     trainers = tuple(_trainers(cfg, shapes, kernels, batch)) if cfg.trains else ()
     colocated = cfg.cluster.placement == "colocated"
@@ -97,7 +97,7 @@ def lay_out(cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, bat
     )
 
 
-def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: Batch) -> Iterable[Trainer]:
+def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: StepBatch) -> Iterable[Trainer]:
     """As ``Learner.open`` and ``prefer`` start them."""
 
     def trainer(role: str, shape: ModelShape, *, trainable: bool = True, train: TrainConfig | None = None) -> Trainer:
@@ -121,13 +121,13 @@ def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: Batch) -> It
         yield trainer("reference", shapes.actor, trainable=False)
     if cfg.command != "rl":
         return
-    facts = ADVANTAGES[cfg.algo.advantage]
-    if facts.critic:
+    advantage = ADVANTAGES[cfg.algo.advantage]
+    if advantage.critic:
         train = cfg.train.model_copy(update={"optim": cfg.critic.optim, "lora": LoraConfig()})
         yield trainer("critic", (shapes.critic or shapes.actor).as_values(), train=train)
     if cfg.algo.kl_coef > 0 and not adapted:
         yield trainer("reference", shapes.actor, trainable=False)
-    if facts.teacher:
+    if advantage.teacher:
         yield trainer("teacher", shapes.teacher or shapes.actor, trainable=False)
 
 
@@ -142,9 +142,9 @@ class Moment:
     gpu: str
     """`trainers`, `engines`, or `all`: both on one"""
     terms: Terms
-    """Of all its processes"""
+    """Memory of all its processes"""
     allocated: float = 0.0
-    """Of the training process that works, by torch's count (`perf/memory_gib`)"""
+    """Memory of the training process that works, by torch's count (`perf/memory_gib`)"""
 
     @property
     def total(self) -> float:
@@ -152,7 +152,7 @@ class Moment:
 
 
 def moments(layout: Layout) -> list[Moment]:
-    """In the order in which a run comes to them."""
+    """Return the moments in the order in which a run comes to them."""
     found = list(_of_trainers(layout)) if layout.trainers else []
     if layout.engine is not None and not layout.colocated:
         terms = _times(layout.engine.awake(), layout.engines_per_gpu)
@@ -230,7 +230,7 @@ def scoring(cfg: Config, trainers: Iterable[Trainer]) -> Iterable[tuple[Trainer,
 
 
 def reads_old(cfg: Config) -> bool:
-    """Whether a step asks for the actor's own log-probabilities before its first update (``Learner._score``)."""
+    """Return whether a step asks for the actor's own log-probabilities before its first update (``Learner._score``)."""
     algo = cfg.algo
     moves = algo.updates_per_step > 1 and not cfg.rollout.replay
     own = POLICY_LOSSES[algo.policy_loss].selection or algo.correction.active or algo.kl_in == "reward"

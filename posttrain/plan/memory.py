@@ -27,7 +27,7 @@ _FLOAT32 = 4
 
 
 def total(terms: Terms) -> float:
-    """Of all terms."""
+    """Return the sum of all terms."""
     return sum(terms.values())
 
 
@@ -41,15 +41,15 @@ class Trainer:
     world: int = 1
     """Workers of the group"""
     itemsize: int = 2
-    """Of the compute type"""
+    """Bytes of the compute type"""
     trainable: bool = True
     compiled: bool = True
     repeats_heads: bool = False
     """See ``Policy``"""
     tokens: int = 0
-    """Of its largest micro-batch, on all workers that share it"""
+    """Tokens of its largest micro-batch, on all workers that share it"""
     micro_batches: int = 1
-    """Of an optimizer step"""
+    """Micro-batches of an optimizer step"""
 
     @property
     def shards(self) -> int:
@@ -68,7 +68,7 @@ class Trainer:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 is used."""
+        """Return whether FSDP2 is used."""
         return self.world > 1 or self.master != self.itemsize or self.train.cpu_offload
 
     @property
@@ -187,7 +187,7 @@ class Trainer:
         return self.shape.outside * (self.itemsize + _FLOAT32 + _FLOAT32 / self.shards)
 
     def handing_out(self, transfer: str) -> Terms:
-        """Buckets of weights for engines, and what stays of the canary's forward pass."""
+        """Buckets of weights for engines, and what stays of the forward pass of the weight-sync check."""
         whole = self.itemsize * self.shape.parameters
         most = {"device": DEVICE_BUCKET_BYTES, "broadcast": SENT_BUCKET_BYTES}.get(transfer, HOST_BUCKET_BYTES)
         embedding = self.itemsize * self.shape.embedding
@@ -197,10 +197,10 @@ class Trainer:
         if self.shards > 1:
             group = GATHER_BYTES * self.itemsize / self.master + GATHER_BYTES / self.shards
             gathered = max(group, embedding * (1.0 + 1.0 / self.shards))
-        # The canary's pass ends before, and its memory stays with torch.
-        canary = self.forward(CANARIES * CANARY_TOKENS)
-        left = canary["gathered weights"] + canary["activations"]
-        return self.idle() | {"buckets": buckets, "gathered weights": gathered, "left of the canary": left}
+        # The pass of the weight-sync check ends before, and its memory stays with torch.
+        check = self.forward(CANARIES * CANARY_TOKENS)
+        left = check["gathered weights"] + check["activations"]
+        return self.idle() | {"buckets": buckets, "gathered weights": gathered, "left of the weight-sync check": left}
 
     def beside(self) -> float:
         """Bytes beside torch's allocations."""

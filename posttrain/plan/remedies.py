@@ -127,7 +127,7 @@ def _differing(cfg: Config, wanted: Settings) -> Settings:
 
 
 def shareable(plan: Plan, size: int) -> bool:
-    """Whether so many GPUs can share the actor's heads, as ``models.ulysses.check_heads``."""
+    """Return whether so many GPUs can share the actor's heads, as ``models.ulysses.check_heads``."""
     shape = plan.question.shapes.actor
     return shape.heads % size == 0 and (shape.kv_heads % size == 0 or size % shape.kv_heads == 0)
 

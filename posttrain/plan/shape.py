@@ -70,12 +70,12 @@ class ModelShape:
 
     @property
     def known(self) -> bool:
-        """Whether parameters of this kind are counted exactly."""
+        """Return whether parameters of this kind are counted exactly."""
         return self.kind in _KNOWN
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer."""
+        """Return the parameters of one decoder layer."""
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
         experts = self.experts * sum(m.parameters for m in self.expert)
         return norms + experts + sum(m.parameters for m in self.matrices)
@@ -107,7 +107,8 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.outside
 
     def lora_parameters(self, lora: LoraConfig) -> int:
-        """Of adapters beside all linear layers (`all-linear`), or beside those whose last name is in the list."""
+        """Return the parameters of adapters beside all linear layers (`all-linear`), or beside those whose last name is
+        in the list."""
         if lora.rank is None:
             return 0
         given = lora.target_modules

@@ -21,7 +21,7 @@ _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """What one data-parallel rank does in an optimizer step, or in a pass over as many tokens."""
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -45,7 +45,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a phase, by what takes them."""
+    """Seconds of a phase, by what takes them."""
 
     compute: float = 0.0
     """matrix products and attention"""
@@ -75,7 +75,7 @@ class Seconds:
         return max(parts, key=lambda name: parts[name])
 
 
-def update_seconds(trainer: Trainer, machine: Machine, work: Work) -> Seconds:
+def update_seconds(trainer: Trainer, machine: Machine, work: RankWork) -> Seconds:
     """One optimizer step of one worker; its neighbours take the same."""
     assert machine.gpu is not None
     gpu, shape = machine.gpu, trainer.shape
@@ -99,7 +99,7 @@ def update_seconds(trainer: Trainer, machine: Machine, work: Work) -> Seconds:
     return Seconds(compute, memory, communication, host)
 
 
-def forward_seconds(trainer: Trainer, machine: Machine, work: Work) -> Seconds:
+def forward_seconds(trainer: Trainer, machine: Machine, work: RankWork) -> Seconds:
     """A pass without gradients: log-probabilities or values."""
     assert machine.gpu is not None
     gpu, shape, share = machine.gpu, trainer.shape, trainer.train.sequence_parallel
@@ -125,7 +125,7 @@ def _efficiency(inner: int) -> float:
 
 
 def _products(shape: ModelShape, gpu: Gpu, tokens: float, passes: float) -> float:
-    """Of the linear layers."""
+    """Return the FLOPs' seconds of the linear layers."""
     active = shape.experts_per_token / shape.experts if shape.experts else 0.0
     weights = sum(m.parameters for m in shape.matrices) + active * shape.experts * sum(
         m.parameters for m in shape.expert
@@ -139,7 +139,7 @@ def _head(shape: ModelShape, gpu: Gpu, predicted: float, passes: float) -> float
     return passes * 2.0 * shape.embedding * predicted / (gpu.flops * _efficiency(shape.hidden))
 
 
-def _attention(shape: ModelShape, gpu: Gpu, work: Work, share: int, *, forward: float, backward: float) -> float:
+def _attention(shape: ModelShape, gpu: Gpu, work: RankWork, share: int, *, forward: float, backward: float) -> float:
     flops = 2.0 * shape.layers * shape.q * squares(work.lengths) / share
     times = forward / known.ATTENTION_FORWARD + 2.0 * backward / known.ATTENTION_BACKWARD
     return flops * times / gpu.flops
@@ -195,7 +195,7 @@ def _exchanged_bytes(trainer: Trainer, tokens: float, passes: float) -> float:
 
 
 def _host(trainer: Trainer, micro_batches: int, *, forward: float, backward: bool) -> float:
-    """Of so many passes forward, and one backward."""
+    """Return the host's seconds of so many passes forward, and one backward."""
     each = forward * known.HOST_FORWARD_S + backward * known.HOST_BACKWARD_S
     if trainer.sharded:
         kept = trainer.train.gather_weights == "step"

@@ -14,13 +14,13 @@ _COLUMNS = {
     "weights": ("parameters", "gathered weights"),
     "optimizer": ("optimizer",),
     "gradients": ("gradients",),
-    "activations": ("activations", "in flight", "left of the canary"),
+    "activations": ("activations", "in flight", "left of the weight-sync check"),
     "logits": ("logits",),
     "buckets": ("buckets",),
     "engine": ("engine weights", "engine process"),
     "KV cache": ("KV cache",),
 }
-"""Of the memory table: what is added up in each; all else is in `other`."""
+"""Columns of the memory table: what is added up in each; all else is in `other`."""
 
 
 def render(plan: Plan, found: Sequence[Problem]) -> str:

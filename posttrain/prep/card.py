@@ -87,7 +87,7 @@ class Card(_Part):
     rows: int
     """Rows in it."""
     sha256: str
-    """Of the file."""
+    """Digest of the file."""
     read: int
     """Rows of the split that were read."""
     data_sources: dict[str, int]
@@ -107,7 +107,7 @@ class Card(_Part):
     options: dict[str, Any]
     """What prep was asked for."""
     version: str
-    """Of posttrain."""
+    """Version of posttrain."""
 
 
 def sha256(path: Path) -> str:
@@ -155,7 +155,7 @@ def read_card(path: Path) -> Card:
 
 
 def is_ours(readme: Path) -> bool:
-    """Whether a README was written by prep, and may be written again."""
+    """Return whether a README was written by prep, and may be written again."""
     try:
         return readme.read_text(encoding="utf-8", errors="replace").startswith(_MADE)
     except OSError:

@@ -26,7 +26,7 @@ from posttrain.data.parquet import write_rows
 from posttrain.prep import card as cards
 from posttrain.prep import measure
 from posttrain.prep.datasets import DATASETS, Dataset, available_splits, open_dataset, raw_rows
-from posttrain.prep.rows import Comparison, Item, Split, check_apart, collect
+from posttrain.prep.rows import EvaluationOverlap, Item, Split, check_apart, collect
 from posttrain.tools import Tool
 
 
@@ -84,7 +84,7 @@ class Options:
     test_rows: int | None = None
     """The same for the test split."""
     seed: int = 0
-    """Of generated data."""
+    """Seed of generated data."""
     splits: Sequence[str] = ()
     """Only these; none: all."""
     template: str | None = None
@@ -165,7 +165,7 @@ def _prepare(
         split: collect(dataset, split, raw_rows(dataset, split, source, n=asked.rows_of(split), seed=asked.seed), tools)
         for split in splits
     }
-    comparison = Comparison(dataset, source, asked.decontaminate, parts)
+    comparison = EvaluationOverlap(dataset, source, asked.decontaminate, parts)
     for part in parts.values():
         comparison.clean(part)
     notes = [*check_apart(dataset, parts), *_overlaps(parts)]

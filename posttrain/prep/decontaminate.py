@@ -42,7 +42,7 @@ def words(text: str) -> Words:
     return _WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
-class Asked(NamedTuple):
+class PromptText(NamedTuple):
     """A prompt, for comparing."""
 
     own: Words
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     """All of its words."""
 
 
-def asked(texts: Sequence[str], sources: Sequence[str]) -> list[Asked]:
+def asked(texts: Sequence[str], sources: Sequence[str]) -> list[PromptText]:
     """Prompts for comparing, with and without what all prompts of a data source begin or end with.
 
     Args:
@@ -66,7 +66,7 @@ def asked(texts: Sequence[str], sources: Sequence[str]) -> list[Asked]:
     found = []
     for prompt, source in zip(split, sources, strict=True):
         start, end = affixes[source]
-        found.append(Asked(prompt[start : len(prompt) - end], " ".join(prompt)))
+        found.append(PromptText(prompt[start : len(prompt) - end], " ".join(prompt)))
     return found
 
 
@@ -81,7 +81,7 @@ def _affixes(group: Sequence[Words]) -> tuple[int, int]:
 
 
 def _common(a: Words, b: Words) -> int:
-    """Of the first and the last of sorted lists: how many first words all share."""
+    """Return how many first words all of some sorted lists share, given the first and the last list."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
@@ -100,7 +100,7 @@ class Overlap:
 class EvalSet:
     """The prompts of an evaluation set, compared with many training prompts at once."""
 
-    def __init__(self, prompts: Sequence[Asked]) -> None:
+    def __init__(self, prompts: Sequence[PromptText]) -> None:
         """Index evaluation prompts."""
         self._same: dict[str, int] = {}
         for row, prompt in enumerate(prompts):
@@ -115,7 +115,7 @@ class EvalSet:
         self._hashes, first = np.unique(hashes[inside], return_index=True)
         self._positions = inside[first]
 
-    def overlaps(self, prompts: Sequence[Asked]) -> list[Overlap]:
+    def overlaps(self, prompts: Sequence[PromptText]) -> list[Overlap]:
         """The first overlap of each training prompt that has one, by row."""
         found: dict[int, Overlap] = {}
         for row, prompt in enumerate(prompts):

@@ -27,7 +27,7 @@ from posttrain.data.parquet import (
 )
 from posttrain.prep.datasets import DATASETS, Dataset, Refusal, available_splits, fault, open_dataset, raw_rows, refusal
 from posttrain.prep.datasets.raw import RawRow
-from posttrain.prep.decontaminate import Asked, EvalSet, Overlap, asked
+from posttrain.prep.decontaminate import EvalSet, Overlap, PromptText, asked
 from posttrain.prep.measure import question
 from posttrain.tools import Tool
 
@@ -265,7 +265,7 @@ def _identity(item: Item) -> int:
     return hash((item.asked, repr(item.conversation)))
 
 
-class Comparison:
+class EvaluationOverlap:
     """Evaluation sets, and which rows of the training splits overlap them."""
 
     def __init__(self, dataset: Dataset, source: str | None, drop: Sequence[str], prepared: dict[str, Split]) -> None:
@@ -307,7 +307,7 @@ class Comparison:
                 hint="is the evaluation set the training set?",
             )
 
-    def _words(self, name: str, own: Sequence[str]) -> list[Asked]:
+    def _words(self, name: str, own: Sequence[str]) -> list[PromptText]:
         if name in self._prepared:
             items = self._prepared[name].items
             return asked([item.asked for item in items], [item.data_source for item in items])

@@ -195,8 +195,9 @@ _TRACEBACK = re.compile(r'^ +File ".*", line \d+', re.MULTILINE)
 
 
 def _ended_itself(result: RunResult) -> bool:
-    """Whether a program came to its end or called ``sys.exit``, with whatever exit code: to the graders of APPS, PRIME
-    and LiveCodeBench, too, ``sys.exit(1)`` after the right output is right, and an exception or a signal is not."""
+    """Return whether a program came to its end or called ``sys.exit``, with whatever exit code: to the graders of APPS,
+    PRIME and LiveCodeBench, too, ``sys.exit(1)`` after the right output is right, and an exception or a signal is
+    not."""
     if result.status == "ok":
         return True
     return result.status == "error" and (result.exit_code or 0) > 0 and not _TRACEBACK.search(result.stderr)

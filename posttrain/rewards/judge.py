@@ -32,7 +32,7 @@ _LOCK_S = 30.0
 
 
 def check_judge(cfg: JudgeConfig) -> None:
-    """Whether a judge can be made of this config; the endpoint is not asked.
+    """Check that a judge can be made of this config; the endpoint is not asked.
 
     Raises:
         ConfigError: the URL, model, key, prompt or pattern cannot work.

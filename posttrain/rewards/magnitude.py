@@ -19,12 +19,13 @@ AGREE = 1e-4
 
 
 def too_large(value: Any) -> bool:
-    """Whether computing a sympy object could take for ever: ``9**9**9``, ``(10**9)!``, a sum over a million terms."""
+    """Return whether computing a sympy object could take for ever: ``9**9**9``, ``(10**9)!``, a sum over a million
+    terms."""
     return _bits(value) > MOST_BITS
 
 
 def left_to_do(value: Any) -> bool:
-    """Whether an answer is a question still: an integral or a limit, which may take sympy for ever."""
+    """Return whether an answer is a question still: an integral or a limit, which may take sympy for ever."""
     import sympy  # type: ignore[import-untyped]
 
     return bool(isinstance(value, sympy.Basic) and value.has(sympy.Integral, sympy.Limit))

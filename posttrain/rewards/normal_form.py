@@ -64,7 +64,8 @@ _REPLACED = (
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Whether two answers have one normal form. ``x = 5`` and ``5`` are the same, ``x = 5`` and ``y = 5`` are not."""
+    """Return whether two answers have one normal form. ``x = 5`` and ``5`` are the same, ``x = 5`` and ``y = 5`` are
+    not."""
     first, second = normal_form(one), normal_form(other)
     if not first or not second:
         return False

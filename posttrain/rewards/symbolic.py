@@ -156,7 +156,8 @@ def _one_formula(truth: str) -> str:
 
 
 def equal(gold: Answer, answer: Answer) -> bool:
-    """Whether ``answer`` has the value of ``gold``. Not symmetric: ``x = 5`` is ``5``, an equation needs an equation.
+    """Return whether ``answer`` has the value of ``gold``. Not symmetric: ``x = 5`` is ``5``, an equation needs an
+    equation.
 
     Numbers agree to six decimals and to one in ten thousand; an answer with more decimals than the gold one may instead
     round to it. Words are compared as words, not as products of letters.
@@ -174,8 +175,8 @@ def equal(gold: Answer, answer: Answer) -> bool:
 
 
 def _rounds_to(gold: str, answer: str) -> bool:
-    """Whether ``answer`` is ``gold`` with more decimals: 326.53 for 326.5, but not 0.46 for 0.5, which differs by
-    more than one in ten thousand."""
+    """Return whether ``answer`` is ``gold`` with more decimals: 326.53 for 326.5, but not 0.46 for 0.5, which differs
+    by more than one in ten thousand."""
     if not (_DECIMALS.fullmatch(gold) and _DECIMALS.fullmatch(answer)):
         return False
     wanted, found = Decimal(gold), Decimal(answer)
@@ -240,13 +241,15 @@ def _solved(gold: Any, value: Any) -> Any:
 
 
 def _differ(note: re.Pattern[str], gold: str, answer: str) -> bool:
-    """Whether both answers have a base (``1011_2``) or a modulus, and not the same; their values are without it."""
+    """Return whether both answers have a base (``1011_2``) or a modulus, and not the same; their values are without
+    it."""
     one, other = note.search(gold), note.search(answer)
     return one is not None and other is not None and not same_answer(one[1], other[1])
 
 
 def _unparsable(text: str) -> bool:
-    """Whether the parser would take too long, or compute what it must not: a huge binomial, the gcd of letters."""
+    """Return whether the parser would take too long, or compute what it must not: a huge binomial, the gcd of
+    letters."""
     return nesting(text) > DEEPEST or _COMPUTED.search(text) is not None
 
 

@@ -32,7 +32,7 @@ class RunResult:
     seconds: float
     """Wall time in the sandbox."""
     session_ended: bool = False
-    """Of a cell: the session's process is gone, with all variables. The next cell starts a new one."""
+    """True where a cell ended the session: its process is gone, with all variables. The next cell starts a new one."""
 
 
 class Session(Protocol):

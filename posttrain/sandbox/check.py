@@ -34,7 +34,7 @@ class CallTest:
     args: Sequence[Any]
     expected: Any
     wrapped: bool = False
-    """Whether an expected list of one stands for its item too."""
+    """True where an expected list of one stands for its item too."""
 
 
 def check_solution(

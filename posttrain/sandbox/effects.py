@@ -89,7 +89,7 @@ class _Reader:
         self.changing &= {node.id for node in _nodes(tree, ast.Name) if self._binds_new_value(node)}
 
     def shows(self, name: str) -> bool:
-        """Whether the test sees what calls do to this variable."""
+        """Return whether the test sees what calls do to this variable."""
         uses = [node for node in _nodes(self.tree, ast.Name) if node.id == name]
         bindings = [node for node in uses if not isinstance(node.ctx, ast.Load)]
         passing = [node for node in uses if self._is_passed(node)]
@@ -120,8 +120,8 @@ class _Reader:
                 return found
 
     def _speaks_of(self, names: set[str], part: ast.AST, of: str = "") -> bool:
-        """Whether a part of the test has a call of the solution or one of ``names`` in it, other than ``of``, and other
-        than to tell where a slice of that begins and ends."""
+        """Return whether a part of the test has a call of the solution or one of ``names`` in it, other than ``of``,
+        and other than to tell where a slice of that begins and ends."""
         if isinstance(part, ast.Name):
             return part.id in names and part.id != of
         if part in self.calls:
@@ -146,7 +146,8 @@ class _Reader:
         return isinstance(parent, ast.For) and isinstance(parent.iter, ast.Tuple | ast.List)
 
     def _begins_anew(self, node: ast.AST, bindings: list[ast.Name]) -> bool:
-        """Whether each round of the loops around binds the variable: else one begins with what the last one left."""
+        """Return whether each round of the loops around binds the variable: else one begins with what the last one
+        left."""
         return all(
             any(binding in ast.walk(loop) for binding in bindings)
             for loop in self._around(node)
@@ -154,7 +155,7 @@ class _Reader:
         )
 
     def _is_apart(self, node: ast.Name, first_line: int) -> bool:
-        """Whether this use of a variable could not be compared with what the solution returns or changes."""
+        """Return whether this use of a variable could not be compared with what the solution returns or changes."""
         statement = next(around for around in self._around(node) if isinstance(around, ast.stmt))
         if not isinstance(statement, ast.Assert):
             return node.lineno < first_line and self._is_copied(node)

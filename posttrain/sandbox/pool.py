@@ -109,8 +109,8 @@ class PooledSession:
 
     def __init__(self, pool: SandboxPool) -> None:
         self.state_lost = False
-        """Whether the variables were lost without a result that says so: a cell was cancelled, or the sandbox failed.
-        Told with the result of the cell after it."""
+        """True where the variables were lost without a result that says so: a cell was cancelled, or the sandbox
+        failed. Told with the result of the cell after it."""
         self._pool = pool
         self._turn = asyncio.Lock()
         self._using = threading.Lock()  # a cancelled cell's thread may need a moment longer than its coroutine

@@ -24,8 +24,8 @@ class Processes:
         self._proc = proc
 
     def hold_more_than(self, limit: int) -> bool:
-        """Whether they hold more bytes together: pages, also those in swap, a shared one counted once; and what the
-        kernel keeps for their descriptors."""
+        """Return whether they hold more bytes together: pages, also those in swap, a shared one counted once; and what
+        the kernel keeps for their descriptors."""
         pids = self._pids()
         left = limit - _DESCRIPTOR_BYTES * sum(len(self._names(f"{pid}/fd")) for pid in pids)
         # The resident sizes are quick to read, and never less than the proportional ones.
@@ -35,7 +35,7 @@ class Processes:
         return sum(self._kilobytes(f"{pid}/smaps_rollup", "Pss:", "SwapPss:") for pid in pids) << 10 > left
 
     def stopped(self) -> bool:
-        """Whether all that were sent SIGSTOP have stopped, and nothing can wake them.
+        """Return whether all that were sent SIGSTOP have stopped, and nothing can wake them.
 
         A process that is about to end, which no signal stops, can wake others with its end: the kernel sends SIGCONT to
         a stopped process group when its last relative outside has gone.
@@ -79,8 +79,8 @@ class Processes:
 
 
 def _may_wake(stat: str) -> bool:
-    """Whether a thread that was sent SIGSTOP still runs, or is ending. One that waits in the kernel stops on its way
-    out."""
+    """Return whether a thread that was sent SIGSTOP still runs, or is ending. One that waits in the kernel stops on its
+    way out."""
     words = stat.rpartition(")")[2].split()
     state, exiting = words[0], int(words[6]) & _EXITING
     return state not in "TtZX" and (state != "D" or bool(exiting))

@@ -246,7 +246,7 @@ class Remote:
         return item[0]
 
     def __contains__(self, item: object) -> bool:
-        """Whether one of the items is equal to ``item``, which the solution does not hear of."""
+        """Return whether one of the items is equal to ``item``, which the solution does not hear of."""
         return any(own is item or own == item for own in self)
 
     def __exit__(self, *_: object) -> None:

@@ -79,7 +79,7 @@ class Names:
             self.of_library.pop(name, None)
 
     def of_tests(self, name: str) -> bool:
-        """Whether calling ``name`` runs nothing of the solution, unless it is passed on."""
+        """Return whether calling ``name`` runs nothing of the solution, unless it is passed on."""
         known = name in self.of_library or name in self._defined or hasattr(builtins, name)
         return known and name not in self.of_solution
 
@@ -111,7 +111,7 @@ class _Uses:
                 self.attributes.setdefault(node.value.id, set()).add(node.attr)
 
     def innermost(self, candidates: set[str]) -> set[str]:
-        """Of the candidates that are called here, those that are not around a call of another one."""
+        """Return the candidates that are called here and are not around a call of another one."""
         inner: set[str] = set()
         outer: set[str] = set()
         for call in ast.walk(self.tree):
@@ -126,7 +126,7 @@ class _Uses:
 
 
 def _of_library(name: str, attributes: set[str], called: bool) -> tuple[bool, Any]:
-    """Whether the standard library (or numpy, under its usual name) has what is used so, and what it is."""
+    """Return whether the standard library (or numpy, under its usual name) has what is used so, and what it is."""
     if name in _PACKAGES or (attributes and not called and name in sys.stdlib_module_names):
         try:
             module = importlib.import_module(_PACKAGES.get(name, name))

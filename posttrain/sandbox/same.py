@@ -1,4 +1,4 @@
-"""Whether a result is what a data set expects. Stdlib only: the tests' process finds this file by its path."""
+"""Compare a result with what a data set expects. Stdlib only: the tests' process finds this file by its path."""
 
 from __future__ import annotations
 

@@ -136,11 +136,11 @@ class _Slot:
         return self.stopped()
 
     def stopped(self) -> bool:
-        """Whether all have stopped and none of them can wake another; where that cannot be read, yes."""
+        """Return whether all have stopped and none of them can wake another; where that cannot be read, yes."""
         return self.processes is None or bool(self.processes.stopped())
 
     def over_memory(self) -> bool:
-        """Whether the programs, with their files, hold more memory than they may."""
+        """Return whether the programs, with their files, hold more memory than they may."""
         if self.processes is None or self.folders is None:
             return False
         over: bool = self.processes.hold_more_than(self.limits["memory"] - self.folders.used())

@@ -19,7 +19,7 @@ Number = int | float
 _LONGEST = 1000
 """Characters of an expression. With ``_MOST_BITS`` it bounds the work of one call to about a millisecond."""
 _MOST_BITS = 4096
-"""Of an integer, also between two steps: about 1,200 digits."""
+"""Maximum bits of an integer, also between two steps: about 1,200 digits."""
 _MOST_PLACES = 100
 """Decimal places that ``round`` may be asked for."""
 

@@ -31,7 +31,8 @@ SCHEMA: ToolSchema = {
 NO_OUTPUT = "(no output)"
 _STATE_LOST = "the session was restarted: variables, functions and imports of earlier calls are gone"
 _FIRST_LINES, _LAST_LINES = 6, 10
-"""Of what a program wrote to stderr: a traceback begins with the program's own lines and ends with the message."""
+"""Lines that are kept of what a program wrote to stderr: a traceback begins with the program's own lines and ends with
+the message."""
 
 
 @dataclass

@@ -189,7 +189,7 @@ def verify(path: Path) -> str | None:
 
 
 def _probe_is_finite(file: Path) -> bool:
-    """Whether all that the trainer said of the probe's texts is finite. Damage is for digests to find."""
+    """Return whether all that the trainer said of the probe's texts is finite. Damage is for digests to find."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -198,7 +198,7 @@ def _probe_is_finite(file: Path) -> bool:
 
 
 def all_finite(probe: Mapping[str, Any]) -> bool:
-    """Whether the log-probabilities, or scores, of a probe are finite."""
+    """Return whether the log-probabilities, or scores, of a probe are finite."""
     rows = [probe["scores"]] if "scores" in probe else probe.get("logprobs", [])
     return all(math.isfinite(value) for row in rows for value in row)
 

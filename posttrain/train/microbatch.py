@@ -34,7 +34,7 @@ class MicroBatch:
     weights: Tensor
     """[N] loss weights; 0 where nothing on this worker carries loss and one token stands in"""
     has_loss: bool
-    """Whether any token of this worker carries loss"""
+    """True where any token of this worker carries loss"""
     advantages: Tensor | None
     """[N], as the columns below"""
     rollout_logprobs: Tensor | None

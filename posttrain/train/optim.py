@@ -40,7 +40,7 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Of all groups. torchao keeps the rate in a tensor, which its compiled step reads."""
+    """Set the rate of all parameter groups. torchao keeps the rate in a tensor, which its compiled step reads."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -89,7 +89,7 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_quantized(state: Tensor) -> bool:
-    """Whether a tensor of an optimizer's state is in torchao's blocks of 8 bits with a scale each."""
+    """Return whether a tensor of an optimizer's state is in torchao's blocks of 8 bits with a scale each."""
     return hasattr(local(state), "codes")
 
 

@@ -224,7 +224,7 @@ class _Files(FileSystem):
         super().__init__()
         self.digests: dict[Path, Digest] = {}
         self.error: Exception | None = None
-        """Of the first file that could not be written."""
+        """The error of the first file that could not be written."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:

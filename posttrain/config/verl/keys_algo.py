@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.config.verl.keys_shared import schedule
-from posttrain.config.verl.rules import Draft, Rule, View, missing, no_need, only, same, unless_set
+from posttrain.config.verl.rules import Draft, Rule, ScriptValues, missing, no_need, only, same, unless_set
 
 A, G, C = "actor_rollout_ref.actor.", "algorithm.", "critic."
 P = A + "policy_loss."
@@ -22,7 +22,7 @@ _BY_SEQUENCE = ("gspo", "gmpo", "sapo")
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "k3"}
 
 
-def _advantage(view: View, draft: Draft) -> None:
+def _advantage(view: ScriptValues, draft: Draft) -> None:
     key = G + "adv_estimator"
     name = view[key]
     bundle = _ADVANTAGES.get(name)
@@ -42,7 +42,7 @@ def _advantage(view: View, draft: Draft) -> None:
             draft.pass_over(view, G + name, f"{view[key]} does not read it, in verl either")
 
 
-def _loss(view: View, draft: Draft) -> None:
+def _loss(view: ScriptValues, draft: Draft) -> None:
     mode = view[P + "loss_mode"]
     loss = _LOSSES.get(mode)
     if loss is None:
@@ -76,7 +76,7 @@ def _loss(view: View, draft: Draft) -> None:
                 draft.pass_over(view, theirs, f"{mode} does not read it")
 
 
-def _aggregation(view: View, draft: Draft) -> None:
+def _aggregation(view: ScriptValues, draft: Draft) -> None:
     key, scale = A + "loss_agg_mode", A + "loss_scale_factor"
     loss = _LOSSES.get(view[P + "loss_mode"])
     if loss in _BY_SEQUENCE:
@@ -91,7 +91,7 @@ def _aggregation(view: View, draft: Draft) -> None:
             draft.pass_over(view, scale, f"{view[key]} does not read it")
 
 
-def _kl(view: View, draft: Draft) -> None:
+def _kl(view: ScriptValues, draft: Draft) -> None:
     in_loss, in_reward = view[A + "use_kl_loss"], view[G + "use_kl_in_reward"]
     loss_keys, reward_keys = (A + "kl_loss_coef", A + "kl_loss_type"), (
         G + "kl_ctrl.kl_coef", G + "kl_penalty", G + "kl_ctrl.type", G + "kl_ctrl.target_kl", G + "kl_ctrl.horizon",
@@ -130,7 +130,7 @@ def _kl(view: View, draft: Draft) -> None:
                 draft.pass_over(view, key, "the coefficient is fixed")
 
 
-def _critic(view: View, draft: Draft) -> None:
+def _critic(view: ScriptValues, draft: Draft) -> None:
     if view[G + "adv_estimator"] != "gae":
         for key in view.given:
             if key.startswith(C) or key == "trainer.critic_warmup":
@@ -163,7 +163,7 @@ def _critic(view: View, draft: Draft) -> None:
         draft.refuse(view, C + "model.lora_rank", "all weights of a critic are trained")
 
 
-def _filter(view: View, draft: Draft) -> None:
+def _filter(view: ScriptValues, draft: Draft) -> None:
     F = G + "filter_groups."
     if not view[F + "enable"]:
         return
@@ -178,7 +178,7 @@ def _filter(view: View, draft: Draft) -> None:
         draft.set("rollout.filter_metric", names.get(metric, metric), view.origin(F + "metric"))
 
 
-def _overlong(view: View, draft: Draft) -> None:
+def _overlong(view: ScriptValues, draft: Draft) -> None:
     if not view["overlong.enable"]:
         return
     longest = view["overlong.max_resp_len"]
@@ -191,7 +191,7 @@ def _overlong(view: View, draft: Draft) -> None:
     draft.pass_over(view, "overlong.log", "the part is a metric of its own, always: reward/overlong/mean")
 
 
-def _function(view: View, draft: Draft) -> None:
+def _function(view: ScriptValues, draft: Draft) -> None:
     file, name = view["custom_reward_function.path"], view["custom_reward_function.name"] or "compute_score"
     if file:
         keys = view.named("custom_reward_function.path", "custom_reward_function.name")
@@ -202,7 +202,7 @@ def _function(view: View, draft: Draft) -> None:
         draft.set("reward.function_kwargs", more, prefix + "*")
 
 
-def _reward_model(view: View, draft: Draft) -> None:
+def _reward_model(view: ScriptValues, draft: Draft) -> None:
     if not view["reward_model.enable"]:
         for key in view.given:
             if key.startswith(("reward_model.model.", "reward_model.rollout.")):
@@ -213,7 +213,7 @@ def _reward_model(view: View, draft: Draft) -> None:
         draft.set("reward.weights", {"model": 1.0}, "reward_model.enable: the model's score alone")
 
 
-def _sandbox(view: View, draft: Draft) -> None:
+def _sandbox(view: ScriptValues, draft: Draft) -> None:
     S = "reward_model.sandbox_fusion."
     if not view[S + "url"]:
         return
@@ -224,7 +224,7 @@ def _sandbox(view: View, draft: Draft) -> None:
             draft.set(ours, view[S + theirs], view.origin(S + theirs))
 
 
-def _correction(view: View, draft: Draft) -> None:
+def _correction(view: ScriptValues, draft: Draft) -> None:
     K = G + "rollout_correction."
     weight = view[K + "rollout_is"]
     if weight in ("token", "sequence"):
@@ -244,7 +244,7 @@ def _correction(view: View, draft: Draft) -> None:
     draft.pass_over(view, K + "loss_type", "verl reads it with bypass_mode only")
 
 
-def _clip(view: View, draft: Draft) -> None:
+def _clip(view: ScriptValues, draft: Draft) -> None:
     first, second = A + "grad_clip", A + "optim.clip_grad"
     chosen = first if first in view.given or second not in view.given else second
     draft.set("train.optim.grad_clip", float(view[chosen]), view.origin(chosen))

@@ -14,7 +14,7 @@ from posttrain.config.verl.keys_shared import (
     param_dtype,
     schedule,
 )
-from posttrain.config.verl.rules import SKIP, Draft, Rule, View, missing, no_need, only, same, unless_set
+from posttrain.config.verl.rules import SKIP, Draft, Rule, ScriptValues, missing, no_need, only, same, unless_set
 
 A, R, D, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "data.", "actor_rollout_ref.model."
 
@@ -23,7 +23,7 @@ _VLLM = ("max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_cach
 """Settings that verl gives to vLLM alone, by vLLM's names."""
 
 
-def _updates(view: View, draft: Draft) -> None:
+def _updates(view: ScriptValues, draft: Draft) -> None:
     prompts, mini, epochs = view[D + "train_batch_size"], view[A + "ppo_mini_batch_size"], view[A + "ppo_epochs"]
     draft.set("data.batch_size", prompts, f"{view.origin(D + 'train_batch_size')}: prompts a step")
     if epochs != 1:
@@ -35,7 +35,7 @@ def _updates(view: View, draft: Draft) -> None:
         draft.set("algo.updates_per_step", prompts // min(mini, prompts), about)
 
 
-def _microbatches(view: View, draft: Draft) -> None:
+def _microbatches(view: ScriptValues, draft: Draft) -> None:
     tokens, rows = A + "ppo_max_token_len_per_gpu", A + "ppo_micro_batch_size_per_gpu"
     together = A + "ppo_micro_batch_size"
     if view[A + "use_dynamic_bsz"]:
@@ -56,7 +56,7 @@ def _microbatches(view: View, draft: Draft) -> None:
     draft.set("train.tokens_per_microbatch", count * longest, f"{count} longest episodes ({view.origin(key)})")
 
 
-def _machine(view: View, draft: Draft) -> None:
+def _machine(view: ScriptValues, draft: Draft) -> None:
     gpus = view["trainer.n_gpus_per_node"] * view["trainer.nnodes"]
     draft.set("cluster.workers", gpus, f"{view.origin('trainer.n_gpus_per_node')} x {view.origin('trainer.nnodes')}")
     if view["trainer.nnodes"] > 1:
@@ -78,7 +78,7 @@ def _machine(view: View, draft: Draft) -> None:
     draft.set("rollout.replicas", gpus // parallel, f"{gpus} GPUs / {parallel} of an engine")
 
 
-def _offload(view: View, draft: Draft) -> None:
+def _offload(view: ScriptValues, draft: Draft) -> None:
     actor = [f"{A}fsdp_config.{key}" for key in ("param_offload", "optimizer_offload")]
     if view[A + "fsdp_config.offload_policy"]:
         draft.set("train.cpu_offload", True, view.origin(A + "fsdp_config.offload_policy"))
@@ -94,7 +94,7 @@ def _offload(view: View, draft: Draft) -> None:
             draft.pass_over(view, key, "actor, critic and reference leave the GPU together, by train.offload")
 
 
-def _shards(view: View, draft: Draft) -> None:
+def _shards(view: ScriptValues, draft: Draft) -> None:
     size = view[A + "fsdp_config.fsdp_size"]
     gpus = view["trainer.n_gpus_per_node"] * view["trainer.nnodes"]
     if size in (None, -1, gpus):
@@ -105,7 +105,7 @@ def _shards(view: View, draft: Draft) -> None:
         draft.set("train.shard_size", size, view.origin(A + "fsdp_config.fsdp_size"))
 
 
-def _overlong_prompts(view: View, draft: Draft) -> None:
+def _overlong_prompts(view: ScriptValues, draft: Draft) -> None:
     key, dropped = D + "truncation", D + "filter_overlong_prompts"
     if view[dropped]:
         draft.set("data.truncation", "drop", view.origin(dropped))
@@ -114,7 +114,7 @@ def _overlong_prompts(view: View, draft: Draft) -> None:
         draft.refuse(view, key, "a prompt is never cut: one that is too long is an error, or left out with drop")
 
 
-def _engine_options(view: View, draft: Draft) -> None:
+def _engine_options(view: ScriptValues, draft: Draft) -> None:
     eager = [R + key for key in ("enforce_eager", *_VLLM)]
     engine = view[R + "name"]
     if engine not in ("vllm", "sglang"):
@@ -154,7 +154,7 @@ def _engine_options(view: View, draft: Draft) -> None:
         draft.set("rollout.engine_options", options, ", ".join(keys))
 
 
-def _turns(view: View, draft: Draft) -> None:
+def _turns(view: ScriptValues, draft: Draft) -> None:
     T = R + "multi_turn."
     if not (view[T + "enable"] or view[T + "tool_config_path"] or view[T + "interaction_config_path"]):
         return
@@ -184,7 +184,7 @@ def _turns(view: View, draft: Draft) -> None:
         draft.refuse(view, T + "interaction_config_path", reason)
 
 
-def _validation(view: View, draft: Draft) -> None:
+def _validation(view: ScriptValues, draft: Draft) -> None:
     V = R + "val_kwargs."
     draft.set("val.n", view[V + "n"], view.origin(V + "n"))
     greedy = not view[V + "do_sample"] and V + "temperature" not in view.given
@@ -195,7 +195,7 @@ def _validation(view: View, draft: Draft) -> None:
         draft.set("val.top_k", view[V + "top_k"], view.origin(V + "top_k"))
 
 
-def _sampling(view: View, draft: Draft) -> None:
+def _sampling(view: ScriptValues, draft: Draft) -> None:
     draft.set("rollout.temperature", float(view[R + "temperature"]), view.origin(R + "temperature"))
     for key, off in (("top_p", 1), ("top_k", 0)):
         value = view[R + key]
@@ -204,7 +204,7 @@ def _sampling(view: View, draft: Draft) -> None:
             draft.refuse(view, R + key, reason)
 
 
-def _template(view: View, draft: Draft) -> None:
+def _template(view: ScriptValues, draft: Draft) -> None:
     prefix = D + "apply_chat_template_kwargs."
     rest: dict[str, Any] = {}
     for key in view.given:
@@ -219,7 +219,7 @@ def _template(view: View, draft: Draft) -> None:
         draft.set("data.template_kwargs", rest, ", ".join(prefix + name for name in rest))
 
 
-def _keep(view: View, draft: Draft) -> None:
+def _keep(view: ScriptValues, draft: Draft) -> None:
     actor, critic = "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"
     if view[actor]:
         draft.set("checkpoint.keep", view[actor], view.origin(actor))
@@ -229,7 +229,7 @@ def _keep(view: View, draft: Draft) -> None:
         draft.refuse(view, critic, "actor and critic are one checkpoint here")
 
 
-def _profiler(view: View, draft: Draft) -> None:
+def _profiler(view: ScriptValues, draft: Draft) -> None:
     steps, tool = view["global_profiler.steps"], view["global_profiler.tool"]
     if not steps:
         return

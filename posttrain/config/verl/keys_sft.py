@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from posttrain.config.verl.keys_shared import SHARED, checkpointing, contents, files, lora, param_dtype, schedule
-from posttrain.config.verl.rules import SKIP, Draft, Rule, View, missing, no_need, only, same, unless_set
+from posttrain.config.verl.rules import SKIP, Draft, Rule, ScriptValues, missing, no_need, only, same, unless_set
 
 D, T = "data.", "trainer."
 _PAIRS = (("question", "answer"), ("prompt", "response"), ("instruction", "output"))
 """Columns that `posttrain prep messages` makes conversations of."""
 
 
-def _columns(view: View, draft: Draft) -> None:
+def _columns(view: ScriptValues, draft: Draft) -> None:
     """A prompt and a response, in columns or in a struct of ``extra_info``."""
     keys = [D + name for name in ("prompt_key", "response_key", "prompt_dict_keys", "response_dict_keys")]
     if view[D + "multiturn.enable"] or not view.named(*keys):
@@ -33,7 +33,7 @@ def _columns(view: View, draft: Draft) -> None:
         draft.pass_over(view, key, "`posttrain prep messages` finds these columns and writes `messages`")
 
 
-def _microbatches(view: View, draft: Draft) -> None:
+def _microbatches(view: ScriptValues, draft: Draft) -> None:
     rows, tokens = D + "micro_batch_size_per_gpu", D + "max_token_len_per_gpu"
     if view[D + "use_dynamic_bsz"]:
         share = view["ulysses_sequence_parallel_size"]
@@ -48,7 +48,7 @@ def _microbatches(view: View, draft: Draft) -> None:
     draft.set("train.tokens_per_microbatch", count * view[D + "max_length"], about)
 
 
-def _machine(view: View, draft: Draft) -> None:
+def _machine(view: ScriptValues, draft: Draft) -> None:
     keys = ("launcher.nproc_per_node", "launcher.nnodes")
     if not view.named(*keys):
         keys = (T + "n_gpus_per_node", T + "nnodes")
@@ -57,13 +57,13 @@ def _machine(view: View, draft: Draft) -> None:
         draft.set("cluster.workers", gpus * nodes, f"{view.origin(keys[0])} x {nodes}")
 
 
-def _offload(view: View, draft: Draft) -> None:
+def _offload(view: ScriptValues, draft: Draft) -> None:
     key = next((k for k in view.given if k.endswith(("cpu_offload", "offload_policy")) and view[k]), None)
     if key is not None:
         draft.set("train.cpu_offload", True, key)
 
 
-def _keep(view: View, draft: Draft) -> None:
+def _keep(view: ScriptValues, draft: Draft) -> None:
     key = T + "max_ckpt_to_keep"
     if view[key]:
         draft.set("checkpoint.keep", view[key], view.origin(key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from typing import Any
 
-from posttrain.config.verl.rules import SKIP, Draft, Outcome, Rule, View, no_need, only, same, unless_set
+from posttrain.config.verl.rules import SKIP, Draft, Outcome, Rule, ScriptValues, no_need, only, same, unless_set
 
 _LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 
@@ -20,7 +20,7 @@ def path(value: Any) -> Any:
 
 
 def files(theirs: str, ours: str) -> Rule:
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         value = view[theirs]
         paths = [value] if isinstance(value, str) else list(value or [])
         paths = [posixpath.join(view.home, p[2:]) if str(p).startswith("~/") else str(p) for p in paths]
@@ -38,7 +38,7 @@ def schedule(prefix: str, ours: str, kind: str, per_step: bool) -> Rule:
     """Warm-up, schedule. ``per_step``: verl steps the schedule once an RL step, ours once an optimizer step."""
     steps, ratio = f"{prefix}lr_warmup_steps", f"{prefix}lr_warmup_steps_ratio"
 
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         if prefix.startswith("critic.") and view["algorithm.adv_estimator"] != "gae":
             return
         given = view[steps]
@@ -66,7 +66,7 @@ def schedule(prefix: str, ours: str, kind: str, per_step: bool) -> Rule:
 
 
 def lora(prefix: str) -> Rule:
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         rank = view[f"{prefix}lora_rank"]
         if not rank or rank < 1:
             return
@@ -93,7 +93,7 @@ def checkpointing(theirs: str) -> Rule:
 def param_dtype(theirs: str) -> Rule:
     names = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         if theirs not in view.given:
             return
         if view[theirs] in names:
@@ -108,7 +108,7 @@ def where() -> Rule:
     """The run's folder and name."""
     name, folder = "trainer.experiment_name", "trainer.default_local_dir"
 
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         chosen = str(view[name]).replace("/", "-")
         if name in view.given:
             draft.set("run.name", chosen, view.origin(name))
@@ -125,7 +125,7 @@ def where() -> Rule:
 def project() -> Rule:
     key = "trainer.project_name"
 
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         if "wandb" in _names(view["trainer.logger"]):
             draft.environment["WANDB_PROJECT"] = str(view[key])
             if key in view.given:
@@ -140,7 +140,7 @@ def _names(value: Any) -> list[str]:
 
 
 def logger() -> Rule:
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         asked = _names(view["trainer.logger"])
         known = [name for name in asked if name in _LOGGERS]
         draft.set("run.logger", [*known, "jsonl"], view.origin("trainer.logger"))
@@ -153,7 +153,7 @@ def logger() -> Rule:
 def resume() -> Rule:
     theirs = ("trainer.resume_mode", "trainer.resume_from_path")
 
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         mode, start = view[theirs[0]], view[theirs[1]]
         if mode == "resume_path" and start:
             draft.set("run.resume", str(start), view.origin(*reversed(theirs)))
@@ -168,7 +168,7 @@ def resume() -> Rule:
 def contents(prefix: str) -> Rule:
     theirs = (f"{prefix}save_contents", f"{prefix}load_contents")
 
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         for key in view.named(*theirs):
             asked = set(_names(view[key]))
             if key == theirs[0] and "hf_model" in asked:

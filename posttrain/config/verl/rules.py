@@ -21,7 +21,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class KeyFinding:
     """What became of one key of the script, and why."""
 
     key: str
@@ -35,7 +35,7 @@ class NotEvaluated(Exception):
 
 
 @dataclass
-class View:
+class ScriptValues:
     """The values of a script over verl's defaults."""
 
     given: dict[str, Any]
@@ -66,7 +66,7 @@ class Draft:
 
     values: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
-    findings: dict[str, Finding] = field(default_factory=dict)
+    findings: dict[str, KeyFinding] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the command of the run wants."""
@@ -78,14 +78,14 @@ class Draft:
         self.touched.add(ours)
 
     def find(self, key: str, outcome: Outcome, detail: str) -> None:
-        self.findings.setdefault(key, Finding(key, outcome, detail))
+        self.findings.setdefault(key, KeyFinding(key, outcome, detail))
 
-    def refuse(self, view: View, key: str, reason: str) -> None:
+    def refuse(self, view: ScriptValues, key: str, reason: str) -> None:
         """``key`` has no place here. Without effect for a key that is not in the script."""
         if key in view.given:
             self.find(key, Outcome.NOT_MAPPED, reason)
 
-    def pass_over(self, view: View, key: str, reason: str) -> None:
+    def pass_over(self, view: ScriptValues, key: str, reason: str) -> None:
         """``key`` asks for nothing that would have to be said here."""
         if key in view.given:
             self.find(key, Outcome.NO_NEED, reason)
@@ -100,7 +100,7 @@ class Rule:
     ours: tuple[str, ...]
     about: str
     """One line for people: how values change, or why nothing is to be said."""
-    apply: Callable[[View, Draft], None]
+    apply: Callable[[ScriptValues, Draft], None]
     kind: Outcome = Outcome.MAPPED
 
     def matches(self, key: str) -> bool:
@@ -124,7 +124,7 @@ def same(theirs: str, ours: str, about: str = "", convert: Convert = lambda valu
     """One key becomes one of ours. verl's default is written out where ours is another. ``idle`` says why a value that
     ``convert`` skips needs no key."""
 
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         value = convert(view[theirs])
         if value is SKIP:
             draft.pass_over(view, theirs, idle or "it is switched off")
@@ -137,7 +137,7 @@ def same(theirs: str, ours: str, about: str = "", convert: Convert = lambda valu
 def no_need(why: str, *theirs: str, unless: Callable[[Any], str] = lambda value: "") -> Rule:
     """Keys that need not be said here. ``unless`` gives a reason why a value does need it, and has no place."""
 
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         for key in list(view.given):
             if rule.matches(key):
                 reason = unless(view.given[key])
@@ -150,7 +150,7 @@ def no_need(why: str, *theirs: str, unless: Callable[[Any], str] = lambda value:
 def missing(why: str, *theirs: str) -> Rule:
     """Keys that have no place here."""
 
-    def apply(view: View, draft: Draft) -> None:
+    def apply(view: ScriptValues, draft: Draft) -> None:
         for key in list(view.given):
             if rule.matches(key):
                 draft.find(key, Outcome.NOT_MAPPED, why)
@@ -169,7 +169,7 @@ def unless_set(value: Any) -> str:
     return "" if value in (None, False, 0, -1, "", [], "null", "disabled") else f"{value!r} has no place here"
 
 
-def run_rules(rules: tuple[Rule, ...], view: View) -> Draft:
+def run_rules(rules: tuple[Rule, ...], view: ScriptValues) -> Draft:
     """Apply every rule. Every key of the script is found in the result once."""
     draft = Draft()
     for key, reason in view.unknown.items():

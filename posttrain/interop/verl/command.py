@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from posttrain.config.presets import resolve
-from posttrain.config.verl.rules import Finding, Outcome
+from posttrain.config.verl.rules import KeyFinding, Outcome
 from posttrain.core.errors import ConfigError
 from posttrain.core.files import write_text
 from posttrain.core.text import redacted
@@ -25,7 +25,7 @@ _SECTIONS = (
     "rollout",
     "val", "reward", "reward.overlong", "reward.model", "sandbox", "cluster", "checkpoint",
 )  # fmt: skip
-"""In this order; keys of others come after them."""
+"""Sections in the order in which they are written; keys of others come after them."""
 
 
 def run(
@@ -93,7 +93,7 @@ def preset_text(converted: Converted, name: str = "THIS_FILE") -> str:
             key = f"{section}.{name}"
             lines.append(f"{name} = {_inline(draft.values[key])}  # {draft.comments[key]}")
     lines += ["", *_commented("Not mapped", (f for f in converted.findings if f.outcome is Outcome.NOT_MAPPED))]
-    lines += _commented("To look at", [Finding("", Outcome.NOT_MAPPED, note) for note in converted.notes])
+    lines += _commented("To look at", [KeyFinding("", Outcome.NOT_MAPPED, note) for note in converted.notes])
     return redacted("\n".join(lines).rstrip() + "\n")
 
 
@@ -133,7 +133,7 @@ def as_json(converted: Converted) -> str:
     )
 
 
-def _commented(title: str, findings: Iterable[Finding]) -> list[str]:
+def _commented(title: str, findings: Iterable[KeyFinding]) -> list[str]:
     lines = [f"#   {f.key + ': ' if f.key else ''}{' '.join(f.detail.split())}" for f in findings]
     return [f"# {title}:", *lines] if lines else []
 

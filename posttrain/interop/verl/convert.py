@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from posttrain.config.verl.keys_rl import RL
 from posttrain.config.verl.keys_sft import SFT, SFT_ENGINE
-from posttrain.config.verl.rules import Draft, Finding, Outcome, Rule, View, run_rules
+from posttrain.config.verl.rules import Draft, KeyFinding, Outcome, Rule, ScriptValues, run_rules
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.interop.verl import defaults
 from posttrain.interop.verl.hydra import Override, flat, parse_value, read_overrides
@@ -23,9 +23,9 @@ class Converted:
     name: str
     command: Literal["sft", "rl"]
     module: str
-    """Of verl."""
+    """Module of verl."""
     draft: Draft
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[KeyFinding] = field(default_factory=list)
     """One for each key of the script, in its order and by its names."""
     notes: list[str] = field(default_factory=list)
 
@@ -65,7 +65,7 @@ def convert(
     layer, more = _config_file(overrides.config_path, overrides.config_name, [root, *script.resolve().parents])
     notes += more
     given = [*_launcher(launch)] * (command == "sft") + list(overrides.given)
-    view = View(
+    view = ScriptValues(
         {**layer, **{defaults.canonical(o.key): o.value for o in given if not o.problem}},
         known,
         {defaults.canonical(o.key): o.problem for o in given if o.problem},
@@ -74,7 +74,7 @@ def convert(
     for key in view.unknown:
         view.given.pop(key, None)
     draft = run_rules(rules, view)
-    findings = [Finding(o.key, *_of(draft, o.key)) for o in given]
+    findings = [KeyFinding(o.key, *_of(draft, o.key)) for o in given]
     converted = Converted(script.name, command, launch.module, draft, findings, notes + draft.notes)
     _look_into_tools(converted, [root, *script.resolve().parents])
     return converted

@@ -136,7 +136,7 @@ SFT: dict[str, Any] = {
     "trainer.save_freq": -1,
     "trainer.test_freq": -1,
 }
-"""Of ``verl.trainer.fsdp_sft_trainer``."""
+"""Defaults of ``verl.trainer.fsdp_sft_trainer``."""
 
 SFT_ENGINE: dict[str, Any] = {
     **{key: value for key, value in SFT.items() if key not in ("optim.lr_scheduler", "optim.lr_warmup_steps_ratio")},
@@ -147,7 +147,7 @@ SFT_ENGINE: dict[str, Any] = {
     "optim.lr_warmup_steps_ratio": 0.0,
     "optim.lr_scheduler_type": "constant",
 }
-"""Of ``verl.trainer.sft_trainer``, with its FSDP engine."""
+"""Defaults of ``verl.trainer.sft_trainer``, with its FSDP engine."""
 
 ALIASES: dict[str, str] = {
     "reward_model.overlong_buffer.": "overlong.",

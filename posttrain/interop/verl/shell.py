@@ -65,9 +65,9 @@ class _Reader:
     def __init__(self, shell: Shell) -> None:
         self.shell, self.script = shell, Script()
         self.depth = 0
-        """Of blocks whose commands may run any number of times."""
+        """Depth of blocks whose commands may run any number of times."""
         self.function = 0
-        """Of braces of a function; its commands are not run where they stand."""
+        """Depth of braces of a function; its commands are not run where they stand."""
         self._defines = False
         """A function's name was the last command: its body comes."""
 
@@ -88,7 +88,7 @@ class _Reader:
             self._run(command, words, certain=self.depth <= 0 and command.before not in ("&&", "||"))
 
     def _skip_function(self, command: Command, words: list[str | Array]) -> bool:
-        """Whether the command belongs to the definition of a function."""
+        """Return whether the command belongs to the definition of a function."""
         if self.function:
             self.function += sum(word == "{" for word in words) - sum(word == "}" for word in words[:1])
             return True

@@ -273,7 +273,7 @@ class Arith(WordProblems):
         return self._conversation(row, worked, answer, reward=float(answer == self.gold(row)))
 
     def is_hasty(self, row: RawRow, split: str) -> bool:
-        """Whether this row's conversation stops a step early; the same for the same question."""
+        """Return whether this row's conversation stops a step early; the same for the same question."""
         return split == "train" and random.Random(f"hasty-{row['question']}").random() < self.hasty_share
 
     def available(self, source: str | None) -> Sequence[str]:

@@ -244,7 +244,7 @@ class FileSet(Dataset):
         self._files: dict[str | None, dict[str, list[Path]]] = {}
         self._skipped: Counter[str] = Counter()
         self._numbers = array("q")
-        """Of each row that was given: its number in its file."""
+        """Number in its file of each row that was given."""
         self._begun: list[tuple[int, Path]] = []
         """Where among the rows each file begins."""
 
@@ -269,7 +269,7 @@ class FileSet(Dataset):
         return itertools.islice(self._kept(files, split), n)
 
     def belongs(self, row: RawRow, split: str) -> bool:
-        """Whether a row is of this split, where one file holds several."""
+        """Return whether a row is of this split, where one file holds several."""
         return True
 
     def skip(self, row: RawRow) -> str | None:

@@ -83,7 +83,7 @@ class MathProblems(FileSet):
     kept_columns: ClassVar[Sequence[str]] = ("level", "type", "subject", "difficulty", "topic", "unique_id", "url")
     """Go into ``extra_info`` under their own names."""
     whole_numbers: ClassVar[bool] = False
-    """Whether every answer of the set is a whole number."""
+    """True where every answer of the set is a whole number."""
 
     def problem(self, row: RawRow) -> str:
         """The problem. Raises ``DataError`` if there is none."""

@@ -141,7 +141,8 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
 
 
 def _fits(file: Path, pattern: str) -> bool:
-    """Whether the end of the file's path matches: as many folders as the pattern has, and the name without format."""
+    """Return whether the end of the file's path matches: as many folders as the pattern has, and the name without
+    format."""
     parts = (*file.absolute().parts[:-1], _stem(file))
     wanted = [part.split("/") for part in pattern.split("|")]
     return any(len(w) <= len(parts) and all(map(fnmatchcase, parts[-len(w) :], w)) for w in wanted)
@@ -239,7 +240,7 @@ def _contained(value: Any) -> list[Any]:
 
 
 def _has_surrogate(text: str) -> bool:
-    """Whether a JSON text may hold half a surrogate pair: only an escape can smuggle one in."""
+    """Return whether a JSON text may hold half a surrogate pair: only an escape can smuggle one in."""
     return "\\ud" in text or "\\uD" in text
 
 

@@ -75,8 +75,8 @@ class BlockFormat(ToolParser):
     """Where a block may begin."""
     think: tuple[str, str] = ("<think>", "</think>")
     call_ends_thoughts: bool = True
-    """Whether a call ends thoughts that no ``</think>`` ends. Qwen, GLM, Kimi and Mistral models sometimes go over to a
-    call without it, and the engines' parsers for them count that call; those for DeepSeek do not."""
+    """True where a call ends thoughts that no ``</think>`` ends. Qwen, GLM, Kimi and Mistral models sometimes go over
+    to a call without it, and the engines' parsers for them count that call; those for DeepSeek do not."""
 
     @abstractmethod
     def block(self, text: str, start: int, tools: Sequence[ToolSchema] | None) -> tuple[list[ParsedCall], int]:

@@ -165,7 +165,7 @@ def responses(folder: Path) -> Path:
 @pytest.mark.parametrize("state", ["full", "read-only"])
 def test_commands_that_meet_a_disk_they_cannot_write_to(state: str, tmp_path: Path) -> None:
     file, run = responses(tmp_path), write_run(tmp_path / "runs", "a", [[[episode(1, 1.0), episode(2, 0.0)]]])
-    verl = REPO / "tests" / "unit" / "verl_scripts"
+    verl = REPO / "tests" / "unit" / "interop" / "verl" / "verl_scripts"
     script = next(verl.rglob("*.sh"))
     with small_disk(tmp_path, "64k") as disk:
         writes = {
@@ -227,7 +227,7 @@ def test_a_signal_ends_any_command_with_a_message_and_leaves_nothing(number: sig
     plugin = tmp_path / "slow.py"
     plugin.write_text(
         "import os, sys, time\n"
-        "from posttrain.data import card\n"
+        "from posttrain.prep import card\n"
         "def wait(*_):\n"
         f"    os.kill(os.getpid(), {int(number)})\n"
         "    time.sleep(60)\n"

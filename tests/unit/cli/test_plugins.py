@@ -341,7 +341,7 @@ def test_a_tool_that_breaks_its_contract_fails_its_episode_only(does: dict[str, 
 @pytest.mark.parametrize(
     ("result", "text"),
     [
-        (SystemExit(2), "error: careless failed: SystemExit: it called sys.exit(2) (test_usercode.py, line "),
+        (SystemExit(2), "error: careless failed: SystemExit: it called sys.exit(2) (test_plugins.py, line "),
         ("text", "error: careless failed: careless: call returned str, not ToolResult ("),
     ],
 )

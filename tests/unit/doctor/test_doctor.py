@@ -16,7 +16,7 @@ import tomli
 from packaging.requirements import Requirement
 
 from posttrain.doctor import machine, services, software
-from posttrain.doctor.base import Check, Finding, run_checks, worst
+from posttrain.doctor.base import Check, CheckResult, run_checks, worst
 from posttrain.engines.start import ENGINES
 from posttrain.sandbox.syscalls import SyscallFilter
 
@@ -104,28 +104,28 @@ def test_nobody_at_the_address() -> None:
 
 
 def test_a_check_that_hangs_or_dies_holds_up_no_other() -> None:
-    def hang() -> list[Finding]:
+    def hang() -> list[CheckResult]:
         time.sleep(60)
         return []
 
-    def die() -> list[Finding]:
+    def die() -> list[CheckResult]:
         os._exit(3)
 
-    def wrong() -> list[Finding]:
+    def wrong() -> list[CheckResult]:
         raise OSError("no such thing")
 
-    def well() -> list[Finding]:
-        return [Finding("well", "ok", "yes")]
+    def well() -> list[CheckResult]:
+        return [CheckResult("well", "ok", "yes")]
 
     begin = time.monotonic()
     asked = [Check(f.__name__, f, 1.0, "look there") for f in (hang, die, wrong, well)]
     found = [finding for findings in run_checks(asked) for finding in findings]
     assert time.monotonic() - begin < 10
     assert found == [
-        Finding("hang", "fail", "no answer within 1 s", "look there"),
-        Finding("die", "fail", "the check died (exit code 3)", "look there"),
-        Finding("wrong", "fail", "OSError: no such thing", "look there"),
-        Finding("well", "ok", "yes"),
+        CheckResult("hang", "fail", "no answer within 1 s", "look there"),
+        CheckResult("die", "fail", "the check died (exit code 3)", "look there"),
+        CheckResult("wrong", "fail", "OSError: no such thing", "look there"),
+        CheckResult("well", "ok", "yes"),
     ]
     assert worst(found) == "fail"
     assert worst([]) == "ok"
@@ -163,7 +163,7 @@ Legend:
 
 
 def test_links_between_gpus() -> None:
-    assert machine.links(NVLINK) == [Finding("gpu links", "ok", "NVLink between all (NV18)")]
+    assert machine.links(NVLINK) == [CheckResult("gpu links", "ok", "NVLink between all (NV18)")]
     (found,) = machine.links(NVLINK.replace("NV18", "SYS"))
     assert (found.status, found.detail) == ("warn", "not all by NVLink: SYS")
     assert machine.links("")[0].status == "warn"

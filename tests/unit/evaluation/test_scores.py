@@ -31,7 +31,7 @@ from posttrain.core.statistics import (
 from posttrain.evaluation import command
 from posttrain.evaluation.command import PAGER, evaluate, run, run_comparison, run_name, sample
 from posttrain.evaluation.compare import compare, match
-from posttrain.evaluation.grading import Problem
+from posttrain.evaluation.grading import GradedProblem
 from posttrain.rewards.grade import GradeItem, GraderPool
 
 GSM = "openai/gsm8k"
@@ -222,9 +222,9 @@ def test_a_grader_without_answers_has_no_majority(tmp_path: Path, capsys: pytest
 # ---------------------------------------------------------------------- two files
 
 
-def problem(number: int, right: str, key: str = "", truth: str = "4", index: str | None = None) -> Problem:
+def problem(number: int, right: str, key: str = "", truth: str = "4", index: str | None = None) -> GradedProblem:
     verdicts = tuple(r == "1" for r in right)
-    return Problem(
+    return GradedProblem(
         number, GSM, None, len(right), verdicts, (None,) * len(right), 0, 0, 0, index, key or f"p{number}", truth
     )
 

@@ -127,7 +127,7 @@ def question(cfg, model="7b", gpu="h200", gpus=1, mean=None):
 
 def told(asked):
     """The problems of a question, with settings that were tried."""
-    return problems(Plan(asked), plan.replans(asked, plan.Asked(), plan.Known(steps=asked.steps)))
+    return problems(Plan(asked), plan.replans(asked, plan.PlanOptions(), plan.Known(steps=asked.steps)))
 
 
 def test_what_does_not_fit_is_told_with_settings_that_do():
@@ -207,7 +207,7 @@ def test_a_budget_that_cannot_be_met_is_refused(monkeypatch):
 
     def refused(cfg, model="7b"):
         asked = question(cfg, model)
-        return impossible(Plan(asked), plan.replans(asked, plan.Asked(), plan.Known(steps=asked.steps)))
+        return impossible(Plan(asked), plan.replans(asked, plan.PlanOptions(), plan.Known(steps=asked.steps)))
 
     problem = refused(cfg)
     assert problem is not None

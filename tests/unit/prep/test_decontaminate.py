@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.prep.decontaminate import NGRAM, Asked, EvalSet, asked, words
+from posttrain.prep.decontaminate import NGRAM, EvalSet, PromptText, asked, words
 
 LONG = "A train leaves the station at nine and travels sixty miles each hour until it stops at noon"
 
 
-def plain(text: str) -> Asked:
-    return Asked(words(text), " ".join(words(text)))
+def plain(text: str) -> PromptText:
+    return PromptText(words(text), " ".join(words(text)))
 
 
 def overlaps(train: list[str], test: list[str]) -> list[tuple[int, int]]:
