@@ -17,7 +17,7 @@ from posttrain.models.load import ModelSource
 from posttrain.plan import command as plan
 from posttrain.runs.preflight import check_profile
 from posttrain.runs.recording import open_tracker, recorded
-from posttrain.runs.run import RunPlace, StopSignal
+from posttrain.runs.run import RunTarget, StopSignal
 from posttrain.runs.training_run import Loop, TrainingRun, train
 from posttrain.tracking.tracker import Tracker
 
@@ -56,11 +56,11 @@ def run(resolved: Resolved, prepare: Prepare) -> Path:
     """
     cfg = resolved.config
     load_plugins(cfg.plugins)
-    place = RunPlace.find(resolved)
+    target = RunTarget.find(resolved)
     job = prepare(resolved)
     check_profile(cfg, job.steps)
-    place.check_steps(job.steps)
-    folder = place.open()
+    target.check_steps(job.steps)
+    folder = target.open()
     with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, job.steps) as tracker:
         for note in job.notes():
             tracker.note(note)

@@ -58,7 +58,7 @@ Ctrl-C."""
 
 @dataclass(frozen=True)
 class RunDir:
-    """An open run folder. Make one with ``RunPlace.open``; end it with ``finish``."""
+    """An open run folder. Make one with ``RunTarget.open``; end it with ``finish``."""
 
     path: Path
     resumed: bool
@@ -106,8 +106,8 @@ class RunDir:
 
 
 @dataclass(frozen=True)
-class RunPlace:
-    """Where a run's folder is to be. Make one with ``RunPlace.find`` before anything costly, and ``open`` it after."""
+class RunTarget:
+    """The folder that a run will have. ``RunTarget.find`` checks it before anything costly, and ``open`` creates it."""
 
     path: Path
     resolved: Resolved
@@ -115,8 +115,8 @@ class RunPlace:
     """The checkpoint that `run.resume` names"""
 
     @classmethod
-    def find(cls, resolved: Resolved) -> RunPlace:
-        """Return the place of a run that may be opened. Nothing is written.
+    def find(cls, resolved: Resolved) -> RunTarget:
+        """Return the target of a run that may be opened. Nothing is written.
 
         Raises:
             ConfigError: the folder exists and is finished, in use, of another config, or not a run; or `run.resume`
@@ -126,9 +126,9 @@ class RunPlace:
         run = resolved.config.run
         if not run.name:
             raise ConfigError("run.name = '' is not a folder name", hint="give one with --name NAME")
-        place = cls(Path(run.dir) / run.name, resolved, find_start(run.resume))
-        place._look()
-        return place
+        target = cls(Path(run.dir) / run.name, resolved, find_start(run.resume))
+        target._look()
+        return target
 
     def check_steps(self, total_steps: int) -> None:
         """Raise ``ConfigError`` where a run of so many steps would end before those that it goes on from."""

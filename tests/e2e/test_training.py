@@ -32,7 +32,7 @@ from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model
 from posttrain.models.weights import fill
 from posttrain.rl import command as rl
-from posttrain.runs.run import RunPlace, StopSignal
+from posttrain.runs.run import RunTarget, StopSignal
 from posttrain.runs.training_run import TrainingRun
 from posttrain.sft import command as sft
 from posttrain.tracking import Tracker
@@ -277,7 +277,7 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(alone, st
     batch = sft_batch()
     broken = replace(batch, loss_weights=torch.full_like(batch.loss_weights, torch.inf))
     resolved = resolve("sft", flags={"run.dir": str(tmp_path), "run.name": "r", "train.max_skipped_steps": 2})
-    folder = RunPlace.find(resolved).open()
+    folder = RunTarget.find(resolved).open()
     with Tracker(folder.path, "r", 9, ["console"]) as tracker:
         run = TrainingRun(resolved.config, folder, SOURCE, tracker, StopSignal(), total_steps=9)
 

@@ -16,7 +16,7 @@ from posttrain.rl import command as rl
 from posttrain.rl.replay import replayed_steps
 from posttrain.rollout.files import Traces, fingerprint, write_traces
 from posttrain.runs.preflight import check_machine, check_supported
-from posttrain.runs.run import RunPlace
+from posttrain.runs.run import RunTarget
 from tests.helpers.recorded import trajectory
 
 TOKENIZER = fingerprint(builtin_tokenizer("tiny"))
@@ -85,7 +85,7 @@ def test_a_run_does_not_replace_the_traces_that_it_reads(
     tmp_path: Path, folder: Path, overwrite: str, message: str
 ) -> None:
     flags = {"run.dir": str(tmp_path / "runs"), "run.name": "r", "run.overwrite": overwrite == "true"}
-    run = RunPlace.find(resolve("rl", "tiny-arith", flags=flags)).open()
+    run = RunTarget.find(resolve("rl", "tiny-arith", flags=flags)).open()
     run.finish("failed")
     own = folder.rename(run.path / "traces")
     with pytest.raises(ConfigError, match=message):

@@ -23,7 +23,7 @@ from posttrain.models.load import ModelSource
 from posttrain.runs.checkpoints import check_disk_space
 from posttrain.runs.early_stop import EarlyStop
 from posttrain.runs.recording import open_tracker
-from posttrain.runs.run import RunPlace, StopSignal
+from posttrain.runs.run import RunTarget, StopSignal
 from posttrain.runs.speed import update_speed
 from posttrain.runs.training_run import TrainingRun, train
 from posttrain.train import checkpoint
@@ -84,7 +84,7 @@ def test_early_stop() -> None:
 def bare_run(tmp_path: Path, *sets: str) -> TrainingRun:
     """A run without workers."""
     resolved = resolve("sft", "tiny-multiturn", [f'run.dir="{tmp_path}"', "run.logger=[]", *sets], {"run.name": "r"})
-    folder = RunPlace.find(resolved).open()
+    folder = RunTarget.find(resolved).open()
     source, tracker = ModelSource("builtin:tiny"), open_tracker(resolved.config, folder, 9)
     return TrainingRun(resolved.config, folder, source, tracker, StopSignal(), 9)
 
