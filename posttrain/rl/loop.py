@@ -18,7 +18,7 @@ from posttrain.runs.training_run import TrainingRun
 from posttrain.tracking.examine import examine
 
 
-class Batch(NamedTuple):
+class RolloutBatch(NamedTuple):
     """The rollouts of a step."""
 
     groups: Groups
@@ -61,7 +61,7 @@ class Rollouts(Protocol):
         """Return the position in the data, as JSON."""
         ...
 
-    async def next_batch(self, step: int) -> Batch | None:
+    async def next_batch(self, step: int) -> RolloutBatch | None:
         """Return the rollouts of a step, or None if the user asks to stop first."""
         ...
 

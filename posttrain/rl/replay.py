@@ -24,7 +24,7 @@ from posttrain.models.load import load_config
 from posttrain.plan.command import Known
 from posttrain.rl.batch import Groups, usable
 from posttrain.rl.learner import Learner
-from posttrain.rl.loop import Batch, train
+from posttrain.rl.loop import RolloutBatch, train
 from posttrain.rl.metrics import episode_metrics
 from posttrain.rollout.files import Traces, fingerprint
 from posttrain.runs.preflight import check_algo, check_machine, check_supported, open_model
@@ -105,16 +105,16 @@ class RecordedRollouts:
         if state is not None and state["recorded_steps"] != count:
             raise DataError(
                 f"the checkpoint was made with {state['recorded_steps']} recorded steps; now there are {count}",
-                hint="put the trace files back, or start again with --overwrite",
+                hint="put the rollout files back, or start again with --overwrite",
             )
 
     def state(self) -> dict[str, Any]:
         return {"recorded_steps": len(self.files.steps)}
 
-    async def next_batch(self, step: int) -> Batch:
+    async def next_batch(self, step: int) -> RolloutBatch:
         with self.run.tracker.phase("read"):
             groups = self.files.read(self.files.steps[(step - 1) % len(self.files.steps)])
-        return Batch(groups, episode_metrics(groups))
+        return RolloutBatch(groups, episode_metrics(groups))
 
     async def trained(self, step: int, groups: Groups) -> None:
         """The files keep what their own run was trained with."""

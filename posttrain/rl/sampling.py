@@ -22,7 +22,7 @@ from posttrain.rewards.grade import GraderPool
 from posttrain.rewards.judge import Judge
 from posttrain.rl.batch import Groups, usable
 from posttrain.rl.learner import Learner
-from posttrain.rl.loop import Batch, show
+from posttrain.rl.loop import RolloutBatch, show
 from posttrain.rl.metrics import failures, rollout_metrics, spread, validation_failure, validation_metrics
 from posttrain.rollout.batches import TrainingBatches
 from posttrain.rollout.files import fingerprint
@@ -132,7 +132,7 @@ class SampledRollouts:
     def state(self) -> dict[str, Any]:
         return self.batches.state()
 
-    async def next_batch(self, step: int) -> Batch | None:
+    async def next_batch(self, step: int) -> RolloutBatch | None:
         """Return the rollouts of a step, and begin to write them. Raises ``RunError``."""
         run, tracker = self.run, self.run.tracker
         with tracker.phase("gen"):
@@ -145,7 +145,7 @@ class SampledRollouts:
             greedy = ADVANTAGES[run.cfg.algo.advantage].greedy
             baselines = await greedy_rewards(self.source, groups) if greedy else None
         await self.writer.write(step, groups, temperature=run.cfg.rollout.temperature)
-        return Batch(groups, metrics, baselines)
+        return RolloutBatch(groups, metrics, baselines)
 
     async def trained(self, step: int, groups: Groups) -> None:
         await self.writer.write_advantages(step, groups)
