@@ -1,4 +1,4 @@
-"""What `sft` and `rl` share, where it needs no workers."""
+"""A run without workers: its restarts, its early stop, its checkpoints, and weights that are not finite."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ def stopped_at(losses: list[float], patience: int | None, min_delta: float = 0.0
     return None
 
 
-def test_early_stop() -> None:
+def test_early_stop_waits_for_patience_and_min_delta() -> None:
     losses = [3.0, 2.0, 2.5, 1.9, 1.9, 1.95, 1.0]
     assert stopped_at(losses, 1) == 3
     assert stopped_at(losses, 2) == 6
@@ -89,7 +89,7 @@ def bare_run(tmp_path: Path, *sets: str) -> TrainingRun:
     return TrainingRun(resolved.config, folder, source, tracker, StopSignal(), 9)
 
 
-def test_a_run_starts_again_as_often_as_it_may(tmp_path: Path) -> None:
+def test_restarts_after_worker_failures_up_to_the_limit(tmp_path: Path) -> None:
     attempts: list[TrainingRun] = []
 
     async def loop(run: TrainingRun) -> None:
@@ -111,7 +111,7 @@ def test_a_run_starts_again_as_often_as_it_may(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RunError("the weights differ"), ValueError("a bug")])
-def test_what_would_happen_again_ends_a_run(tmp_path: Path, error: Exception) -> None:
+def test_does_not_restart_after_other_errors(tmp_path: Path, error: Exception) -> None:
     attempts: list[int] = []
 
     async def loop(run: TrainingRun) -> None:
@@ -123,7 +123,7 @@ def test_what_would_happen_again_ends_a_run(tmp_path: Path, error: Exception) ->
     assert attempts == [1]
 
 
-async def test_work_is_left_when_somebody_asks_to_stop(tmp_path: Path) -> None:
+async def test_cancels_work_when_the_user_asks_to_stop(tmp_path: Path) -> None:
     run = bare_run(tmp_path)
     cancelled: list[bool] = []
 
@@ -176,7 +176,7 @@ def group() -> Iterator[LocalGroup]:
     dist.destroy_process_group()
 
 
-async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: LocalGroup) -> None:
+async def test_weights_that_are_not_finite_are_not_saved_sent_or_loaded(tmp_path: Path, group: LocalGroup) -> None:
     """Neither into a checkpoint nor to samplers, nor out of a checkpoint into a run; the sound one stays."""
     run, models = bare_run(tmp_path), {"actor": group}
     checkpoints, batch = run.folder.checkpoints, canary_batch([[1, 2, 3, 4]])
@@ -227,7 +227,7 @@ async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: Loc
     assert checkpoint.find(checkpoints).step == 1
 
 
-def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> None:
+def test_rejects_full_disk_before_the_first_step(tmp_path: Path) -> None:
     run = bare_run(tmp_path)
     group = TrainerGroup("actor", [None], 1.0, 1, facts={"checkpoint_bytes": 10**6, "parameters": 10**5})
     assert check_disk_space(run.cfg, run.folder.checkpoints, {"actor": group}) is None
