@@ -219,7 +219,7 @@ def run_preference(preset: Preset | None = None, **options: Unpack[PreferenceOpt
 def run_rl(preset: Preset | None = None, **options: Unpack[RlOptions]) -> TrainingResult:
     """Train with reinforcement learning, as `posttrain rl` does. Arguments and errors are those of ``run_sft``, options
     those of ``RlOptions``."""
-    from posttrain.rl import loop as rl
+    from posttrain.rl import command as rl
 
     return _train("rl", rl.run, preset, options, RlOptions)
 

@@ -26,7 +26,7 @@ from posttrain.evaluation.command import evaluate
 from posttrain.generation import command as generate
 from posttrain.models.export import check_replaceable
 from posttrain.prep import command as prep
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.sft import command as sft
 from posttrain.tracking.report.background import FILE
 

@@ -247,7 +247,7 @@ def _import_everything() -> None:
     import posttrain.merge_ckpt
     import posttrain.preference.command
     import posttrain.prep.command
-    import posttrain.rl.loop
+    import posttrain.rl.command
     import posttrain.sft.command  # noqa: F401
 
     torch.set_num_threads(1)

@@ -39,7 +39,7 @@ def make_model(tokenizer: Path, folder: Path) -> None:
 def run_stage(command: Command, preset: str, sets: list[str], flags: dict[str, Any]) -> list[dict[str, float]]:
     """Run a training command; its metrics, a dict a step."""
     from posttrain.config.presets import resolve
-    from posttrain.rl import loop as rl
+    from posttrain.rl import command as rl
     from posttrain.sft import command as sft
 
     module = {"sft": sft, "rl": rl}[command]

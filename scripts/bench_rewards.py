@@ -87,7 +87,7 @@ def check_reward_model(folder: Path, parameters: int) -> list[tuple[str, str]]:
 
 def run_rl(out: Path, name: str, *sets: str) -> list[dict[str, float]]:
     from posttrain.config.presets import resolve
-    from posttrain.rl import loop as rl
+    from posttrain.rl import command as rl
 
     always = [
         "train.optim.lr=1e-5",

@@ -101,7 +101,7 @@ def install(killer: Killer) -> None:
     from posttrain.cluster.samplers import RemoteSampler
     from posttrain.cluster.trainers import TrainerGroup
     from posttrain.rollout.batches import TrainingBatches
-    from posttrain.runs.saving import Saves
+    from posttrain.runs.checkpoints import RunCheckpoints
     from posttrain.train import checkpoint
     from posttrain.weight_sync.publish import WeightSync
 
@@ -119,7 +119,7 @@ def install(killer: Killer) -> None:
     for owner, name, moment in (
         (TrainerGroup, "update", "step"),
         (TrainingBatches, "next", "gen"),
-        (Saves, "begin", "save"),
+        (RunCheckpoints, "begin", "save"),
         (WeightSync, "publish", "sync"),
     ):
         watch(owner, name, moment)

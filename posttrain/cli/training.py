@@ -47,7 +47,7 @@ def prefer(settings: Settings, dry_run: DryRunOption = False) -> None:
 def rl(settings: Settings, dry_run: DryRunOption = False) -> None:
     """Train with reinforcement learning on multi-turn episodes."""
     resolved = settings.resolve("rl")
-    from posttrain.rl import loop as rl
+    from posttrain.rl import command as rl
 
     echo(rl.dry_run(resolved) if dry_run else rl.run(resolved))
 

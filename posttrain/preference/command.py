@@ -1,20 +1,22 @@
 """`posttrain prefer`: training on pairs of answers, a policy (DPO) or a reward model.
 
-In each step the driver asks the workers for one number a sequence, the log-probability of an answer or the score of a
-conversation. It takes the loss of the pairs and its derivative by each number (``algos.preference``), and gives these
-to an ordinary update as loss weights. The gradient is that of the loss of the pairs, however workers and micro-batches
-divide them, at the price of a forward pass.
+In each step the workers compute one number for each sequence, the log-probability of an answer or the score of a
+conversation. The driver computes the loss of the pairs and its derivative with respect to each number
+(``algos.preference``), and passes these to an ordinary update as loss weights. The gradient is then that of the pair
+loss, however workers and micro-batches divide the pairs, at the cost of one forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from posttrain import launch
 from posttrain.algos.preference import PairResult, bradley_terry, dpo, pair_metrics, token_weights
 from posttrain.algos.segments import owners, totals
 from posttrain.cluster.cluster import Cluster
@@ -25,8 +27,10 @@ from posttrain.data.prefetch import Rendered
 from posttrain.data.samples import RenderPairs, preference_shards
 from posttrain.data.shards import Shards
 from posttrain.models.classifier import classifier_config
-from posttrain.runs.training import TrainingRun
-from posttrain.sft import loop as supervised
+from posttrain.runs.training_run import TrainingRun
+from posttrain.sft.job import prepare
+from posttrain.sft.objective import Objective, Samples
+from posttrain.sft.samples import conversation_renderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,20 +39,22 @@ if TYPE_CHECKING:
     from posttrain.models.load import ModelSource
 
 _VAL_BATCH = 128
-"""Pairs judged at once in a validation."""
+"""Pairs of one batch in a validation."""
 
 
 def run(resolved: Resolved) -> Path:
-    """Train as the config says; returns the run's folder. Raises as ``supervised.run`` does."""
-    return supervised.run(resolved, Pairs())
+    """Train as the config says; returns the run's folder. Raises as ``launch.run`` does."""
+    return launch.run(resolved, partial(prepare, objective=Pairs()))
 
 
 def dry_run(resolved: Resolved) -> str:
-    """The plan of a run that is not made; see ``supervised.dry_run``."""
-    return supervised.dry_run(resolved, Pairs())
+    """Return the plan of the run after all its checks; see ``launch.dry_run``."""
+    return launch.dry_run(resolved, partial(prepare, objective=Pairs()))
 
 
-class Pairs(supervised.Objective):
+class Pairs(Objective):
+    """Pairs of answers, of which one is preferred."""
+
     one, many = "pair", "pairs"
 
     def shards(self, paths: str | Sequence[str]) -> Shards:
@@ -56,19 +62,19 @@ class Pairs(supervised.Objective):
 
     def renderer(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> RenderPairs:
         end = tokenizer.eos_token_id if cfg.trains_reward_model else None
-        return RenderPairs(supervised.conversation_renderer(cfg, tokenizer), end)
+        return RenderPairs(conversation_renderer(cfg, tokenizer), end)
 
-    def pack(self, samples: supervised.Samples) -> PackedBatch:
+    def pack(self, samples: Samples) -> PackedBatch:
         return pack(samples)
 
-    async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> Judge:
+    async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> PairLearner:
         scores = run.cfg.trains_reward_model
         actor = await cluster.trainer("actor", run.source, total_steps=run.total_steps, values=scores)
         run.describe(actor)
         ref = None
         if not scores and run.cfg.train.lora.rank is None:
             ref = await cluster.trainer("reference", run.source, trainable=False)
-        return Judge(run, actor, ref, [pack(val[i : i + _VAL_BATCH]) for i in range(0, len(val), _VAL_BATCH)])
+        return PairLearner(run, actor, ref, [pack(val[i : i + _VAL_BATCH]) for i in range(0, len(val), _VAL_BATCH)])
 
     def check(self, cfg: Config, source: ModelSource) -> None:
         if cfg.trains_reward_model:
@@ -76,15 +82,15 @@ class Pairs(supervised.Objective):
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What became of a batch of P pairs."""
+class PairScores:
+    """The loss of a batch of P pairs, and the log-probabilities that it came from."""
 
     result: PairResult
     logps: Tensor | None
-    """[2P] log-probabilities of the answers, of a policy"""
+    """[2P] log-probabilities of the answers under the policy; None for a reward model"""
 
     def metrics(self, loss: str = "loss") -> dict[str, float]:
-        """Means over the pairs, the loss under that name."""
+        """Return means over the pairs, with the loss under the name ``loss``."""
         found = {loss: self.result.loss, **pair_metrics(self.result.chosen, self.result.rejected)}
         if self.logps is not None:
             chosen, rejected = self.logps.chunk(2)
@@ -93,9 +99,9 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """A ``Learner`` of pairs: the models of a run, and what they make of pairs. With LoRA the reference is the actor
-    without its adapter, and ``ref`` is None, as it is for a reward model."""
+class PairLearner:
+    """A ``SampleLearner`` of pairs. ``ref`` is None for a reward model, and with LoRA, where the actor without its
+    adapter is the reference."""
 
     run: TrainingRun
     actor: TrainerGroup
@@ -103,29 +109,29 @@ class Judge:
     val: Sequence[PackedBatch]
 
     async def weigh(self, batch: PackedBatch) -> dict[str, float]:
-        """Give a batch the slopes of its loss as weights; metrics of the pairs before the update."""
-        judged = await self.judge(batch)
-        batch.loss_weights = token_weights(judged.result.slopes, owners(batch.cu_seqlens), batch.loss_mask)
-        return judged.metrics("train/loss")
+        """Give a batch the derivative of its loss as weights; returns metrics of the pairs before the update."""
+        scores = await self.score(batch)
+        batch.loss_weights = token_weights(scores.result.slopes, owners(batch.cu_seqlens), batch.loss_mask)
+        return scores.metrics("train/loss")
 
     async def validate(self, done: Callable[[int], None]) -> dict[str, float]:
-        """Means over all pairs."""
+        """Return means over all pairs."""
         sums: dict[str, float] = {}
         for batch in self.val:
-            judged = await self.judge(batch)
-            _add(sums, judged.metrics(), batch.num_sequences // 2)
+            scores = await self.score(batch)
+            _add(sums, scores.metrics(), batch.num_sequences // 2)
             done(batch.num_sequences // 2)
         pairs = sum(batch.num_sequences // 2 for batch in self.val)
         return {name: value / pairs for name, value in sums.items()}
 
-    async def judge(self, batch: PackedBatch) -> Judged:
-        """The loss of a batch and its slopes. The reference's log-probabilities stay in the batch."""
+    async def score(self, batch: PackedBatch) -> PairScores:
+        """Return the loss of a batch and its derivative. The reference's log-probabilities stay in the batch."""
         cfg, tracker = self.run.cfg.prefer, self.run.tracker
         if cfg.method == "reward_model":
             with tracker.phase("values"):
                 scores = _per_sequence(await self.actor.values(batch), batch)  # one token of each carries loss
             smoothing, centering = cfg.label_smoothing, cfg.center_coef
-            return Judged(bradley_terry(scores, label_smoothing=smoothing, center_coef=centering), None)
+            return PairScores(bradley_terry(scores, label_smoothing=smoothing, center_coef=centering), None)
         with tracker.phase("log_prob"):
             logps = _per_sequence(await self.actor.logprobs(batch), batch)
         if batch.ref_logprobs is None:
@@ -143,7 +149,7 @@ class Judge:
             nll_coef=cfg.nll_coef,
             length_normalized=cfg.length_normalized,
         )
-        return Judged(result, logps)
+        return PairScores(result, logps)
 
 
 def _add(sums: dict[str, float], means: Mapping[str, float], count: int) -> None:
@@ -152,11 +158,11 @@ def _add(sums: dict[str, float], means: Mapping[str, float], count: int) -> None
 
 
 def _per_sequence(column: Tensor, batch: PackedBatch) -> Tensor:
-    """[B] float64: sums of a column [T], which is 0 where no loss is carried."""
+    """Return the sum over each sequence, [B] float64, of a column [T] that is 0 where no loss is carried."""
     return totals(column, owners(batch.cu_seqlens), batch.num_sequences)
 
 
-def pack(pairs: supervised.Samples) -> PackedBatch:
-    """P pairs as a batch of 2P sequences: all chosen ones, then the rejected ones in the same order."""
+def pack(pairs: Samples) -> PackedBatch:
+    """Pack P pairs as a batch of 2P sequences: all chosen ones, then the rejected ones in the same order."""
     both = [(p, slice(p.second)) for p in pairs] + [(p, slice(p.second, None)) for p in pairs]
     return PackedBatch.from_sequences([p.ids[part] for p, part in both], [p.mask[part] for p, part in both])

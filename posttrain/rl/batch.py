@@ -1,4 +1,4 @@
-"""From the trajectories of a step to batches with advantages and loss weights.
+"""Batches with advantages and loss weights, made from the trajectories of a step.
 
 The formulas are in ``posttrain.algos``. What depends on more than one token is computed here, for all trajectories of a
 step or of an update, and goes to the workers as columns; so no result depends on how these cut it into micro-batches.
@@ -33,8 +33,8 @@ Groups = Sequence[Sequence["Trajectory"]]
 
 
 def usable(groups: Groups) -> list[Trajectory]:
-    """The episodes that can be trained on, and whose rewards count in their groups. Raises ``RunError`` where there is
-    none."""
+    """Return the episodes that can be trained on, and whose rewards count in their groups. Raises ``RunError`` where
+    there is none."""
     kept = [t for group in groups for t in group if t.trainable]
     if not kept:
         errors = {t.error for group in groups for t in group if t.error}
@@ -43,14 +43,14 @@ def usable(groups: Groups) -> list[Trajectory]:
 
 
 def pack(kept: Sequence[Trajectory]) -> PackedBatch:
-    """The episodes side by side, with the engine's log-probabilities."""
+    """Pack the episodes into one batch, with the engine's log-probabilities."""
     batch = PackedBatch.from_sequences([t.tokens for t in kept], [t.loss_mask for t in kept])
     batch.rollout_logprobs = torch.cat([torch.from_numpy(t.logprobs) for t in kept])
     return batch
 
 
 def stale_tokens(kept: Sequence[Trajectory], version: int) -> Tensor:
-    """[T] true where other weights than those of ``version`` sampled the token (`rollout.partial_rollouts`)."""
+    """Return [T], true where other weights than those of ``version`` sampled the token (`rollout.partial_rollouts`)."""
     versions = torch.from_numpy(np.concatenate([t.weight_version for t in kept]))
     return (versions >= 0) & (versions != version)
 
@@ -108,7 +108,7 @@ def fill_advantages(
 
 
 def keep_advantages(batch: PackedBatch, kept: Sequence[Trajectory]) -> None:
-    """Give each episode the advantages of its tokens, for those who look at it later."""
+    """Give each episode the advantages of its tokens, for the rollout files."""
     assert batch.advantages is not None
     parts = batch.advantages.float().split([len(t.tokens) for t in kept])
     for trajectory, part in zip(kept, parts, strict=True):
@@ -116,16 +116,16 @@ def keep_advantages(batch: PackedBatch, kept: Sequence[Trajectory]) -> None:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one; 0 where all returns are
-    equal."""
+    """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one, and 0 where all
+    returns are equal."""
     spread_of_returns = float(returns.double().var(correction=0))
     left = float((returns.double() - values.double()).var(correction=0))
     return 1.0 - left / spread_of_returns if spread_of_returns > 0.0 else 0.0
 
 
 def minibatches(batch: PackedBatch, kept: Sequence[Trajectory], cfg: Config) -> list[PackedBatch]:
-    """The batches of a step's optimizer updates, with their loss weights. Groups stay whole, and each update has a loss
-    of its own."""
+    """Return the batches of a step's optimizer updates, with their loss weights. Groups stay whole, and each update has
+    a loss of its own."""
     if cfg.algo.updates_per_step == 1:
         return [_weighted(batch, cfg)]
     rows = list(dict.fromkeys(t.prompt.index for t in kept))
@@ -144,7 +144,7 @@ def _weighted(batch: PackedBatch, cfg: Config) -> PackedBatch:
 
 
 def for_critic(part: PackedBatch) -> PackedBatch:
-    """The batch of the critic's update: every token has the same say in it."""
+    """Return the batch of the critic's update, in which every token has the same weight."""
     return replace(part, loss_weights=token_weights(part.loss_mask, part.cu_seqlens, "token-mean"))
 
 

@@ -1,4 +1,4 @@
-"""The models of an `rl` run, and what a step does with its trajectories."""
+"""The models of an `rl` run, and the updates that they take on the trajectories of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from posttrain.rl.batch import (
 )
 from posttrain.rl.metrics import critic_metrics, update_metrics
 from posttrain.runs.preflight import find_model
-from posttrain.runs.training import TrainingRun, update_speed
+from posttrain.runs.speed import update_speed
+from posttrain.runs.training_run import TrainingRun
 from posttrain.train.spec import LossSpec
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Learner:
-    """Which models there are depends on `algo`. With LoRA the reference is the actor without its adapter, and ``ref``
-    is None."""
+    """The models that the algorithm needs, and their updates. With LoRA the reference is the actor without its adapter,
+    and ``ref`` is None."""
 
     run: TrainingRun
     actor: TrainerGroup
@@ -49,7 +50,7 @@ class Learner:
     ref: TrainerGroup | None
     teacher: TrainerGroup | None
     kl: FixedKl | AdaptiveKl
-    """Coefficient of a KL in the reward."""
+    """Coefficient of the KL penalty in the reward."""
 
     @staticmethod
     async def open(cluster: Cluster, run: TrainingRun) -> Learner:
@@ -72,16 +73,16 @@ class Learner:
 
     @property
     def models(self) -> list[TrainerGroup]:
-        """All that take turns with the samplers on the same GPUs."""
+        """All models, which take turns with the engines on shared GPUs."""
         return [group for group in (self.actor, self.critic, self.ref, self.teacher) if group is not None]
 
     @property
     def trained(self) -> dict[str, TrainerGroup]:
-        """Those that a checkpoint holds, by the name of their folder in it."""
+        """The models that a checkpoint holds, by the names of their folders in it."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides them, as JSON."""
+        """Return what a checkpoint keeps besides the models, as JSON."""
         return {"kl_coef": self.kl.value}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -90,12 +91,12 @@ class Learner:
     async def learn(
         self, groups: Groups, *, version: int | None, baselines: Mapping[int, float] | None = None
     ) -> tuple[list[Trajectory], dict[str, float]]:
-        """The optimizer updates of a step.
+        """Take the optimizer updates of a step.
 
         Args:
             groups: episodes of the same prompts.
-            version: of the actor's weights. Ratios are taken to its own log-probabilities where they sampled, and to
-                the engine's recorded ones where others did. None: others sampled everything.
+            version: of the actor's weights. Ratios are taken to the actor's own log-probabilities where these weights
+                sampled, and to the engine's recorded ones where others did. None: others sampled everything.
             baselines: row of a prompt -> reward of its greedy episode, for an estimator that needs it. Episodes of a
                 prompt that has none are left out.
 
@@ -134,8 +135,9 @@ class Learner:
     async def _score(
         self, batch: PackedBatch, kept: Sequence[Trajectory], version: int | None
     ) -> tuple[Tensor | None, dict[str, float]]:
-        """Fill the columns that models give: what ratios are taken to, the reference's log-probabilities, values, and
-        the correction. Returns the actor's own log-probabilities [T], where something reads them, and metrics.
+        """Compute the batch's columns that come from models: the log-probabilities that ratios are taken to, the
+        reference's, values, and the correction. Returns the actor's own log-probabilities [T], where something reads
+        them, and metrics.
 
         In a step of one update by the policy that sampled, all ratios are 1, and ``old_logprobs`` stay None.
         """
@@ -175,7 +177,7 @@ class Learner:
         return loss.reads_current or algo.correction.active or algo.kl_in == "reward" or self.teacher is not None
 
     def _kl_penalties(self, batch: PackedBatch, own: Tensor | None) -> tuple[Tensor | None, dict[str, float]]:
-        """[T] KL in the reward, times its coefficient, which then adapts; and metrics."""
+        """Return the KL penalty in the reward, [T], times its coefficient, which then adapts; and metrics."""
         algo = self.run.cfg.algo
         if algo.kl_in != "reward":
             return None, {}
@@ -189,7 +191,7 @@ class Learner:
         return penalties, metrics
 
     async def _teacher_log_ratio(self, batch: PackedBatch, own: Tensor | None) -> Tensor | None:
-        """[T] log-probability under the teacher, where there is one, less that under the actor."""
+        """Return the log-probability under the teacher, where there is one, less that under the actor, [T]."""
         if self.teacher is None:
             return None
         assert own is not None
@@ -207,7 +209,7 @@ class Learner:
     async def _update_actor(
         self, parts: Sequence[PackedBatch], version: int | None, own: Tensor | None
     ) -> dict[str, float]:
-        """``own``: the actor's log-probabilities [T] of the whole step before its first update, if they are known."""
+        """Take the actor's updates. ``own``: its log-probabilities [T] of the whole step before them, where known."""
         algo, results = self.run.cfg.algo, []
         policy_loss = POLICY_LOSSES.get(algo.policy_loss)
         loss = LossSpec(algo, off_policy=version is None)
@@ -228,7 +230,7 @@ class Learner:
 
 
 def kl_in_reward(algo: AlgoConfig) -> FixedKl | AdaptiveKl:
-    """The coefficient of a KL in the reward."""
+    """Return the coefficient of the KL penalty in the reward."""
     if algo.kl_target is None:
         return FixedKl(algo.kl_coef)
     return AdaptiveKl(algo.kl_coef, algo.kl_target, algo.kl_horizon)

@@ -1,4 +1,4 @@
-"""What `rl` reports of a step, under the names of the field (docs/metrics.md)."""
+"""The metrics of a step of `rl` (docs/metrics.md)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    """Mean, largest and smallest value, as metrics."""
+    """Return the mean, largest and smallest value as metrics."""
     return {f"{name}/{what}": float(getattr(values, what)()) for what in ("mean", "max", "min")}
 
 
 def rollout_metrics(groups: Sequence[Sequence[Trajectory]], source: TrajectorySource) -> dict[str, float]:
-    """What the episodes of a step looked like, and what became of them and of others."""
+    """Return the metrics of a step's episodes, and counts of those that were filtered, cancelled or failed."""
     stats = source.stats
     counts: dict[str, float] = {
         "groups": len(groups),
@@ -44,7 +44,7 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], source: TrajectorySo
 
 
 def episode_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-    """What the trajectories alone tell."""
+    """Return the metrics that follow from the trajectories alone."""
     episodes = [t for group in groups for t in group]
     played = [t for t in episodes if t.error is None]
     lengths = np.array([t.response_length for t in played] or [0])
@@ -69,18 +69,18 @@ def episode_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
 
 
 def failures(source: TrajectorySource) -> dict[Failure, str]:
-    """The first message of each kind of failure among the episodes of a step."""
+    """Return the first message of each kind of failure among the episodes of a step."""
     lost = source.pool.failure
     return source.stats.errors | ({} if lost is None else {"engine": lost.message})
 
 
 def validation_failure(stats: RolloutStats) -> dict[Failure, str]:
-    """Why the first validation episode that does not count in the accuracy does not."""
+    """Return why the first of the validation episodes that do not count in the accuracy failed."""
     return {} if stats.first_failure is None else {"validation": stats.first_failure}
 
 
 def validation_metrics(groups: Sequence[Sequence[Trajectory]], n: int, stats: RolloutStats) -> dict[str, float]:
-    """The accuracy on validation episodes, and how many of them do not count in it."""
+    """Return the accuracy on validation episodes, and how many of them do not count in it."""
     return accuracy_metrics(groups, n) | {
         "rollout/val_episodes": float(stats.started),
         "rollout/val_failed": float(stats.failed + stats.grader_failed),
@@ -88,9 +88,10 @@ def validation_metrics(groups: Sequence[Sequence[Trajectory]], n: int, stats: Ro
 
 
 def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int) -> dict[str, float]:
-    """Of validation episodes, by data source: ``val-core/<source>/acc/mean@n``, and for n > 1 ``best@n``, whether any
-    episode of a prompt is correct, and ``maj@n``, whether the answer is that most of its episodes give. Means over
-    prompts, as in `posttrain eval`."""
+    """Return the accuracy of validation episodes by data source, as means over prompts, like `posttrain eval`.
+
+    The names are ``val-core/<source>/acc/mean@n`` and for n > 1 ``best@n``, whether any episode of a prompt is correct,
+    and ``maj@n``, whether the answer that most of its episodes give is correct."""
     by_source: dict[str, list[list[Trajectory]]] = {}
     for group in groups:
         played = [t for t in group if t.error is None or t.unfinished]
@@ -112,13 +113,13 @@ def _share(episodes: Sequence[Trajectory], test: Callable[[Trajectory], bool]) -
 
 
 def critic_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of the updates of a critic in a step, as the mean over them."""
+    """Return the means over a step's updates of the critic."""
     names = ("vf_loss", "vf_clipfrac", "grad_norm", "lr")
     return {f"critic/{name}": float(np.mean([r.get(name, 0.0) for r in results])) for name in names}
 
 
 def update_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Names of the field for what the updates of a step returned, as the mean over them."""
+    """Return the means over a step's updates of the actor, and the gap between engine and trainer over its tokens."""
     total = {key: sum(r.get(key, 0.0) for r in results) for result in results for key in result}
     gap_tokens = max(1.0, total.get("gap/tokens", 0.0))
     gap, gap_square = (total.get(f"gap/{name}", 0.0) / gap_tokens for name in ("diff", "squares"))

@@ -1,151 +1,153 @@
-"""`posttrain rl --replay`: train from recorded trajectories, without a sampler.
+"""Rollouts that were recorded before, for `posttrain rl --replay`: training without an engine.
 
-Step k of the run takes the trajectories of the k-th recorded step, with the rewards that they got. Another policy than
-the one that is trained sampled them (at the first step perhaps the same), so ratios are taken to the log-probabilities
-that its engine recorded, and the clip acts on how far the two have drifted apart.
+Step k of the run takes the rollouts of the k-th recorded step, with the rewards that they got. Another policy than the
+one that is trained sampled them (at the first step perhaps the same), so ratios are taken to the log-probabilities that
+its engine recorded, and the clip acts on how far the two have drifted apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
 from posttrain.config.presets import Resolved
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.data.loader import total_steps
+from posttrain.launch import TrainingJob
 from posttrain.models.load import load_config
-from posttrain.plan import command as plan
-from posttrain.rl.batch import usable
+from posttrain.plan.command import Known
+from posttrain.rl.batch import Groups, usable
 from posttrain.rl.learner import Learner
+from posttrain.rl.loop import RolloutBatch, train
 from posttrain.rl.metrics import episode_metrics
 from posttrain.rollout.files import RolloutFiles, fingerprint
 from posttrain.runs.preflight import check_algo, check_machine, check_supported, open_model
-from posttrain.runs.run import RunPlace, StopSignal
-from posttrain.runs.training import TrainingRun, check_profile, open_tracker, recorded, train
-from posttrain.tracking.examine import examine
+from posttrain.runs.training_run import Loop, TrainingRun
+from posttrain.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
-    from posttrain.core.types import Trajectory
-    from posttrain.models.load import ModelSource
+    from posttrain.core.types import Ids
 
 
-def run(resolved: Resolved) -> Path:
-    """Train as the config says from the traces of `rollout.replay`; returns the run's folder.
-
-    Raises:
-        UserError: bad config, traces or model, before anything is written. (Of the traces the index and the first step
-            are looked at then; a damaged row further on ends the run when it gets there.)
-        RunError: a worker failed; the run can be resumed.
-    """
-    cfg, place = resolved.config, RunPlace.find(resolved)
-    source, traces, steps, _ = prepare(cfg)
-    place.check_steps(steps)
-    folder = place.open()
-    with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, steps) as tracker:
-        tracker.note(f"replay of {traces.name}: {len(traces.steps)} recorded steps, {steps} steps")
-        if cfg.data.val:
-            tracker.note("data.val is not used: a replay has no sampler to validate with")
-        training = TrainingRun(cfg, folder, source, tracker, stop, steps, reporter)
-        train(training, lambda attempt: _train(attempt, traces))
-    return folder.path
-
-
-def dry_run(resolved: Resolved) -> str:
-    """Everything up to the start of the workers, and then the plan, with the lengths of the first recorded step. Raises
-    ``UserError`` as ``run`` does."""
-    _, _, steps, first = prepare(resolved.config)
-    trajectories = usable(first)
-    without_loss = sum(int((~trajectory.loss_mask).sum()) for trajectory in trajectories) / len(trajectories)
-    lengths = tuple(len(trajectory.tokens) for trajectory in trajectories)
-    return plan.show(resolved.config, known=plan.Known(lengths, without_loss, steps))
-
-
-class Prepared(NamedTuple):
-    """What a replay begins with."""
-
-    source: ModelSource
-    traces: RolloutFiles
-    steps: int
-    first: list[list[Trajectory]]
-    """The groups of the first step"""
-
-
-def prepare(cfg: Config) -> Prepared:
-    """Check all that can be checked before something is written. Raises ``UserError``."""
+def prepare(resolved: Resolved) -> ReplayJob:
+    """Check config, model and rollout files. Of these the index and the first step are read; a damaged row further on
+    ends the run when it gets there. Raises ``UserError``."""
+    cfg = resolved.config
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
     check_machine(cfg)
     check_algo(cfg, tokenizer)
     vocabulary = int(load_config(source).get_text_config().vocab_size)
-    traces = RolloutFiles(cfg.rollout.replay, vocabulary=vocabulary, tokenizer=fingerprint(tokenizer))
-    check_apart(traces, cfg)
-    steps = replayed_steps(traces, cfg)
-    check_profile(cfg, steps)
-    return Prepared(source, traces, steps, traces.read(traces.steps[0]))
+    files = RolloutFiles(cfg.rollout.replay, vocabulary=vocabulary, tokenizer=fingerprint(tokenizer))
+    check_apart(files, cfg)
+    return ReplayJob(resolved, source, replayed_steps(files, cfg), files, files.read(files.steps[0]))
 
 
-async def _train(run: TrainingRun, traces: RolloutFiles) -> None:
-    cfg, tracker = run.cfg, run.tracker
-    async with Cluster(cfg, run.folder.logs) as cluster, run:
-        with tracker.phase("start"):
-            learner = await Learner.open(cluster, run)
-        recorded_steps = len(traces.steps)
-        if (state := await run.resume(learner.trained)) is not None:
-            if state["recorded_steps"] != recorded_steps:
-                raise DataError(
-                    f"the checkpoint was made with {state['recorded_steps']} recorded steps; now there are "
-                    f"{recorded_steps}",
-                    hint="put the trace files back, or start again with --overwrite",
-                )
-            learner.restore(state["learner"])
+@dataclass(frozen=True)
+class ReplayJob(TrainingJob):
+    """A run that trains on recorded rollouts."""
 
-        async def save(step: int) -> None:
-            position = {"recorded_steps": recorded_steps, "learner": learner.state()}
-            await run.save(step, learner.trained, position)
+    files: RolloutFiles
+    first: Groups
+    """The rollouts of the first recorded step."""
 
-        for step in run.steps():
-            with tracker.phase("read"):
-                groups = traces.read(traces.steps[(step - 1) % len(traces.steps)])
-            tracker.sampled(groups)
-            for line in examine(groups, cfg.reward.examine):
-                tracker.note(line)
-            _, metrics = await learner.learn(groups, version=None)
-            metrics |= episode_metrics(groups)
-            if run.due(cfg.train.save_every, step):
-                await save(step)
-            run.finished(step, metrics)
-        if run.step > run.saves.step:  # stopped by the user
-            await save(run.step)
-    run.raise_if_interrupted()
+    def notes(self) -> Iterator[str]:
+        yield f"replay of {self.files.name}: {len(self.files.steps)} recorded steps, {self.steps} steps"
+        if self.resolved.config.data.val:
+            yield "data.val is not used: a replay has no sampler to validate with"
+
+    def known(self) -> Known:
+        """Return the lengths of the first recorded step."""
+        trajectories = usable(self.first)
+        without_loss = sum(int((~trajectory.loss_mask).sum()) for trajectory in trajectories) / len(trajectories)
+        return Known(tuple(len(trajectory.tokens) for trajectory in trajectories), without_loss, self.steps)
+
+    @contextmanager
+    def opened(self, tracker: Tracker) -> Iterator[Loop]:
+        yield partial(train, start=self._start)
+
+    async def _start(
+        self, cluster: Cluster, run: TrainingRun, learner: Learner, closing: AsyncExitStack
+    ) -> tuple[NoEngines, RecordedRollouts]:
+        return NoEngines(), RecordedRollouts(run, self.files)
 
 
-def check_apart(traces: RolloutFiles, cfg: Config) -> None:
-    """Raise ``ConfigError`` for traces that lie in the run's own folder, where `--overwrite` would delete them."""
+class NoEngines:
+    """The engines of a replay: none samples, and none needs new weights."""
+
+    version = None
+
+    async def start(self, version: int) -> None:
+        """There is nothing to start."""
+
+    async def to_trainers(self) -> None:
+        """The trainers have the GPUs for themselves."""
+
+    async def publish(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
+        return {}
+
+
+@dataclass
+class RecordedRollouts:
+    """The recorded steps of rollout files, in their order, again from the first after the last."""
+
+    run: TrainingRun
+    files: RolloutFiles
+
+    def resume(self, step: int, state: Mapping[str, Any] | None) -> None:
+        count = len(self.files.steps)
+        if state is not None and state["recorded_steps"] != count:
+            raise DataError(
+                f"the checkpoint was made with {state['recorded_steps']} recorded steps; now there are {count}",
+                hint="put the rollout files back, or start again with --overwrite",
+            )
+
+    def state(self) -> dict[str, Any]:
+        return {"recorded_steps": len(self.files.steps)}
+
+    async def next_batch(self, step: int) -> RolloutBatch:
+        with self.run.tracker.phase("read"):
+            groups = self.files.read(self.files.steps[(step - 1) % len(self.files.steps)])
+        return RolloutBatch(groups, episode_metrics(groups))
+
+    async def trained(self, step: int, groups: Groups) -> None:
+        """The files keep what their own run was trained with."""
+
+    async def validate(self, step: int) -> dict[str, float]:
+        return {}
+
+
+def check_apart(files: RolloutFiles, cfg: Config) -> None:
+    """Raise ``ConfigError`` for rollout files in the run's own folder, where `--overwrite` would delete them."""
     folder = (Path(cfg.run.dir) / cfg.run.name).resolve()
-    inside = next((file for file in traces.files if folder in Path(file).resolve().parents), None)
+    inside = next((file for file in files.files if folder in Path(file).resolve().parents), None)
     if inside is not None:
         raise ConfigError(f"{inside} lies in the folder of this run, {folder}", hint="give another name with --name")
 
 
-def replayed_steps(traces: RolloutFiles, cfg: Config) -> int:
-    """How many steps the run has.
+def replayed_steps(files: RolloutFiles, cfg: Config) -> int:
+    """Return the number of steps of the run.
 
     Raises:
         ConfigError: the config asks for more than was recorded, or for another temperature than that of sampling.
     """
-    available = len(traces.steps) * cfg.train.epochs
-    steps = total_steps(len(traces.steps), 1, cfg.train.epochs, cfg.train.steps)
+    available = len(files.steps) * cfg.train.epochs
+    steps = total_steps(len(files.steps), 1, cfg.train.epochs, cfg.train.steps)
     if steps > available:
         raise ConfigError(
-            f"train.steps = {steps}, and {traces.name} hold {available} steps in {cfg.train.epochs} epochs",
+            f"train.steps = {steps}, and {files.name} hold {available} steps in {cfg.train.epochs} epochs",
             hint=f"--steps {available}, or a higher train.epochs to go through them again",
         )
-    other = sorted(traces.temperatures - {cfg.rollout.temperature})
+    other = sorted(files.temperatures - {cfg.rollout.temperature})
     if other:
         raise ConfigError(
-            f"{traces.name} were sampled at temperature {other[0]:g}, and rollout.temperature = "
+            f"{files.name} were sampled at temperature {other[0]:g}, and rollout.temperature = "
             f"{cfg.rollout.temperature:g}: their log-probabilities are of another distribution",
             hint=f"--set rollout.temperature={other[0]:g}",
         )

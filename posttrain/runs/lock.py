@@ -1,4 +1,4 @@
-"""Who uses a run's folder."""
+"""The lock that keeps two processes from using the same run folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from posttrain.core.files import writing
 
 
 class RunLock:
-    """A run folder's file lock, held as long as the process that uses it lives, on whichever host. It belongs to the
-    process and not to the open file: programs that are started meanwhile do not hold it."""
+    """A run folder's file lock, held as long as the process that uses it lives, on any host. It belongs to the process
+    and not to the open file, so child processes do not hold it."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -30,7 +30,7 @@ class RunLock:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 file.close()
                 raise ConfigError(f"run {folder} is in use", hint="wait for it, or give --name NAME") from error
-            # A file system without locks: the process id in run.json is all there is.
+            # On a file system without locks only the process id in run.json protects the folder.
         return cls(file)
 
     def release(self) -> None:

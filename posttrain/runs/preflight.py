@@ -1,14 +1,15 @@
-"""What the commands that run a model settle before any process starts, so that bad input is one clear message."""
+"""Checks of config, model, data and machine that run before any process starts, each with one clear message."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cluster.address import check_address
 from posttrain.config import Config
-from posttrain.config.presets import has_gpu
+from posttrain.config.presets import Resolved, has_gpu
 from posttrain.core.errors import ConfigError, DataError, ModelError
 from posttrain.core.plugins import user_code
 from posttrain.core.registry import some
@@ -56,15 +57,15 @@ def check_supported(cfg: Config) -> None:
 
 
 def sampling_of(cfg: RolloutConfig | ValConfig) -> Sampling:
-    """How a section of the config asks for tokens."""
+    """Return the sampling parameters of a section of the config."""
     return Sampling(cfg.temperature, cfg.top_p, cfg.top_k)
 
 
 def check_machine(cfg: Config) -> None:
-    """What the run needs of this machine is there: packages, the GPU or Ray cluster that it names, room for an episode.
+    """Check that this machine has what the run needs: packages, the GPU or Ray cluster, a KV cache for one episode.
 
     Raises:
-        ConfigError: one of these is not so.
+        ConfigError: one of them is missing.
     """
     cluster, rollout = cfg.cluster, cfg.rollout
     check_packages(cfg)
@@ -75,7 +76,7 @@ def check_machine(cfg: Config) -> None:
             "cluster.device = cuda, and this machine has no GPU that can be used",
             hint="run `nvidia-smi`; is CUDA_VISIBLE_DEVICES empty? --set cluster.device=cpu runs without a GPU",
         )
-    # Which machine another cluster samples on is known later; the engine then refuses by itself.
+    # The machine on which another cluster samples is known only later; the engine itself refuses then.
     on_cpu = cluster.device == "cpu" or (cluster.device == "auto" and cluster.address is None and not has_gpu())
     if not cfg.samples or not on_cpu:
         return
@@ -87,7 +88,7 @@ def check_machine(cfg: Config) -> None:
     if rollout.batch_invariant:
         raise ConfigError(NO_BATCH_INVARIANCE, hint="--set rollout.batch_invariant=false")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    # Only on a CPU has the embedded engine a cache of a fixed size.
+    # The embedded engine has a cache of a fixed size only on a CPU.
     if rollout.engine == "hf" and longest > rollout.kv_tokens - BLOCK:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} do not fit into "
@@ -97,7 +98,8 @@ def check_machine(cfg: Config) -> None:
 
 
 def check_packages(cfg: Config) -> None:
-    """Optional packages that the config asks for are installed. Raises ``ConfigError`` with how to install them."""
+    """Check that the optional packages that the config asks for are installed. Raises ``ConfigError`` with the command
+    that installs them."""
     if cfg.samples:
         check_engine(cfg.rollout.engine)
     optim = cfg.train.optim
@@ -140,8 +142,8 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
 
 
 def find_model(cfg: Config, path: str, key: str = "model.path") -> ModelSource:
-    """The model at ``path``, the value of ``key``: as `model.path`, also the newest checkpoint of a run. Raises
-    ``ModelError``, ``ConfigError``."""
+    """Return the model at ``path``, the value of ``key``, which may also name a run. Raises ``ModelError``,
+    ``ConfigError``."""
     path = weights_of(cfg.run.dir, path, key)
     source = locate(path, trust_remote_code=cfg.model.trust_remote_code)
     load_config(source)
@@ -153,14 +155,14 @@ def check_model(cfg: Config, source: ModelSource, path: str, *, values: bool = F
     every weight is there in its shape. No weights are read but for digests.
 
     Args:
-        path: what ``source`` was found by.
-        values: it is to give values, and gets a head of its own for that.
+        path: the value that ``source`` was found by.
+        values: the model is to give values, and gets a new head for that.
 
     Raises:
-        UserError: one of these is not so.
+        UserError: one of these checks fails.
     """
     manifests = source.manifests
-    # That of a run itself was checked when it was found.
+    # The checkpoint of a run was checked when it was found.
     checkpoint.check_all(manifests[:-1] if path.startswith("run:") else manifests)
     tokenizer = load_tokenizer(source)
     if not cfg.generate.endpoint.url:  # a server has weights of its own
@@ -186,7 +188,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, chat_kwargs: Mapping[str,
 
 
 def check_algo(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The other models of `algo` can be found, and speak the same tokens. Raises ``ModelError``, ``ConfigError``."""
+    """Check that the critic and the teacher can be found and use the same tokenizer. Raises ``ModelError``,
+    ``ConfigError``."""
     for key, path in (("critic.path", cfg.critic.path), ("algo.teacher", cfg.algo.teacher)):
         if path:
             other = check_model(cfg, find_model(cfg, path, key), path, values=key == "critic.path")
@@ -198,10 +201,10 @@ def check_algo(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Environment:
-    """The tools, parser and chat deltas of a run's episodes.
+    """Return the tools, parser and chat deltas of a run's episodes.
 
     Raises:
-        ConfigError: a tool or call format is unknown, the chat template does not tell the format, or a tool cannot
+        ConfigError: a tool or call format is unknown, the chat template does not show the format, or a tool cannot
             work in this run.
     """
     from posttrain.data.chat import ChatDeltas
@@ -242,7 +245,7 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
 def check_tools_shown(
     tokenizer: PreTrainedTokenizerBase, schemas: list[ToolSchema], chat_kwargs: Mapping[str, Any]
 ) -> None:
-    """Check that the chat template tells the model of its tools. Raises ``ConfigError``."""
+    """Check that the chat template shows the model its tools. Raises ``ConfigError``."""
     from posttrain.data.template import ChatTemplate, hidden_tools
 
     if not schemas:
@@ -260,17 +263,17 @@ def check_tools_shown(
 
 
 def tool_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[ToolSchema] | None) -> ToolParser:
-    """The parser of `rollout.tool_format`; ``auto`` looks at the chat template that shows these tools.
+    """Return the parser of `rollout.tool_format`; ``auto`` detects the format from the chat template with these tools.
 
     Raises:
-        ConfigError: there is no such format, or the template does not tell which one it is.
+        ConfigError: there is no such format, or the template does not show which one it is.
     """
     from posttrain.tools.formats import PARSERS, detect
 
     if name != "auto":
         return PARSERS.get(name)
     if not schemas:
-        return PARSERS.get("hermes")  # nothing asks it: without tools no turn is parsed
+        return PARSERS.get("hermes")  # not used: without tools no turn is parsed
     found = detect(str(tokenizer.get_chat_template(None, schemas)))
     if found is None:
         raise ConfigError(
@@ -281,7 +284,7 @@ def tool_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[Too
 
 
 def check_prompts(prompts: Iterable[Prompt], env: Environment, file: str) -> None:
-    """Render every prompt once: one that is longer than `rollout.max_prompt_tokens` is an error now, not at step 900.
+    """Check that no prompt is longer than `rollout.max_prompt_tokens`, before the first step.
 
     Raises:
         DataError: naming the file, the first row that is too long, how many are, and the longest; or a row with images.
@@ -300,10 +303,10 @@ def check_prompts(prompts: Iterable[Prompt], env: Environment, file: str) -> Non
 def fitting_prompts(
     prompts: Sequence[Prompt], env: Environment, file: str, truncation: str
 ) -> tuple[list[Prompt], str | None]:
-    """The prompts of an RL run. ``truncation = "drop"`` leaves out those longer than `rollout.max_prompt_tokens`.
+    """Return the prompts of an RL run. ``truncation = "drop"`` leaves out those above `rollout.max_prompt_tokens`.
 
     Returns:
-        The prompts, and a line on those that are left out (None: none is).
+        The prompts, and a message about those that are left out (None: none is).
 
     Raises:
         DataError: naming the file and the row of a prompt that is too long, or has images; or none is left.
@@ -326,29 +329,29 @@ def fitting_prompts(
 
 
 def _overlong(lengths: Sequence[int]) -> str:
-    """How many prompts are too long, and the longest."""
+    """Return how many prompts are too long, and the length of the longest, for a message."""
     many = "prompts are" if len(lengths) > 1 else "prompt is"
     return f"{len(lengths):,} {many} too long, the longest has {max(lengths)} tokens"
 
 
 def _prompt_length(prompt: Prompt, env: Environment, file: str) -> int:
-    """In tokens. Raises ``DataError`` for one with images."""
+    """Return the length of a prompt in tokens. Raises ``DataError`` for one with images."""
     refuse_images(prompt, file, prompt.index)
     return len(env.prompt_ids(prompt))
 
 
 def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment, file: str) -> str | None:
-    """Every row has a grader, the user's function, the reward model and the judge can be used, programs can be run if a
-    grader needs that, and weights of tools are of tools that the run has.
+    """Check that every row can be graded: by its grader, the user's function, the reward model or the judge, in a
+    sandbox where a grader runs programs. Tools that `reward.weights` names must be tools of the run.
 
     Args:
-        file: that the first of ``prompts`` is from.
+        file: the file of the first of ``prompts``.
 
     Returns:
         A warning where the user's function fails on the first row.
 
     Raises:
-        ConfigError, ModelError: one of these is not so.
+        ConfigError, ModelError: one of these checks fails.
     """
     from posttrain.models.reward import open_reward_model
     from posttrain.rewards import needs_sandbox
@@ -367,7 +370,50 @@ def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment, file:
         check_judge(cfg.reward.judge)
     if cfg.reward.function:
         return try_function(cfg.reward, cfg.sandbox, cfg.plugins, prompts[0], file)
-    # Every source is looked up, so that one without a grader is found now.
+    # A sum evaluates every source, so that one without a grader is found here.
     if sum(needs_sandbox(source) for source in {p.data_source for p in prompts}):
         check_sandbox(cfg.sandbox)
     return None
+
+
+@contextmanager
+def reading_validation() -> Iterator[None]:
+    """Add to an error of the validation set that `data.val` names it: `--data` replaces `data.train` alone."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(
+            f"data.val: {error.message}",
+            hint=f"{error.hint}; --data replaces data.train alone: --set data.val=FILE, or --set data.val= for none",
+        ) from error
+
+
+def validation_note(resolved: Resolved, count: int, unit: str) -> str:
+    """Return a line that says what the run is validated on and when.
+
+    Args:
+        count: size of the validation set.
+        unit: plural name of its samples.
+    """
+    cfg, origin = resolved.config, resolved.provenance
+    if not count:
+        return f"no validation: {f'none of the {unit} of data.val are usable' if cfg.data.val else 'data.val is empty'}"
+    files = [cfg.data.val] if isinstance(cfg.data.val, str) else cfg.data.val
+    every = cfg.train.val_every
+    when = "after the last step" if every is None else f"every {every} steps and after the last"
+    text = f"validation on {count:,} {unit} of {', '.join(files)}, {when}"
+    if origin["data.val"].startswith("preset") and not origin["data.train"].startswith("preset"):
+        text += (
+            f"; data.val is still that of {origin['data.val']}: {origin['data.train'].removeprefix('flag ')} replaces "
+            "data.train alone (--set data.val=FILE, or --set data.val= for none)"
+        )
+    return text
+
+
+def check_profile(cfg: Config, total_steps: int) -> None:
+    """Raise ``ConfigError`` where `run.profile` begins after the last step."""
+    steps = cfg.run.profiled_steps
+    if steps and steps.start > total_steps:
+        raise ConfigError(
+            f"run.profile = {cfg.run.profile!r}, and the run has {total_steps} steps", hint="name earlier steps"
+        )

@@ -1,13 +1,13 @@
-"""Proof that a merged folder is the trained model: what the trainer said of two fixed texts when it was saved.
+"""The check that a merged folder is the trained model, by the log-probabilities of two fixed texts.
 
-Each checkpoint of ours holds it as ``probe.json``:
+The trainer computes them when it saves a checkpoint, which holds them as ``probe.json``:
 
     {"ids": [[...], [...]], "logprobs": [[...], [...]], "dtype": "bfloat16"}
 
-the texts' first tokens, the log-probability of each token but the first (temperature 1), and the type that the trainer
-computed in. A reward model has ``"scores": [..]`` in the place of ``logprobs``, one a text.
+The entries are the texts' first tokens, the log-probability of each token but the first (temperature 1), and the dtype
+that the trainer computed in. A reward model has ``"scores": [..]`` instead of ``logprobs``, one for each text.
 
-They are texts and not random tokens, because their log-probabilities are small: on SmolLM2-135M computing in bfloat16
+The ids are texts and not random, because texts have small log-probabilities: on SmolLM2-135M computing in bfloat16
 moves those of texts by 0.05 on average and of random tokens by 0.08, while a single wrong matrix moves either by 0.5 or
 more. The tolerances are ``config.tolerance``, as when an engine is compared with the trainer.
 """
@@ -47,12 +47,12 @@ _TOKENS = 64
 
 
 async def take(actor: TrainerGroup, source: ModelSource, *, scores: bool, consequence: str) -> dict[str, Any]:
-    """What ``actor`` says of the texts with its present weights: the content of ``probe.json``.
+    """Return the content of ``probe.json``, which ``actor`` computes with its current weights.
 
     Args:
-        source: whose tokenizer it has.
-        scores: it is a reward model.
-        consequence: what is not done where that is not finite, for the message.
+        source: the model whose tokenizer it uses.
+        scores: the actor is a reward model.
+        consequence: what is not done where the result is not finite, for the message.
 
     Raises:
         RunError: it is not finite. Weights may be finite, and so large that nothing else is.
@@ -72,7 +72,7 @@ async def take(actor: TrainerGroup, source: ModelSource, *, scores: bool, conseq
 
 @lru_cache(maxsize=4)
 def _tokens(source: ModelSource) -> tuple[list[list[int]], int]:
-    """The texts' token ids, and the id that ends a turn."""
+    """Return the texts' token ids, and the id that ends a turn."""
     tokenizer: Any = load_tokenizer(source)
     return [tokenizer(text, add_special_tokens=False)["input_ids"][:_TOKENS] for text in _TEXTS], tokenizer.eos_token_id
 
@@ -82,24 +82,23 @@ def _tokens(source: ModelSource) -> tuple[list[list[int]], int]:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a checkpoint's ``probe.json`` says."""
+    """The content of a checkpoint's ``probe.json``."""
 
     ids: list[list[int]]
     expected: list[list[float]]
-    """Log-probabilities of a text's tokens but the first; of a reward model its one score."""
+    """For each text the log-probabilities of its tokens but the first; for a reward model its one score"""
     scores: bool
     dtype: str
 
     def prove(self, load: Callable[[], PreTrainedModel], *, dtype: str) -> None:
-        """Compare a model, computing in float32 on the CPU, with what the trainer said; tells the differences on
-        stderr.
+        """Compare a model, computing in float32 on the CPU, with the trainer's values, and print the differences.
 
         Args:
-            load: opens it in float32.
-            dtype: in which its weights are stored.
+            load: opens the model in float32.
+            dtype: the type in which its weights are stored.
 
         Raises:
-            RunError: it cannot be opened, or says something else.
+            RunError: it cannot be opened, or differs by more than the tolerance.
         """
         import torch
 
@@ -125,7 +124,7 @@ class Probe:
         print(f"checked: {len(gaps)} {what} of the trainer ({self.dtype}), {difference}", file=sys.stderr)
 
     def _said(self, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-        """Of a text [L] the log-probabilities [L - 1], or its score [1]."""
+        """Return the log-probabilities [L - 1] of a text [L], or its score [1]."""
         logits: torch.Tensor = model(input_ids=ids[None]).logits[0].float()
         if self.scores:
             return logits
@@ -133,7 +132,7 @@ class Probe:
 
 
 def read(checkpoint: Path) -> Probe:
-    """The probe of a checkpoint folder.
+    """Read the probe of a checkpoint folder.
 
     Raises:
         ConfigError: it has none.

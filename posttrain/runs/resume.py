@@ -1,4 +1,4 @@
-"""From where a run goes on, and in what its config may differ from the one that it goes on with."""
+"""The checkpoint that a run starts from, and the keys in which its config may differ from that of the checkpoint."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MUST_AGREE = (
     *("command", "model.path", "train.lora.", "train.optim.name", "prefer.method"),
     *("data.train", "data.shuffle", "data.batch_size", "run.seed"),
 )
-"""Keys, or beginnings of keys, in which a new run must agree with the checkpoint that it begins with: what the weights
-are, and what its place in the data means."""
+"""Keys, or prefixes of keys, in which a new run must agree with the checkpoint that it starts from: those that say what
+its weights are, and what its position in the data means."""
 
 
 def find_start(resume: str) -> Checkpoint | None:
-    """The checkpoint that `run.resume` names. Raises ``UserError``."""
+    """Return the checkpoint that `run.resume` names. Raises ``UserError``."""
     if resume in ("auto", "never"):
         return None
     if not Path(resume).exists() and Path(resume).name != "best":
@@ -49,8 +49,8 @@ def find_start(resume: str) -> Checkpoint | None:
 
 
 def check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> list[str]:
-    """Raise ``ConfigError`` where the run in ``path`` is not one that this config goes on with. Changes that do no
-    harm."""
+    """Return the permitted changes against the config of the run in ``path``. Raises ``ConfigError`` where it cannot be
+    resumed with this config."""
     config = resolved.config
     again = "--overwrite to start it again, or --name NAME for another folder"
     if state.get("status") == "finished":
@@ -71,7 +71,7 @@ def check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> li
 
 
 def _further(path: Path, again: str) -> str:
-    """What can be done where a finished run is started again."""
+    """Return the hint for a finished run that is started again."""
     step = checkpoint.last_step(path / "checkpoints")
     if step is None:
         return again
@@ -82,33 +82,34 @@ def _further(path: Path, again: str) -> str:
 
 
 def begun_by_overwrite(path: Path, state: Mapping[str, Any], resolved: Resolved) -> tuple[str, ...] | None:
-    """Return what changes against the unfinished run in ``path`` where the same command, with its `--overwrite`, has
-    begun that: it is what the command goes on with, after Ctrl-C or when a scheduler starts it again. None: it is
-    another run, or `run.resume` is ``never``."""
+    """Return the changes against the unfinished run in ``path`` if the same command with `--overwrite` began it.
+
+    Such a command resumes its own run, after Ctrl-C or when a scheduler starts it again, and does not delete it. None:
+    it is another run, or `run.resume` is ``never``."""
     unfinished = state.get("status") != "finished" and state.get("command") == resolved.config.command
     if not unfinished or resolved.config.run.resume == "never":
         return None
     try:
         stored = _stored_config(path)
-    except ConfigError:  # then it is no run to go on with
+    except ConfigError:  # a run whose config cannot be read cannot be resumed
         return None
     changes = _changes(stored, resolved)
     return tuple(changes.values()) if stored.get("run.overwrite") and not _harmful(changes) else None
 
 
 def is_barren(path: Path) -> bool:
-    """Return true if a run has left nothing to learn or sample again: no checkpoint and no rollout files."""
+    """Return whether a run has left neither a checkpoint nor rollouts, so that nothing is lost if it is deleted."""
     return checkpoint.last_step(path / "checkpoints") is None and not any(rollouts_folder(path).glob("*"))
 
 
 def _harmful(changes: Mapping[str, str]) -> dict[str, str]:
-    """Those in which a resumed run must not differ."""
+    """Return the changes of keys in which a resumed run must not differ."""
     return {key: text for key, text in changes.items() if key not in MAY_CHANGE}
 
 
 def go_back(path: Path, start: Checkpoint, resolved: Resolved) -> tuple[str, ...]:
-    """A run goes on, by name of its own checkpoint: only from the last one, because it would write the later ones
-    again."""
+    """Return the changes against a run that is resumed by the path of its own checkpoint. Raises ``ConfigError`` unless
+    it is the last one: a run that resumed an earlier one would write the later ones again."""
     newest, _ = checkpoint.newest(path / "checkpoints")
     if newest is not None and newest.step > start.step:
         raise ConfigError(
@@ -119,8 +120,8 @@ def go_back(path: Path, start: Checkpoint, resolved: Resolved) -> tuple[str, ...
 
 
 def branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
-    """What changes against the config of the checkpoint that a run begins with. Raises ``ConfigError`` where that would
-    make the result meaningless."""
+    """Return the changes against the config of the checkpoint that a run starts from. Raises ``ConfigError`` where they
+    would make the result meaningless."""
     if start is None:
         return ()
     made_with = current_keys(flatten_tree(start.read("meta.json")["config"]), f"the config of {start.path}")
@@ -146,7 +147,7 @@ def _stored_config(path: Path) -> dict[str, Any]:
 
 
 def _changes(old: Mapping[str, Any], resolved: Resolved) -> dict[str, str]:
-    """key -> `key: old -> new` for each key that differs from the stored config."""
+    """Map each key that differs from the stored config to ``key: old -> new``."""
     new = flatten_config(resolved.config)
     keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
     return {key: f"{key}: {old.get(key, 'none')!r} -> {new.get(key, 'none')!r}" for key in keys}

@@ -1,11 +1,11 @@
-"""The run folder `<run.dir>/<run.name>/`, who owns it, and how a run is asked to stop.
+"""The run folder `<run.dir>/<run.name>/`, its owner, and the signals that stop a run.
 
     config.toml      the resolved config
     provenance.json  where each value came from
     run.json         command, status, why it failed, process, host, versions, times
     metrics.jsonl    written by `posttrain.tracking`
-    warnings.jsonl   likewise, once there are any
-    logs/            what the driver and its workers said
+    warnings.jsonl   likewise, if there are any
+    logs/            output of the driver and its workers
     rollouts/        written by `posttrain.rollout.writer`
     checkpoints/     written by `posttrain.train.checkpoint`
 
@@ -52,24 +52,25 @@ STATE = "run.json"
 _ANEW = "and with --resume never it begins anew"
 
 _GRACE_S = 5.0
-"""Time for a step to end and be saved. Workers and Ray then take up to 4 s to go: 10 s after Ctrl-C nothing is left."""
+"""Time for a step to end and be saved. Workers and Ray then take up to 4 s to end, so all have ended 10 s after
+Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """An open run folder. Make one with ``RunPlace.open``; end it with ``finish``."""
+    """An open run folder. Make one with ``RunTarget.open``; end it with ``finish``."""
 
     path: Path
     resumed: bool
     """True when the folder was there already: look for a checkpoint in it."""
     start: Checkpoint | None = None
-    """What a run without a checkpoint of its own begins with."""
+    """The checkpoint that a run without one of its own starts from"""
     changes: tuple[str, ...] = ()
-    """`key: old -> new` of the config, where it goes on from another."""
+    """``key: old -> new`` of the config, where the run continues another"""
     notes: tuple[str, ...] = ()
-    """What a person should know of how the folder was opened."""
+    """What the user should know about how the folder was opened"""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the packages that it runs with."""
+    """Package -> version that the run uses"""
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -105,17 +106,17 @@ class RunDir:
 
 
 @dataclass(frozen=True)
-class RunPlace:
-    """Where a run's folder is to be. Make one with ``RunPlace.find`` before anything costly, and ``open`` it after."""
+class RunTarget:
+    """The folder that a run will have. ``RunTarget.find`` checks it before anything costly, and ``open`` creates it."""
 
     path: Path
     resolved: Resolved
     start: Checkpoint | None
-    """What `run.resume` names."""
+    """The checkpoint that `run.resume` names"""
 
     @classmethod
-    def find(cls, resolved: Resolved) -> RunPlace:
-        """Return the place of a run that may be opened. Nothing is written.
+    def find(cls, resolved: Resolved) -> RunTarget:
+        """Return the target of a run that may be opened. Nothing is written.
 
         Raises:
             ConfigError: the folder exists and is finished, in use, of another config, or not a run; or `run.resume`
@@ -125,9 +126,9 @@ class RunPlace:
         run = resolved.config.run
         if not run.name:
             raise ConfigError("run.name = '' is not a folder name", hint="give one with --name NAME")
-        place = cls(Path(run.dir) / run.name, resolved, find_start(run.resume))
-        place._look()
-        return place
+        target = cls(Path(run.dir) / run.name, resolved, find_start(run.resume))
+        target._look()
+        return target
 
     def check_steps(self, total_steps: int) -> None:
         """Raise ``ConfigError`` where a run of so many steps would end before those that it goes on from."""
@@ -167,7 +168,7 @@ class RunPlace:
         return RunDir(self.path, True, self.start, found.changes, found.notes, versions, lock)
 
     def _look(self) -> _Found:
-        """What opening the folder means. Raises ``ConfigError`` where it must not be opened."""
+        """Return what opening the folder does. Raises ``ConfigError`` where it must not be opened."""
         path, resolved, start = self.path, self.resolved, self.start
         if not self._exists():
             return _Found(False, branch(start, resolved))
@@ -199,16 +200,16 @@ class RunPlace:
 
 
 class _Found(NamedTuple):
-    """What opening a folder means."""
+    """The effect of opening a folder."""
 
     goes_on: bool
-    """With the run that is there; else a new one is made, in its place if there is one."""
+    """True: the run in it is resumed; False: a new run is created, and replaces what is there"""
     changes: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 
 def find_run(root: str | Path, name: str) -> Path:
-    """The folder of a run, by name; ``latest`` is the newest one with a checkpoint.
+    """Return the folder of a run, by name; ``latest`` is the newest one with a checkpoint.
 
     Raises:
         ConfigError: there is no such run; the hint has the nearest name.
@@ -223,8 +224,8 @@ def find_run(root: str | Path, name: str) -> Path:
 
 
 def weights_of(root: str | Path, path: str, key: str = "model.path") -> str:
-    """The folder or hub id that a model path stands for: of `run:NAME` the run's newest checkpoint, of `run:NAME/best`
-    its best one. ``key`` is named in messages.
+    """Return the folder or hub id that a model path stands for: `run:NAME` is the run's newest checkpoint,
+    `run:NAME/best` its best one. Messages name ``key``.
 
     Raises:
         ConfigError: there is no such run, or it has no checkpoint.
@@ -245,7 +246,7 @@ def weights_of(root: str | Path, path: str, key: str = "model.path") -> str:
 
 
 def latest_run(root: str | Path) -> Path:
-    """The ``sft`` or ``rl`` run with the newest complete checkpoint. Raises ``ConfigError`` when there is none."""
+    """Return the training run with the newest complete checkpoint. Raises ``ConfigError`` when there is none."""
     found: list[tuple[float, Path]] = []
     for marker in Path(root).glob("*/checkpoints/global_step_*/COMPLETE"):
         path = marker.parents[2]
@@ -257,7 +258,7 @@ def latest_run(root: str | Path) -> Path:
 
 
 class StopSignal:
-    """Ctrl-C, SIGTERM and SIGHUP as a wish first, and as an exception when that takes too long.
+    """Turns Ctrl-C, SIGTERM and SIGHUP into a request to stop, and into an exception when that takes too long.
 
     The first signal sets ``requested``: the loop ends after the current step and saves. ``grace_s`` seconds after
     Ctrl-C, or at a second signal, ``KeyboardInterrupt`` is raised in the main thread. SIGTERM and SIGHUP have no such
@@ -268,7 +269,7 @@ class StopSignal:
         self.grace_s = grace_s
         self.requested = False
         self.by: signal.Signals | None = None
-        """The one of ``TERMINATING`` that asked; None: Ctrl-C, or nobody."""
+        """The signal of ``TERMINATING`` that asked; None: Ctrl-C, or none did"""
         self._old: dict[int, Any] = {}
         self._timer: tuple[float, float] | None = None
 
@@ -285,7 +286,7 @@ class StopSignal:
         restore(self._old)
 
     def interrupted(self, done: str) -> Interrupted:
-        """Return what a loop raises that ended because it was asked to, after ``done``."""
+        """Return the exception of a loop that was asked to stop and ended after ``done``."""
         if self.by is None:
             return Interrupted(f"stopped after {done}")
         return Interrupted(f"stopped by {self.by.name} after {done}", exit_code=0)
@@ -305,8 +306,9 @@ class StopSignal:
 
 
 def _create(path: Path, resolved: Resolved, versions: Mapping[str, str], *, replaced: RunLock | None = None) -> RunLock:
-    """Write the new folder beside its place, then rename it: it is there whole or not at all. ``replaced``: the lock of
-    the folder that is there already."""
+    """Write the new folder under a temporary name, then rename it, so that it is never seen in part.
+
+    ``replaced``: the lock of the folder that it replaces."""
     made_root = not path.parent.exists()
     temporary: Path | None = None
     try:
@@ -347,7 +349,7 @@ def _write_files(path: Path, resolved: Resolved, state: dict[str, Any]) -> None:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """run.json. A folder without one is not a run, and is never touched."""
+    """Read run.json. A folder without one is not a run, and is never changed."""
     file = path / STATE
     if not file.is_file():
         raise ConfigError(f"{path} exists and is not a run folder", hint="give another name with --name NAME")
@@ -388,7 +390,7 @@ def _process() -> dict[str, Any]:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in the system's own unit; None when it is not alive."""
+    """Return when a process started, in the system's own unit; None when it is not alive."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

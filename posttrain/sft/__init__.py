@@ -1,1 +1,4 @@
-"""The command `sft`, and the loop over supervised batches that `prefer` shares."""
+"""The command `sft`, and what `prefer` shares with it.
+
+``objective`` is what a command brings, ``samples`` reads its data, ``job`` checks a run, and ``loop`` trains.
+"""

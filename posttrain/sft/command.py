@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain import launch
 from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
@@ -15,8 +17,10 @@ from posttrain.data.pack import PackedBatch
 from posttrain.data.prefetch import Rendered
 from posttrain.data.samples import RenderConversations, conversation_shards
 from posttrain.data.shards import Shards
-from posttrain.runs.training import TrainingRun
-from posttrain.sft import loop as supervised
+from posttrain.runs.training_run import TrainingRun
+from posttrain.sft.job import prepare
+from posttrain.sft.objective import Objective, Samples
+from posttrain.sft.samples import conversation_renderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,36 +32,38 @@ _VAL_BATCH = 256
 
 
 def run(resolved: Resolved) -> Path:
-    """Fine-tune as the config says; returns the run's folder. Raises as ``supervised.run`` does."""
-    return supervised.run(resolved, Conversations())
+    """Fine-tune as the config says; returns the run's folder. Raises as ``launch.run`` does."""
+    return launch.run(resolved, partial(prepare, objective=Conversations()))
 
 
 def dry_run(resolved: Resolved) -> str:
-    """The plan of a run that is not made; see ``supervised.dry_run``."""
-    return supervised.dry_run(resolved, Conversations())
+    """Return the plan of the run after all its checks; see ``launch.dry_run``."""
+    return launch.dry_run(resolved, partial(prepare, objective=Conversations()))
 
 
-class Conversations(supervised.Objective):
+class Conversations(Objective):
+    """Conversations, of which the model learns what the assistant wrote."""
+
     one, many = "conversation", "conversations"
 
     def shards(self, paths: str | Sequence[str]) -> Shards:
         return conversation_shards(paths)
 
     def renderer(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> RenderConversations:
-        return supervised.conversation_renderer(cfg, tokenizer)
+        return conversation_renderer(cfg, tokenizer)
 
-    def pack(self, samples: supervised.Samples) -> PackedBatch:
+    def pack(self, samples: Samples) -> PackedBatch:
         return pack(samples)
 
-    async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> Imitation:
+    async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> ConversationLearner:
         actor = await cluster.trainer("actor", run.source, total_steps=run.total_steps)
         run.describe(actor)
-        return Imitation(actor, val)
+        return ConversationLearner(actor, val)
 
 
 @dataclass(frozen=True)
-class Imitation:
-    """A ``Learner`` of conversations: the loss is the mean over all tokens that the assistant wrote."""
+class ConversationLearner:
+    """A ``SampleLearner`` whose loss is the mean over all tokens that the assistant wrote."""
 
     actor: TrainerGroup
     val: Sequence[Rendered]
@@ -66,7 +72,7 @@ class Imitation:
         return {"train/loss_tokens": float(batch.loss_mask.sum())}
 
     async def validate(self, done: Callable[[int], None]) -> dict[str, float]:
-        """Mean negative log-likelihood per assistant token."""
+        """Return the mean negative log-likelihood per assistant token."""
         total, tokens = 0.0, 0
         for start in range(0, len(self.val), _VAL_BATCH):
             batch = pack(self.val[start : start + _VAL_BATCH])
@@ -77,8 +83,8 @@ class Imitation:
         return {"loss": total / max(1, tokens)}
 
 
-def pack(samples: supervised.Samples) -> PackedBatch:
-    """Conversations one after another, each token of the assistant's with the same weight."""
+def pack(samples: Samples) -> PackedBatch:
+    """Pack conversations one after another; each token that the assistant wrote has the same weight."""
     batch = PackedBatch.from_sequences([s.ids for s in samples], [s.mask for s in samples])
     batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
     return batch

@@ -24,12 +24,12 @@ from posttrain.data.parquet import write_rows
 from posttrain.models.builtin import builtin_tokenizer, create_builtin
 from posttrain.models.load import ModelSource, load_model, locate
 from posttrain.models.weights import fill
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.rl.batch import pack, usable
 from posttrain.rl.learner import Learner, kl_in_reward
 from posttrain.rollout.files import RolloutFiles, fingerprint
 from posttrain.runs.run import RunDir, StopSignal
-from posttrain.runs.training import TrainingRun
+from posttrain.runs.training_run import TrainingRun
 from posttrain.tracking import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.spec import LossSpec

@@ -15,7 +15,7 @@ from posttrain.config.presets import resolve
 from posttrain.evaluation.command import evaluate
 from posttrain.generation import command as generate
 from posttrain.prep import command as prep
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.sft import command as sft
 from tests.unit.sandbox.test_sandbox import REASON
 

@@ -23,7 +23,7 @@ from posttrain.generation import command as generate
 from posttrain.models.builtin import create_builtin
 from posttrain.models.load import ModelSource, load_model, locate
 from posttrain.prep import command as prep
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.sft import command as sft
 from posttrain.train import checkpoint
 from posttrain.train.spec import LossSpec
@@ -304,7 +304,7 @@ def test_rl_on_a_lora_run_with_its_base_as_reference(place, roles):
 
 
 def test_rl_that_was_stopped_goes_on(place, monkeypatch):
-    from posttrain.runs.training import TrainingRun
+    from posttrain.runs.training_run import TrainingRun
 
     save = TrainingRun.save
 

@@ -18,7 +18,7 @@ from posttrain.models.builtin import builtin_tokenizer, create_builtin
 from posttrain.models.load import load_model, locate
 from posttrain.models.reward import RewardModel
 from posttrain.preference import command as prefer
-from posttrain.runs.training import TrainingRun
+from posttrain.runs.training_run import TrainingRun
 from posttrain.train import checkpoint
 from tests.e2e.run_commands import run_commands
 

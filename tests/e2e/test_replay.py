@@ -10,7 +10,7 @@ from posttrain.cluster.cluster import local_ray
 from posttrain.config.presets import resolve
 from posttrain.core.errors import Interrupted
 from posttrain.data.parquet import write_rows
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.train import checkpoint
 
 PLUGIN = """

@@ -10,7 +10,7 @@ from posttrain.cluster.cluster import local_ray
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, PosttrainError, RunError
 from posttrain.data.parquet import write_rows
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.tracking.warnings import read_warnings
 from tests.unit.sandbox.test_sandbox import REASON
 

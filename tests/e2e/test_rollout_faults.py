@@ -13,7 +13,7 @@ from posttrain.cluster.cluster import local_ray
 from posttrain.config.presets import resolve
 from posttrain.core.errors import WorkerError
 from posttrain.data.parquet import write_rows
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 
 PLUGIN = """
 import asyncio, os

@@ -31,9 +31,9 @@ from posttrain.models.attention import Ragged, choose
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model
 from posttrain.models.weights import fill
-from posttrain.rl import loop as rl
-from posttrain.runs.run import RunPlace, StopSignal
-from posttrain.runs.training import TrainingRun
+from posttrain.rl import command as rl
+from posttrain.runs.run import RunTarget, StopSignal
+from posttrain.runs.training_run import TrainingRun
 from posttrain.sft import command as sft
 from posttrain.tracking import Tracker
 from posttrain.train import checkpoint
@@ -277,7 +277,7 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(alone, st
     batch = sft_batch()
     broken = replace(batch, loss_weights=torch.full_like(batch.loss_weights, torch.inf))
     resolved = resolve("sft", flags={"run.dir": str(tmp_path), "run.name": "r", "train.max_skipped_steps": 2})
-    folder = RunPlace.find(resolved).open()
+    folder = RunTarget.find(resolved).open()
     with Tracker(folder.path, "r", 9, ["console"]) as tracker:
         run = TrainingRun(resolved.config, folder, SOURCE, tracker, StopSignal(), total_steps=9)
 
@@ -292,7 +292,7 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(alone, st
             assert [await step(b) for b in (broken, batch, broken, batch)] == [1.0, 0.0, 1.0, 0.0]
             assert run.skipped_steps == 2
             await run.save(run.step, {"actor": group}, {})
-            await run.saves.settle()  # as at the end of a run: it is written meanwhile
+            await run.checkpoints.settle()  # as at the end of a run: it is written meanwhile
             assert await step(broken) == 1.0
             with pytest.raises(RunError, match="2 updates in a row were skipped, the last at step 6") as error:
                 await step(broken)

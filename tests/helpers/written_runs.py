@@ -15,7 +15,7 @@ from posttrain.data.chat import render_prompt
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.rollout.advantage_files import advantages_file, write_advantages
 from posttrain.rollout.files import fingerprint, write_rollouts
-from posttrain.runs.run import RunPlace, Status
+from posttrain.runs.run import RunTarget, Status
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202egnissim\u202c \x1b[31mred\x07 &lt; 'é🙂"
 TOKENIZER = load_tokenizer(ModelSource("builtin:tiny"))
@@ -67,7 +67,7 @@ def write_run(
 ) -> Path:
     """A run that ended so, whose step k had the groups ``steps[k - 1]``."""
     flags = {"run.dir": str(root), "run.name": name, "run.seed": seed, "model.path": "builtin:tiny"}
-    folder = RunPlace.find(resolve("rl", "tiny-arith", list(sets), flags)).open()
+    folder = RunTarget.find(resolve("rl", "tiny-arith", list(sets), flags)).open()
     lines = []
     for step, groups in enumerate(steps, start=1):
         file = folder.path / "rollouts" / f"step_{step:06}.parquet"

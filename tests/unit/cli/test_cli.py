@@ -174,7 +174,7 @@ def test_the_driver_does_not_import_what_trains():
     """Two seconds and 100 MB that only workers need."""
     code = (
         "import sys, posttrain.sft.command, posttrain.preference.command\n"
-        "import posttrain.rl.loop, posttrain.generation.command\n"
+        "import posttrain.rl.command, posttrain.generation.command\n"
         "print([name for name in ('torch.distributed.fsdp', 'torch._dynamo', 'sympy') if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPO)}

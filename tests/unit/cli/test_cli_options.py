@@ -10,7 +10,7 @@ from posttrain.config.presets import Resolved
 from posttrain.evaluation import command as evaluate
 from posttrain.generation import command as generate
 from posttrain.preference import command as prefer
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.sft import command as sft
 
 COMMON = {

@@ -28,7 +28,7 @@ from posttrain.data.parquet import read_prompts, write_rows
 from posttrain.prep.datasets import DATASETS
 from posttrain.rewards import GRADERS
 from posttrain.rewards.trial import try_function
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.rollout.episode import run_episode
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools import Tool, ToolResult
@@ -282,7 +282,8 @@ def test_rl_begins_with_what_the_user_shall_know_of_data_and_reward() -> None:
     write_rows("train.parquet", [row, row, longer])
     sets = ["data.truncation=drop", "rollout.max_prompt_tokens=200", "reward.function=reward.py:fails"]
     flags = {"model.path": "builtin:tiny", "data.train": "train.parquet", "rollout.tools": []}
-    left_out, failing, crowded = rl.prepare(resolve("rl", "tiny-gsm8k", sets=sets, flags=flags).config).notes
+    job = rl.prepare(resolve("rl", "tiny-gsm8k", sets=sets, flags=flags))
+    *_, left_out, failing, crowded = job.notes()
     assert re.match(r"train.parquet: 1 prompt is too long, the longest has \d\d\d+ tokens, and left out", left_out)
     assert failing.startswith("warning: train.parquet, row 0: reward.function 'fails' raised ValueError: no (reward.py")
     assert crowded.startswith("warning: data.batch_size = 8, and there are 2 rows: a step has a row up to 4 times")

@@ -15,7 +15,7 @@ from posttrain.config.presets import dump_toml, resolve
 from posttrain.core.errors import ConfigError
 from posttrain.generation.output import differences
 from posttrain.plan.command import stored_config
-from posttrain.runs.run import RunPlace
+from posttrain.runs.run import RunTarget
 from posttrain.tracking.report.folder import RunFolder
 
 OLD = """\
@@ -151,7 +151,7 @@ def test_migrate_refuses_a_file_that_it_cannot_rewrite(content: bytes, message: 
 def test_run_with_earlier_names_is_resumed_planned_and_reported(tmp_path: Path) -> None:
     sets = [f"run.dir='{tmp_path}'", "run.rollouts_every=2"]
     resolved = resolve("rl", "tiny-arith", sets)
-    opened = RunPlace.find(resolved).open()
+    opened = RunTarget.find(resolved).open()
     opened.finish("interrupted")
     stored = opened.path / "config.toml"
     old = dump_toml(resolved.config)
@@ -171,7 +171,7 @@ def test_run_with_earlier_names_is_resumed_planned_and_reported(tmp_path: Path) 
     assert folder.config["run.rollouts_every"] == 2
     assert folder.origins["run.rollouts_every"] == "--set"
     with pytest.warns(RenamedKeyWarning, match=expected):
-        again = RunPlace.find(resolved).open()
+        again = RunTarget.find(resolved).open()
     assert (again.resumed, again.changes) == (True, ())
     again.finish("interrupted")
     with warnings.catch_warnings():

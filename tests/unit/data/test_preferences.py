@@ -24,7 +24,7 @@ from posttrain.models.builtin import builtin_tokenizer
 from posttrain.preference.command import Pairs, pack
 from posttrain.prep import command as prep
 from posttrain.prep.card import read_card
-from posttrain.sft.loop import load_validation, open_stream
+from posttrain.sft.samples import load_validation, open_stream
 
 TOKENIZER = builtin_tokenizer("builtin:tiny")
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

@@ -12,11 +12,11 @@ from posttrain.config import Config
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.models.builtin import builtin_tokenizer
-from posttrain.rl import loop as rl
+from posttrain.rl import command as rl
 from posttrain.rl.replay import replayed_steps
 from posttrain.rollout.files import RolloutFiles, fingerprint, write_rollouts
 from posttrain.runs.preflight import check_machine, check_supported
-from posttrain.runs.run import RunPlace
+from posttrain.runs.run import RunTarget
 from tests.helpers.recorded import trajectory
 
 TOKENIZER = fingerprint(builtin_tokenizer("tiny"))
@@ -37,20 +37,20 @@ def replay(tmp_path: Path, paths: Path | str, *sets: str) -> None:
     rl.run(resolve("rl", "tiny-arith", sets=["model.path='builtin:tiny'", "train.steps=1", *sets], flags=flags))
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_replay_rejects_missing_files(tmp_path: Path) -> None:
     with pytest.raises(PosttrainError, match=r"none\.parquet: no such file"):
         replay(tmp_path, tmp_path / "none.parquet")
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
+def test_replay_rejects_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(PosttrainError, match=r"no \.parquet file in this folder") as error:
         replay(tmp_path, tmp_path)
     assert "posttrain rl" in str(error.value.hint)
     assert not (tmp_path / "runs").exists()
 
 
-def test_ids_that_the_model_does_not_have(tmp_path: Path) -> None:
+def test_replay_rejects_token_ids_outside_the_vocabulary(tmp_path: Path) -> None:
     foreign = trajectory(tokens=np.array([1, 2, 3, 151_643, 5, 6], dtype=np.int32))
     path = tmp_path / "t.parquet"
     write_rollouts(path, [[foreign]], kind="train", step=1, temperature=1.0, tokenizer=TOKENIZER)
@@ -59,7 +59,7 @@ def test_ids_that_the_model_does_not_have(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_another_tokenizer(tmp_path: Path) -> None:
+def test_replay_rejects_rollouts_of_another_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     write_rollouts(path, [[trajectory()]], kind="train", step=1, temperature=1.0, tokenizer="another")
     with pytest.raises(PosttrainError, match=r"t\.parquet: sampled with another tokenizer"):
@@ -67,7 +67,7 @@ def test_another_tokenizer(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_more_steps_than_were_recorded(tmp_path: Path, folder: Path) -> None:
+def test_replay_rejects_more_steps_than_were_recorded(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.steps = 7, and .* hold 6 steps in 2 epochs") as error:
         replay(tmp_path, folder, "train.steps=7", "train.epochs=2")
     assert "--steps 6" in str(error.value.hint)
@@ -81,11 +81,11 @@ def test_more_steps_than_were_recorded(tmp_path: Path, folder: Path) -> None:
         ("false", r"rollout\.replay: '' -> "),  # the run that is there is another one
     ],
 )
-def test_a_run_does_not_replace_the_traces_that_it_reads(
+def test_replay_does_not_delete_the_files_that_it_reads(
     tmp_path: Path, folder: Path, overwrite: str, message: str
 ) -> None:
     flags = {"run.dir": str(tmp_path / "runs"), "run.name": "r", "run.overwrite": overwrite == "true"}
-    run = RunPlace.find(resolve("rl", "tiny-arith", flags=flags)).open()
+    run = RunTarget.find(resolve("rl", "tiny-arith", flags=flags)).open()
     run.finish("failed")
     own = folder.rename(run.path / "rollouts")
     with pytest.raises(ConfigError, match=message):
@@ -93,19 +93,19 @@ def test_a_run_does_not_replace_the_traces_that_it_reads(
     assert len(list(own.iterdir())) == 3
 
 
-def test_another_temperature(tmp_path: Path, folder: Path) -> None:
+def test_replay_rejects_another_temperature(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"sampled at temperature 1, and rollout\.temperature = 0\.5") as error:
         replay(tmp_path, folder, "rollout.temperature=0.5")
     assert error.value.hint == "--set rollout.temperature=1"
 
 
 @pytest.mark.parametrize(("steps", "epochs", "expected"), [(None, 1, 3), (None, 2, 6), (2, 1, 2), (3, 1, 3), (6, 2, 6)])
-def test_how_many_steps_a_replay_has(folder: Path, steps: int | None, epochs: int, expected: int) -> None:
+def test_replay_counts_steps_over_epochs(folder: Path, steps: int | None, epochs: int, expected: int) -> None:
     cfg = Config.model_validate({"command": "rl", "train": {"steps": steps, "epochs": epochs}})
     assert replayed_steps(RolloutFiles(str(folder), vocabulary=1000, tokenizer=TOKENIZER), cfg) == expected
 
 
-def test_a_replay_needs_nothing_of_what_samples() -> None:
+def test_replay_ignores_limits_of_engines() -> None:
     rollout = {"replay": "x", "tensor_parallel": 4, "n": 1, "kv_tokens": 64}
     changes = {"data": {"batch_size": 3}, "algo": {"updates_per_step": 2}, "cluster": {"workers": 2, "device": "cpu"}}
     cfg = Config.model_validate({"command": "rl", "rollout": rollout, **changes})
@@ -115,7 +115,7 @@ def test_a_replay_needs_nothing_of_what_samples() -> None:
         check_supported(cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"replay": ""})}))
 
 
-def test_sampling_only_needs_nothing_of_what_trains() -> None:
+def test_rollout_only_ignores_limits_of_trainers() -> None:
     rollout = {"only": True, "n": 1, "temperature": 0.0}
     changes = {"train": {"sequence_parallel": 2}, "cluster": {"workers": 2}, "data": {"batch_size": 3}}
     check_supported(Config.model_validate({"command": "rl", "rollout": rollout, **changes}))
@@ -132,12 +132,12 @@ def test_sampling_only_needs_nothing_of_what_trains() -> None:
         ({"rollout": {"only": True}, "run": {"rollouts_every": 2}}, "would leave nothing behind"),
     ],
 )
-def test_combinations_that_make_no_sense(changes: dict[str, object], message: str) -> None:
+def test_rejects_contradicting_rollout_settings(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Config.model_validate({"command": "rl", **changes})
 
 
-def test_the_flags(tmp_path: Path) -> None:
+def test_flags_set_replay_and_rollout_only(tmp_path: Path) -> None:
     resolved = resolve("rl", "tiny-arith", flags={"rollout.only": True, "rollout.replay": None})
     assert resolved.provenance["rollout.only"] == "flag --rollout-only"
     resolved = resolve("rl", "tiny-arith", flags={"rollout.replay": "t.parquet"})

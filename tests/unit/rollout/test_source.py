@@ -16,8 +16,8 @@ from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.rewards.compose import Rewarder, overlong
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl.batch import fill_advantages, minibatches, pack, usable
-from posttrain.rl.loop import greedy_rewards, validate
 from posttrain.rl.metrics import episode_metrics, rollout_metrics, update_metrics
+from posttrain.rl.sampling import greedy_rewards, validate
 from posttrain.rollout.batches import has_signal
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource

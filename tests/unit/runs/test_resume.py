@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.config.presets import Resolved, resolve
 from posttrain.core.errors import ConfigError, UserError
-from posttrain.runs.run import RunDir, RunPlace, StopSignal
+from posttrain.runs.run import RunDir, RunTarget, StopSignal
 from posttrain.train import checkpoint
 
 
@@ -27,9 +27,9 @@ OPEN = """
 import sys, time
 from posttrain.core.errors import ConfigError
 from posttrain.config.presets import resolve
-from posttrain.runs.run import RunPlace
+from posttrain.runs.run import RunTarget
 try:
-    run = RunPlace.find(resolve("sft", "tiny-multiturn", [f'run.dir="{sys.argv[1]}"'], {"run.name": "a"})).open()
+    run = RunTarget.find(resolve("sft", "tiny-multiturn", [f'run.dir="{sys.argv[1]}"'], {"run.name": "a"})).open()
     print("open", run.resumed, flush=True)
     time.sleep(60)
 except ConfigError as error:
@@ -76,11 +76,11 @@ def test_process_on_another_host_keeps_its_run(tmp_path: Path) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"host": "elsewhere"}))
         for overwrite in ("false", "true"):
             with pytest.raises(ConfigError, match="is in use"):
-                RunPlace.find(make(tmp_path, f"run.overwrite={overwrite}")).open()
+                RunTarget.find(make(tmp_path, f"run.overwrite={overwrite}")).open()
     finally:
         process.kill()
         process.wait()
-    assert RunPlace.find(make(tmp_path)).open().resumed
+    assert RunTarget.find(make(tmp_path)).open().resumed
 
 
 # ---------------------------------------------------------------------- what it goes on from
@@ -88,7 +88,7 @@ def test_process_on_another_host_keeps_its_run(tmp_path: Path) -> None:
 
 def with_checkpoints(root: Path, *steps: int, name: str = "a", status: str = "interrupted") -> RunDir:
     resolved = make(root, name=name)
-    run = RunPlace.find(resolved).open()
+    run = RunTarget.find(resolved).open()
     for step in steps:
         folder = checkpoint.begin(run.checkpoints, step)
         (folder / "weights").write_text(f"{step}")
@@ -101,16 +101,16 @@ def with_checkpoints(root: Path, *steps: int, name: str = "a", status: str = "in
 def test_new_run_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None:
     with_checkpoints(tmp_path, 2, 4, status="finished")
     for path, step in (("a", 4), ("a/checkpoints/global_step_2", 2)):
-        run = RunPlace.find(make(tmp_path, f'run.resume="{tmp_path / path}"', name=f"from-{step}")).open()
+        run = RunTarget.find(make(tmp_path, f'run.resume="{tmp_path / path}"', name=f"from-{step}")).open()
         assert not run.resumed
         assert run.start is not None
         assert (run.start.step, run.changes) == (step, ())
     changed = make(tmp_path, f'run.resume="{tmp_path}/a"', "train.optim.lr=0.5", "train.steps=7", name="other")
-    run = RunPlace.find(changed).open()
+    run = RunTarget.find(changed).open()
     assert sorted(run.changes) == ["train.optim.lr: 0.002 -> 0.5", "train.steps: 100 -> 7"]
     # Killed before its first checkpoint, it begins there again; and says nothing of what has not changed since.
     run.finish("failed")
-    again = RunPlace.find(changed).open()
+    again = RunTarget.find(changed).open()
     assert again.resumed
     assert again.start is not None
     assert (again.start.step, again.changes) == (4, ())
@@ -122,29 +122,29 @@ def test_new_run_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None:
 def test_rejects_changes_that_invalidate_the_result(tmp_path: Path, change: str) -> None:
     with_checkpoints(tmp_path, 2)
     with pytest.raises(ConfigError, match=change.split("=")[0]) as caught:
-        RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a"', change, name="other")).open()
+        RunTarget.find(make(tmp_path, f'run.resume="{tmp_path}/a"', change, name="other")).open()
     assert "--model" in str(caught.value.hint)
     assert not (tmp_path / "other").exists()
 
 
 def test_rejects_paths_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder") as caught:
-        RunPlace.find(make(tmp_path, 'run.resume="auot"')).open()
+        RunTarget.find(make(tmp_path, 'run.resume="auot"')).open()
     assert caught.value.hint == "did you mean 'auto'?"
     with_checkpoints(tmp_path)
     with pytest.raises(UserError, match="no checkpoint in"):
-        RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a"', name="other")).open()
+        RunTarget.find(make(tmp_path, f'run.resume="{tmp_path}/a"', name="other")).open()
     with pytest.raises(UserError, match="no best checkpoint in"):
-        RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a/best"', name="other")).open()
+        RunTarget.find(make(tmp_path, f'run.resume="{tmp_path}/a/best"', name="other")).open()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_finished_run_may_go_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     with_checkpoints(tmp_path, 2, 4, status="finished")
     with pytest.raises(ConfigError, match="has gone on to step 4 since") as caught:
-        RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a/checkpoints/global_step_2"', "train.steps=50")).open()
+        RunTarget.find(make(tmp_path, f'run.resume="{tmp_path}/a/checkpoints/global_step_2"', "train.steps=50")).open()
     assert "--name" in str(caught.value.hint)
-    run = RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a"', "train.steps=50")).open()
+    run = RunTarget.find(make(tmp_path, f'run.resume="{tmp_path}/a"', "train.steps=50")).open()
     assert run.resumed
     assert run.start is not None
     assert run.start.step == 4
@@ -154,7 +154,7 @@ def test_a_finished_run_may_go_on_from_its_last_checkpoint(tmp_path: Path) -> No
 def test_a_run_does_not_delete_what_it_begins_with(tmp_path: Path) -> None:
     run = with_checkpoints(tmp_path, 2, status="finished")
     with pytest.raises(ConfigError, match="--overwrite would delete"):
-        RunPlace.find(make(tmp_path, f'run.resume="{tmp_path}/a"', "run.overwrite=true")).open()
+        RunTarget.find(make(tmp_path, f'run.resume="{tmp_path}/a"', "run.overwrite=true")).open()
     assert checkpoint.find(run.path).step == 2
 
 

@@ -16,7 +16,7 @@ from posttrain.config import Config
 from posttrain.config.presets import Resolved, resolve
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.signals import termination_raises
-from posttrain.runs.run import RunDir, RunPlace, Status, StopSignal, find_run, latest_run
+from posttrain.runs.run import RunDir, RunTarget, Status, StopSignal, find_run, latest_run
 from posttrain.tracking.report.folder import RunFolder
 from posttrain.train import checkpoint
 
@@ -27,7 +27,7 @@ def make(root: Path, *sets: str, name: str = "a") -> Resolved:
 
 def abandoned(root: Path, *sets: str, name: str = "a") -> RunDir:
     """An unfinished run whose process is gone."""
-    run = RunPlace.find(make(root, *sets, name=name)).open()
+    run = RunTarget.find(make(root, *sets, name=name)).open()
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     state = json.loads((run.path / "run.json").read_text())
@@ -42,7 +42,7 @@ def state(run: RunDir) -> dict[str, object]:
 
 def test_new_run_holds_its_config_and_origin(tmp_path: Path) -> None:
     resolved = make(tmp_path / "runs")
-    run = RunPlace.find(resolved).open()
+    run = RunTarget.find(resolved).open()
     assert not run.resumed
     assert Config.model_validate(tomli.loads((run.path / "config.toml").read_text())) == resolved.config
     assert json.loads((run.path / "provenance.json").read_text())["run.name"] == "flag --name"
@@ -56,19 +56,19 @@ def test_new_run_holds_its_config_and_origin(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    assert not RunPlace.find(make(tmp_path)).open().resumed
+    assert not RunTarget.find(make(tmp_path)).open().resumed
 
 
 def test_finished_run_is_kept_until_overwrite(tmp_path: Path) -> None:
-    first = RunPlace.find(make(tmp_path)).open()
+    first = RunTarget.find(make(tmp_path)).open()
     first.finish("finished")
     (first.path / "result").write_text("precious")
     with pytest.raises(ConfigError, match="output folder exists") as caught:
-        RunPlace.find(make(tmp_path)).open()
+        RunTarget.find(make(tmp_path)).open()
     assert "--overwrite" in str(caught.value.hint)
     assert "--name" in str(caught.value.hint)
     assert (first.path / "result").exists()
-    again = RunPlace.find(make(tmp_path, "run.overwrite=true")).open()
+    again = RunTarget.find(make(tmp_path, "run.overwrite=true")).open()
     assert not again.resumed
     assert not (again.path / "result").exists()
 
@@ -76,7 +76,7 @@ def test_finished_run_is_kept_until_overwrite(tmp_path: Path) -> None:
 def ended(root: Path, status: Status, *sets: str, step: int | None = None) -> RunDir:
     """A run that ended so, with a checkpoint of a step or without one."""
     resolved = make(root, *sets)
-    run = RunPlace.find(resolved).open()
+    run = RunTarget.find(resolved).open()
     if step is not None:
         meta = {"config": resolved.config.model_dump(mode="json")}
         checkpoint.commit(checkpoint.begin(run.checkpoints, step), step, {"meta.json": meta}, keep=3)
@@ -87,13 +87,13 @@ def ended(root: Path, status: Status, *sets: str, step: int | None = None) -> Ru
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
 def test_overwrite_goes_on_with_what_the_same_command_has_begun(tmp_path: Path, status: Status) -> None:
     run = ended(tmp_path, status, "run.overwrite=true", step=3)
-    again = RunPlace.find(make(tmp_path, "run.overwrite=true")).open()
+    again = RunTarget.find(make(tmp_path, "run.overwrite=true")).open()
     assert (again.resumed, again.notes) == (
         True, (f"run {run.path} was begun by this --overwrite: it goes on, and with --resume never it begins anew",)
     )  # fmt: skip
     assert checkpoint.find(run.path).step == 3
     again.finish(status)
-    anew = RunPlace.find(make(tmp_path, "run.overwrite=true", "run.resume=never")).open()
+    anew = RunTarget.find(make(tmp_path, "run.overwrite=true", "run.resume=never")).open()
     assert not anew.resumed
     assert not anew.checkpoints.exists()
 
@@ -108,14 +108,14 @@ def test_overwrite_goes_on_with_what_the_same_command_has_begun(tmp_path: Path, 
 )
 def test_overwrite_replaces_what_another_command_has_begun(tmp_path: Path, before: list[str], now: list[str]) -> None:
     ended(tmp_path, "interrupted", *before, step=3)
-    again = RunPlace.find(make(tmp_path, *now)).open()
+    again = RunTarget.find(make(tmp_path, *now)).open()
     assert not again.resumed
     assert not again.checkpoints.exists()
 
 
 def test_a_run_that_failed_before_its_first_save_gives_its_name_back(tmp_path: Path) -> None:
     ended(tmp_path, "failed")
-    again = RunPlace.find(make(tmp_path, "train.optim.lr=0.5")).open()
+    again = RunTarget.find(make(tmp_path, "train.optim.lr=0.5")).open()
     assert (again.resumed, again.notes) == (
         False, (f"run {again.path} had failed before its first checkpoint: it is replaced",)
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_a_run_that_failed_before_its_first_save_gives_its_name_back(tmp_path: P
     (again.path / "rollouts" / "step_000001.parquet").write_text("")
     again.finish("failed")
     with pytest.raises(ConfigError, match="unfinished run of another config") as caught:
-        RunPlace.find(make(tmp_path, "train.optim.lr=0.25"))
+        RunTarget.find(make(tmp_path, "train.optim.lr=0.25"))
     assert caught.value.hint is not None
     assert "--overwrite" in caught.value.hint
     assert "--resume" not in caught.value.hint
@@ -137,14 +137,14 @@ def test_the_reason_of_a_failure_is_kept_until_the_run_goes_on(tmp_path: Path) -
     assert failure.pop("time")
     assert failure == {"message": "gone", "hint": "look", "exit_code": 1, "who": "sampler 0"}
     assert RunFolder.read(run.path).summary()["failure"]["message"] == "gone"
-    again = RunPlace.find(make(tmp_path)).open()
+    again = RunTarget.find(make(tmp_path)).open()
     assert "failure" not in state(again)
 
 
 def test_a_run_with_nothing_left_to_train_is_refused(tmp_path: Path) -> None:
     run = ended(tmp_path, "finished", step=3)
     refused = "nothing is left to train: the run goes on after step 3, and ends after step {}"
-    place = RunPlace.find(make(tmp_path, f'run.resume="{run.path}"'))
+    place = RunTarget.find(make(tmp_path, f'run.resume="{run.path}"'))
     for steps in (2, 3):
         with pytest.raises(ConfigError, match=refused.format(steps)) as caught:
             place.check_steps(steps)
@@ -152,7 +152,7 @@ def test_a_run_with_nothing_left_to_train_is_refused(tmp_path: Path) -> None:
     place.check_steps(4)
     # Its last step is saved, but it was killed before it could say that it is finished: that is left to do.
     interrupted = ended(tmp_path, "interrupted", "run.overwrite=true", step=3)
-    place = RunPlace.find(make(tmp_path, "run.overwrite=true"))
+    place = RunTarget.find(make(tmp_path, "run.overwrite=true"))
     place.check_steps(3)
     place.check_steps(4)
     with pytest.raises(ConfigError, match=refused.format(2)):
@@ -163,7 +163,7 @@ def test_a_run_with_nothing_left_to_train_is_refused(tmp_path: Path) -> None:
 def test_unfinished_run_is_resumed_with_what_may_change(tmp_path: Path) -> None:
     first = abandoned(tmp_path, "train.steps=10")
     (first.path / "metrics.jsonl").write_text("kept")
-    again = RunPlace.find(make(tmp_path, "train.steps=20", "train.save_every=5", 'run.logger=["jsonl"]')).open()
+    again = RunTarget.find(make(tmp_path, "train.steps=20", "train.save_every=5", 'run.logger=["jsonl"]')).open()
     assert again.resumed
     assert (again.path / "metrics.jsonl").read_text() == "kept"
     assert tomli.loads((again.path / "config.toml").read_text())["train"]["steps"] == 20
@@ -172,15 +172,15 @@ def test_unfinished_run_is_resumed_with_what_may_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
 def test_a_run_that_ended_early_is_resumed(tmp_path: Path, status: str) -> None:
-    RunPlace.find(make(tmp_path)).open().finish(status)  # type: ignore[arg-type]
-    assert RunPlace.find(make(tmp_path)).open().resumed
+    RunTarget.find(make(tmp_path)).open().finish(status)  # type: ignore[arg-type]
+    assert RunTarget.find(make(tmp_path)).open().resumed
 
 
 def test_other_config_is_refused_key_by_key(tmp_path: Path) -> None:
     first = abandoned(tmp_path)
     before = (first.path / "config.toml").read_text()
     with pytest.raises(ConfigError) as caught:
-        RunPlace.find(make(tmp_path, "train.optim.lr=0.5", "model.path=other")).open()
+        RunTarget.find(make(tmp_path, "train.optim.lr=0.5", "model.path=other")).open()
     assert caught.value.message.splitlines()[1:] == [
         "  model.path: 'builtin:tiny' -> 'other'",
         "  train.optim.lr: 0.002 -> 0.5",
@@ -188,26 +188,26 @@ def test_other_config_is_refused_key_by_key(tmp_path: Path) -> None:
     assert (first.path / "config.toml").read_text() == before
     many = [f"train.optim.{key}=0.5" for key in ("lr", "eps", "weight_decay", "warmup_ratio", "min_lr_ratio")]
     with pytest.raises(ConfigError, match="and 2 more"):
-        RunPlace.find(make(tmp_path, *many, "run.seed=7", "data.shuffle=false")).open()
+        RunTarget.find(make(tmp_path, *many, "run.seed=7", "data.shuffle=false")).open()
 
 
 def test_resume_never(tmp_path: Path) -> None:
     abandoned(tmp_path)
     with pytest.raises(ConfigError, match="unfinished run"):
-        RunPlace.find(make(tmp_path, "run.resume=never")).open()
+        RunTarget.find(make(tmp_path, "run.resume=never")).open()
 
 
 @pytest.mark.parametrize("overwrite", ["false", "true"])
 def test_a_live_process_keeps_its_run(tmp_path: Path, overwrite: str) -> None:
-    RunPlace.find(make(tmp_path)).open()  # this very process
+    RunTarget.find(make(tmp_path)).open()  # this very process
     with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
-        RunPlace.find(make(tmp_path, f"run.overwrite={overwrite}")).open()
+        RunTarget.find(make(tmp_path, f"run.overwrite={overwrite}")).open()
 
 
 def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
-    run = RunPlace.find(make(tmp_path)).open()
+    run = RunTarget.find(make(tmp_path)).open()
     (run.path / "run.json").write_text(json.dumps(state(run) | {"pid_started": "1"}))
-    assert RunPlace.find(make(tmp_path)).open().resumed
+    assert RunTarget.find(make(tmp_path)).open().resumed
 
 
 @pytest.mark.parametrize("overwrite", ["false", "true"])
@@ -215,37 +215,37 @@ def test_a_folder_that_is_no_run_is_never_touched(tmp_path: Path, overwrite: str
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("years of work")
     with pytest.raises(ConfigError, match="not a run folder"):
-        RunPlace.find(make(tmp_path, f"run.overwrite={overwrite}")).open()
+        RunTarget.find(make(tmp_path, f"run.overwrite={overwrite}")).open()
     assert (tmp_path / "a" / "thesis.tex").read_text() == "years of work"
 
 
 def test_creation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .*: a file is in the way"):
-        RunPlace.find(make(tmp_path / "file")).open()
+        RunTarget.find(make(tmp_path / "file")).open()
 
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("posttrain.runs.run.os.replace", full_disk)
     with pytest.raises(RunError, match="no room is left on its disk"):
-        RunPlace.find(make(tmp_path / "runs")).open()
+        RunTarget.find(make(tmp_path / "runs")).open()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b"])
 def test_names_that_are_no_folder_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="not a folder name"):
-        RunPlace.find(make(tmp_path, name=name)).open()
+        RunTarget.find(make(tmp_path, name=name)).open()
 
 
 def test_find_run_and_latest(tmp_path: Path) -> None:
     for age, name in enumerate(("new", "old")):
-        marker = RunPlace.find(make(tmp_path, name=name)).open().checkpoints / "global_step_3" / "COMPLETE"
+        marker = RunTarget.find(make(tmp_path, name=name)).open().checkpoints / "global_step_3" / "COMPLETE"
         marker.parent.mkdir(parents=True)
         marker.write_text("{}")
         os.utime(marker, (1e9 - age, 1e9 - age))
-    newest_without = RunPlace.find(make(tmp_path, name="untrained")).open()
+    newest_without = RunTarget.find(make(tmp_path, name="untrained")).open()
     assert find_run(tmp_path, "old") == tmp_path / "old"
     assert latest_run(tmp_path) == find_run(tmp_path, "latest") == tmp_path / "new"
     with pytest.raises(ConfigError) as caught:

@@ -11,7 +11,7 @@ from posttrain.data.parquet import Conversation, sft_row, write_rows
 from posttrain.data.stream import Counts, SampleStream
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.sft.command import Conversations
-from posttrain.sft.loop import describe, load_validation, notes, open_stream
+from posttrain.sft.samples import describe, load_validation, notes, open_stream
 
 TOKENIZER = builtin_tokenizer("builtin:tiny")
 SFT = Conversations()

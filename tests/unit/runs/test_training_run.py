@@ -1,4 +1,4 @@
-"""What `sft` and `rl` share, where it needs no workers."""
+"""A run without workers: its restarts, its early stop, its checkpoints, and weights that are not finite."""
 
 import asyncio
 import json
@@ -20,9 +20,12 @@ from posttrain.config import TrainConfig
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, DeadlineError, RunError, WorkerError
 from posttrain.models.load import ModelSource
-from posttrain.runs.run import RunPlace, StopSignal
-from posttrain.runs.saving import check_room
-from posttrain.runs.training import EarlyStop, TrainingRun, open_tracker, train, update_speed
+from posttrain.runs.checkpoints import check_disk_space
+from posttrain.runs.early_stop import EarlyStop
+from posttrain.runs.recording import open_tracker
+from posttrain.runs.run import RunTarget, StopSignal
+from posttrain.runs.speed import update_speed
+from posttrain.runs.training_run import TrainingRun, train
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
 from posttrain.train.spec import LossSpec, WorkerSpec
@@ -64,7 +67,7 @@ def stopped_at(losses: list[float], patience: int | None, min_delta: float = 0.0
     return None
 
 
-def test_early_stop() -> None:
+def test_early_stop_waits_for_patience_and_min_delta() -> None:
     losses = [3.0, 2.0, 2.5, 1.9, 1.9, 1.95, 1.0]
     assert stopped_at(losses, 1) == 3
     assert stopped_at(losses, 2) == 6
@@ -81,12 +84,12 @@ def test_early_stop() -> None:
 def bare_run(tmp_path: Path, *sets: str) -> TrainingRun:
     """A run without workers."""
     resolved = resolve("sft", "tiny-multiturn", [f'run.dir="{tmp_path}"', "run.logger=[]", *sets], {"run.name": "r"})
-    folder = RunPlace.find(resolved).open()
+    folder = RunTarget.find(resolved).open()
     source, tracker = ModelSource("builtin:tiny"), open_tracker(resolved.config, folder, 9)
     return TrainingRun(resolved.config, folder, source, tracker, StopSignal(), 9)
 
 
-def test_a_run_starts_again_as_often_as_it_may(tmp_path: Path) -> None:
+def test_restarts_after_worker_failures_up_to_the_limit(tmp_path: Path) -> None:
     attempts: list[TrainingRun] = []
 
     async def loop(run: TrainingRun) -> None:
@@ -108,7 +111,7 @@ def test_a_run_starts_again_as_often_as_it_may(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RunError("the weights differ"), ValueError("a bug")])
-def test_what_would_happen_again_ends_a_run(tmp_path: Path, error: Exception) -> None:
+def test_does_not_restart_after_other_errors(tmp_path: Path, error: Exception) -> None:
     attempts: list[int] = []
 
     async def loop(run: TrainingRun) -> None:
@@ -120,7 +123,7 @@ def test_what_would_happen_again_ends_a_run(tmp_path: Path, error: Exception) ->
     assert attempts == [1]
 
 
-async def test_work_is_left_when_somebody_asks_to_stop(tmp_path: Path) -> None:
+async def test_cancels_work_when_the_user_asks_to_stop(tmp_path: Path) -> None:
     run = bare_run(tmp_path)
     cancelled: list[bool] = []
 
@@ -173,14 +176,14 @@ def group() -> Iterator[LocalGroup]:
     dist.destroy_process_group()
 
 
-async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: LocalGroup) -> None:
+async def test_weights_that_are_not_finite_are_not_saved_sent_or_loaded(tmp_path: Path, group: LocalGroup) -> None:
     """Neither into a checkpoint nor to samplers, nor out of a checkpoint into a run; the sound one stays."""
     run, models = bare_run(tmp_path), {"actor": group}
     checkpoints, batch = run.folder.checkpoints, canary_batch([[1, 2, 3, 4]])
     batch.loss_weights = batch.loss_mask.float()
     await group.update(batch, LossSpec())
     await run.save(1, models, {})
-    await run.saves.settle()
+    await run.checkpoints.settle()
 
     async def saving(step: int, message: str) -> None:
         with pytest.raises(RunError, match=message) as error:
@@ -224,18 +227,18 @@ async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: Loc
     assert checkpoint.find(checkpoints).step == 1
 
 
-def test_a_disk_without_room_is_found_before_the_first_step(tmp_path: Path) -> None:
+def test_rejects_full_disk_before_the_first_step(tmp_path: Path) -> None:
     run = bare_run(tmp_path)
     group = TrainerGroup("actor", [None], 1.0, 1, facts={"checkpoint_bytes": 10**6, "parameters": 10**5})
-    assert check_room(run.cfg, run.folder.checkpoints, {"actor": group}) is None
+    assert check_disk_space(run.cfg, run.folder.checkpoints, {"actor": group}) is None
     assert list(run.folder.checkpoints.iterdir()) == []
     group.facts["checkpoint_bytes"] = 10**18
     with pytest.raises(ConfigError, match=r"a checkpoint takes 9\.31e\+08 GiB, and .* free"):
-        check_room(run.cfg, run.folder.checkpoints, {"actor": group})
+        check_disk_space(run.cfg, run.folder.checkpoints, {"actor": group})
     group.facts["checkpoint_bytes"] = int(0.6 * shutil.disk_usage(tmp_path).free)
-    warning = check_room(run.cfg, run.folder.checkpoints, {"actor": group})
+    warning = check_disk_space(run.cfg, run.folder.checkpoints, {"actor": group})
     assert warning is not None
     assert "checkpoint.keep" in warning
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="a part of the path is not a folder"):
-        check_room(run.cfg, tmp_path / "file" / "checkpoints", {"actor": group})
+        check_disk_space(run.cfg, tmp_path / "file" / "checkpoints", {"actor": group})

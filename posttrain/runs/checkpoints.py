@@ -1,4 +1,7 @@
-"""The checkpoints of a run, as its driver sees them: begun after a step, finished while training goes on."""
+"""The driver's part of a run's checkpoints: when one begins, when it is complete, and which one is the best.
+
+``train.saver`` writes the workers' part, and ``train.checkpoint`` defines the folder.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +27,24 @@ if TYPE_CHECKING:
     from posttrain.tracking.tracker import Tracker
 
 _POLL_S = (0.02, 1.0)
-"""First and longest time between two questions whether workers have written their part."""
+"""First and longest wait, in seconds, between two polls of the workers."""
 
 
 @dataclass
-class Saves:
-    """Writes one checkpoint at a time into ``checkpoints``."""
+class RunCheckpoints:
+    """Write one checkpoint at a time into ``checkpoints``, while training goes on."""
 
     cfg: Config
     checkpoints: Path
     source: ModelSource
     tracker: Tracker
     step: int = 0
-    """Of the last one that was begun."""
+    """Step of the last checkpoint that was begun."""
     _writing: asyncio.Task[None] | None = None
     _scores: dict[int, float] = field(default_factory=dict)
     """Step -> value of `checkpoint.best`, until the step's checkpoint is finished."""
     _finished: int = 0
-    """Step of the last one that is whole."""
+    """Step of the last complete checkpoint."""
 
     async def begin(
         self, step: int, models: Mapping[str, TrainerGroup], states: Mapping[str, Mapping[str, Any]]
@@ -77,13 +80,13 @@ class Saves:
             await self.settle()
 
     def drop(self) -> None:
-        """Wait no longer for the one that is being written: ``checkpoint.remove_unfinished`` removes it."""
+        """Abandon the checkpoint that is being written: ``checkpoint.remove_unfinished`` removes it."""
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
 
     def scored(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take note of a step's metrics, for `checkpoint.best`."""
+        """Keep a step's value of `checkpoint.best`, and compare it with the best once the checkpoint is complete."""
         name = self.cfg.checkpoint.best
         if not name or step != self.step:
             return
@@ -96,7 +99,7 @@ class Saves:
         self._choose()
 
     def resumed(self, step: int) -> None:
-        """The run goes on after ``step``, of which there is a checkpoint unless it is 0."""
+        """Continue after ``step``, which has a checkpoint unless it is 0."""
         self.step = self._finished = step
         best = checkpoint.read_best(self.checkpoints)
         if best is not None and best.step > step:  # it was rolled back, or its checkpoint is broken
@@ -114,7 +117,7 @@ class Saves:
         self._choose()
 
     async def _written(self, group: TrainerGroup) -> dict[str, checkpoint.Digest]:
-        """The files of all workers of a model, once they have written them."""
+        """Return the files of all workers of a model, once they have written them."""
         wait, longest = _POLL_S
         try:
             async with asyncio.timeout(self.cfg.cluster.step_deadline_s):
@@ -143,7 +146,7 @@ class Saves:
         checkpoint.commit(folder, step, states, self.cfg.checkpoint.keep, written)
 
     def _choose(self) -> None:
-        """Make the last whole checkpoint the best, if it is."""
+        """Record the last complete checkpoint as the best, if its value is."""
         value = self._scores.pop(self._finished, None)
         if value is None or not math.isfinite(value):
             return
@@ -153,14 +156,14 @@ class Saves:
             checkpoint.write_best(self.checkpoints, Best(self._finished, self.cfg.checkpoint.best, value))
 
 
-def check_room(cfg: Config, checkpoints: Path, models: Mapping[str, TrainerGroup]) -> str | None:
-    """Whether a checkpoint can be written to the disk. Called before the first step.
+def check_disk_space(cfg: Config, checkpoints: Path, models: Mapping[str, TrainerGroup]) -> str | None:
+    """Check, before the first step, that a checkpoint can be written to the disk.
 
     Returns:
-        A warning, where there is room for one but not for all that are to be kept.
+        A warning, where the disk can hold one checkpoint but not all that `checkpoint.keep` asks for.
 
     Raises:
-        ConfigError: the folder cannot be written to, or the disk has no room for a single one.
+        ConfigError: the folder cannot be written to, or the disk cannot hold a single checkpoint.
         RunError: the disk is full or broken.
     """
     with writing(checkpoints, hint="choose a place: --set run.dir=DIR"):
@@ -187,7 +190,7 @@ def _gib(size: float) -> str:
 
 @contextmanager
 def _of_step(step: int) -> Iterator[None]:
-    """Say of what goes wrong on the disk which checkpoint it is about. Raises ``RunError``."""
+    """Raise a disk error as ``RunError`` that names the step of the checkpoint."""
     try:
         yield
     except (WorkerError, DeadlineError):  # no matter of the disk: a run may start again after it

@@ -1,0 +1,117 @@
+"""`posttrain rl`: reinforcement learning on multi-turn episodes with tools.
+
+This module checks a run and starts it. ``rl.loop`` is the algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain import launch
+from posttrain.config.presets import Resolved
+from posttrain.data.loader import check_batch, total_steps
+from posttrain.data.parquet import read_prompts
+from posttrain.data.shards import one_file
+from posttrain.launch import TrainingJob
+from posttrain.plan.command import Known, check_budget
+from posttrain.rewards.grade import GraderPool
+from posttrain.rl import replay, sampling
+from posttrain.rl.loop import train
+from posttrain.runs.preflight import (
+    build_environment,
+    check_algo,
+    check_machine,
+    check_reward,
+    check_supported,
+    fitting_prompts,
+    open_model,
+    reading_validation,
+    validation_note,
+)
+from posttrain.runs.training_run import Loop
+from posttrain.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from posttrain.core.types import Prompt
+    from posttrain.rollout.episode import Environment
+
+
+def run(resolved: Resolved) -> Path:
+    """Train as the config says; returns the run's folder. Raises as ``launch.run`` does."""
+    return launch.run(resolved, prepare)
+
+
+def dry_run(resolved: Resolved) -> str:
+    """Return the plan of the run after all its checks; see ``launch.dry_run``."""
+    return launch.dry_run(resolved, prepare)
+
+
+def prepare(resolved: Resolved) -> TrainingJob:
+    """Check all that can be checked before something is written. Raises ``UserError``."""
+    return replay.prepare(resolved) if resolved.config.rollout.replay else prepare_sampling(resolved)
+
+
+def prepare_sampling(resolved: Resolved) -> RlJob:
+    """Check a run that samples its rollouts. Raises ``UserError``."""
+    cfg = resolved.config
+    source, tokenizer = open_model(cfg)
+    check_supported(cfg)
+    check_machine(cfg)
+    check_algo(cfg, tokenizer)
+    budget = None if cfg.rollout.only else check_budget(cfg)
+    env = build_environment(cfg, source, tokenizer)
+    train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
+    rows = read_prompts(train_file)
+    prompts, left_out = fitting_prompts(rows, env, train_file, cfg.data.truncation)
+    with reading_validation():
+        val_rows = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
+    val, val_left_out = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
+    failing = check_reward([*prompts, *val], cfg, env, train_file)
+    steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
+    crowded = check_batch(len(prompts), cfg.data.batch_size)
+    notes = [note for note in (left_out, val_left_out, failing and f"warning: {failing}", crowded) if note]
+    return RlJob(resolved, source, steps, env, prompts, val, notes, budget)
+
+
+@dataclass(frozen=True)
+class RlJob(TrainingJob):
+    """A run that samples its rollouts."""
+
+    env: Environment
+    prompts: Sequence[Prompt]
+    val: Sequence[Prompt]
+    data_notes: Sequence[str]
+    """What the user should know about the data and the reward function"""
+    budget_gib: float | None
+    """Memory that a weight update may take of a GPU; None: not known"""
+
+    def notes(self) -> Iterator[str]:
+        cfg = self.resolved.config
+        count, batch = len(self.prompts), cfg.data.batch_size
+        yield f"{count:,} prompts, {batch} a step x {cfg.rollout.n} episodes, {self.steps} steps"
+        if not cfg.rollout.only:
+            yield validation_note(self.resolved, len(self.val), "prompts")
+        elif cfg.data.val:
+            yield "data.val is not used: rollout.only trains nothing that would be validated"
+        yield from self.data_notes
+
+    def known(self) -> Known:
+        """Return the mean length of the prompts."""
+        mean = sum(len(self.env.prompt_ids(prompt)) for prompt in self.prompts) / len(self.prompts)
+        return Known(prompt=mean, steps=self.steps)
+
+    @contextmanager
+    def opened(self, tracker: Tracker) -> Iterator[Loop]:
+        """Open the graders, which all attempts share."""
+        cfg = self.resolved.config
+        with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
+            task = sampling.Task(self.env, self.prompts, self.val, graders)
+            if cfg.rollout.only:
+                yield partial(sampling.sample_only, task=task)
+            else:
+                yield partial(train, start=partial(sampling.start, task=task, budget_gib=self.budget_gib))

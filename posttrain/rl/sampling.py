@@ -1,0 +1,261 @@
+"""Rollouts that the engines of a run sample: for its steps, its validations, and for `--rollout-only`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from posttrain.algos import ADVANTAGES
+from posttrain.cluster.cluster import Cluster
+from posttrain.core.errors import RunError
+from posttrain.core.sizes import CANARIES, CANARY_TOKENS
+from posttrain.core.types import GREEDY
+from posttrain.data.loader import BatchOrder
+from posttrain.plan.command import MemoryBudget
+from posttrain.rewards.compose import Rewarder
+from posttrain.rewards.grade import GraderPool
+from posttrain.rewards.judge import Judge
+from posttrain.rl.batch import Groups, usable
+from posttrain.rl.learner import Learner
+from posttrain.rl.loop import RolloutBatch, show
+from posttrain.rl.metrics import failures, rollout_metrics, spread, validation_failure, validation_metrics
+from posttrain.rollout.batches import TrainingBatches
+from posttrain.rollout.files import fingerprint, rollouts_folder
+from posttrain.rollout.pool import SamplerPool
+from posttrain.rollout.source import TrajectorySource
+from posttrain.rollout.writer import RolloutWriter
+from posttrain.runs.preflight import sampling_of
+from posttrain.runs.training_run import TrainingRun
+from posttrain.tools.sets import close_tools
+from posttrain.tracking.tracker import Tracker
+from posttrain.weight_sync.publish import WeightSync
+
+if TYPE_CHECKING:
+    from posttrain.core.types import Ids, Prompt, Sampling, Trajectory
+    from posttrain.rewards.base import EpisodeScorer
+    from posttrain.rollout.episode import Environment
+
+
+@dataclass(frozen=True)
+class Task:
+    """The prompts of a run, and what plays and grades their episodes."""
+
+    env: Environment
+    prompts: Sequence[Prompt]
+    val: Sequence[Prompt]
+    graders: GraderPool
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a turn, in ascending order."""
+        return sorted(self.env.stop_token_ids)
+
+    def order(self, run: TrainingRun) -> BatchOrder:
+        """Return the order in which the steps of a run draw the prompts."""
+        cfg = run.cfg
+        return BatchOrder(len(self.prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
+
+
+async def start(
+    cluster: Cluster,
+    run: TrainingRun,
+    learner: Learner,
+    closing: AsyncExitStack,
+    *,
+    task: Task,
+    budget_gib: float | None,
+) -> tuple[SyncedEngines, SampledRollouts]:
+    """Start the engines of a run, its tools and graders; ``closing`` closes them.
+
+    Args:
+        budget_gib: memory that a weight update may take of a GPU; None: not known.
+    """
+    weights = WeightSync(cluster, learner.actor, learner.models)
+    pool = await weights.start(run.source, task.stop_token_ids)
+    first = [task.env.prompt_ids(prompt) for prompt in task.prompts[:CANARIES]]
+    engines = SyncedEngines(weights, first, MemoryBudget(budget_gib, run.tracker.note), run.tracker)
+    source = await open_source(cluster, pool, run, task, closing)
+    batches = TrainingBatches(
+        source, task.prompts, task.order(run), n=run.cfg.rollout.n, sampling=sampling_of(run.cfg.rollout)
+    )
+    closing.push_async_callback(batches.close)
+    writer = await closing.enter_async_context(open_writer(run, task.env))
+    return engines, SampledRollouts(run, task, source, batches, writer)
+
+
+@dataclass
+class SyncedEngines:
+    """The engines of a run, kept at the weights of its actor."""
+
+    weights: WeightSync
+    prompts: Sequence[Ids]
+    """Token ids for the check of the first update, before anything is sampled"""
+    memory: MemoryBudget
+    tracker: Tracker
+
+    @property
+    def version(self) -> int:
+        return self.weights.version
+
+    async def start(self, version: int) -> None:
+        # Engines load the model by themselves: check that they have the trainer's weights, or send a resumed run's.
+        await self.weights.publish(version, check_sequences(self.prompts))
+
+    async def to_trainers(self) -> None:
+        await self.weights.to_trainers()
+
+    async def publish(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
+        with self.tracker.phase("sync"):
+            return self.memory.check(await self.weights.publish(version, check_sequences(check)))
+
+
+@dataclass
+class SampledRollouts:
+    """The rollouts of a run's own policy."""
+
+    run: TrainingRun
+    task: Task
+    source: TrajectorySource
+    batches: TrainingBatches
+    writer: RolloutWriter
+
+    def resume(self, step: int, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            self.batches.restore(state)
+        self.writer.drop_after(step)
+
+    def state(self) -> dict[str, Any]:
+        return self.batches.state()
+
+    async def next_batch(self, step: int) -> RolloutBatch | None:
+        """Return the rollouts of a step, and begin to write them. Raises ``RunError``."""
+        run, tracker = self.run, self.run.tracker
+        with tracker.phase("gen"):
+            groups = await run.unless_stopped(self.batches.next())
+            if groups is None:
+                return None
+            await self.source.pool.settled()
+            metrics = rollout_metrics(groups, self.source)
+            tracker.failed(failures(self.source))
+            greedy = ADVANTAGES.get(run.cfg.algo.advantage).greedy
+            baselines = await greedy_rewards(self.source, groups) if greedy else None
+        await self.writer.write(step, groups, temperature=run.cfg.rollout.temperature)
+        return RolloutBatch(groups, metrics, baselines)
+
+    async def trained(self, step: int, groups: Groups) -> None:
+        await self.writer.write_advantages(step, groups)
+
+    async def validate(self, step: int) -> dict[str, float]:
+        run, tracker, val = self.run, self.run.tracker, self.task.val
+        if not val or (step > 0 and not run.due(run.cfg.train.val_every, step)):
+            return {}
+        if step == 0:
+            tracker.rewind(-1)  # an attempt that ended before its first checkpoint may have validated already
+        sampling = sampling_of(run.cfg.val)
+        with tracker.phase("testing"), tracker.counting("validation", len(val), "prompts") as played:
+            groups, metrics = await validate(self.source, val, run.cfg.val.n, sampling, played)
+        tracker.failed(validation_failure(self.source.stats))
+        await self.writer.write(step, groups, temperature=sampling.temperature, kind="val")
+        return metrics
+
+
+async def sample_only(run: TrainingRun, task: Task) -> None:
+    """Sample the batches of all steps with the weights of `model.path` (`--rollout-only`). The rollout files are the
+    result; a run that goes on finds in them how far it had come."""
+    cfg, tracker = run.cfg, run.tracker
+    sampling, order = sampling_of(cfg.rollout), task.order(run)
+    async with Cluster(cfg, run.folder.logs) as cluster, AsyncExitStack() as closing:
+        with tracker.phase("start"):
+            engines = await cluster.samplers(run.source, task.stop_token_ids)
+            restart = partial(cluster.sampler, run.source, task.stop_token_ids)
+            pool = SamplerPool(engines, restart, cfg.cluster.sampler_restarts)
+            source = await open_source(cluster, pool, run, task, closing)
+            writer = await closing.enter_async_context(open_writer(run, task.env))
+        run.step = writer.last_step()
+        order.position = run.step * cfg.data.batch_size
+        tracker.rewind(run.step)
+        for step in run.steps():
+            with tracker.phase("gen"):
+                groups = await source.sample([task.prompts[i] for i in order.next()], cfg.rollout.n, sampling)
+            await writer.write(step, groups, temperature=sampling.temperature)
+            show(run, groups)
+            kept = usable(groups)
+            metrics = {"perf/total_num_tokens": float(sum(len(t.tokens) for t in kept))}
+            metrics |= spread("critic/score", torch.tensor([t.reward for t in kept]))
+            tracker.failed(failures(source))
+            tracker.log(step, metrics | rollout_metrics(groups, source))
+    run.raise_if_interrupted()
+
+
+async def open_source(
+    cluster: Cluster, pool: SamplerPool, run: TrainingRun, task: Task, closing: AsyncExitStack
+) -> TrajectorySource:
+    """Return what plays and grades episodes with the engines of ``pool``. ``closing`` closes what it opens."""
+    closing.push_async_callback(close_tools, task.env.tools, run.tracker.note)
+    closing.push_async_callback(pool.close)
+    scorers = await open_scorers(cluster, run)
+    for scorer in scorers:
+        closing.push_async_callback(scorer.close)
+    rewarder = Rewarder(run.cfg.reward, task.graders, run.cfg.rollout.max_response_tokens, scorers)
+    source = TrajectorySource(pool, task.env, rewarder)
+    run.tracker.watch(source.in_flight)
+    return source
+
+
+async def open_scorers(cluster: Cluster, run: TrainingRun) -> list[EpisodeScorer]:
+    """Start the reward model of `reward.model` and the judge of `reward.judge`, where they are set."""
+    reward = run.cfg.reward
+    scorers: list[EpisodeScorer] = []
+    if reward.model.path:
+        scorers.append(await cluster.reward_model(reward.model))
+    if reward.judge.url:
+        scorers.append(Judge(reward.judge, run.folder.path / "judge.sqlite"))
+    return scorers
+
+
+def open_writer(run: TrainingRun, env: Environment) -> RolloutWriter:
+    """Return what writes the rollout files of a run, where `run.rollouts` asks for them."""
+    cfg = run.cfg
+    every = cfg.run.rollouts_every if cfg.run.rollouts else 0
+    folder = rollouts_folder(run.folder.path)
+    return RolloutWriter(folder, every, fingerprint(env.tokenizer), cfg.cluster.step_deadline_s)
+
+
+def check_sequences(sequences: Sequence[Ids]) -> list[Ids]:
+    """Return the tokens whose log-probabilities the weight-sync check compares: the beginnings of the first few."""
+    return [ids[:CANARY_TOKENS] for ids in sequences[:CANARIES]]
+
+
+async def greedy_rewards(source: TrajectorySource, groups: Groups) -> dict[int, float]:
+    """Sample a greedy episode of each group's prompt.
+
+    Returns:
+        Row of the prompt -> reward; rows whose episode failed are missing.
+
+    Raises:
+        RunError: all of them failed.
+    """
+    greedy = await source.sample([group[0].prompt for group in groups], 1, GREEDY)
+    found = {t.prompt.index: t.reward for (t,) in greedy if t.error is None}
+    if not found:
+        errors = {t.error for (t,) in greedy if t.error}
+        raise RunError(f"every greedy episode of this step failed: {'; '.join(sorted(errors)[:3])}")
+    return found
+
+
+async def validate(
+    source: TrajectorySource,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    played: Callable[[int], None] | None = None,
+) -> tuple[list[list[Trajectory]], dict[str, float]]:
+    """Sample ``n`` episodes of each held-out prompt; returns them and their metrics. ``played`` is called with 1 for
+    each prompt that is done."""
+    groups = await source.sample(prompts, n, sampling, played=played)
+    return groups, validation_metrics(groups, n, source.stats)

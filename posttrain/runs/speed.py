@@ -1,0 +1,30 @@
+"""The `perf/` metrics of the optimizer updates of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from posttrain.cluster.trainers import TrainerGroup
+
+
+def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: TrainerGroup) -> dict[str, float]:
+    """Return the throughput, padding, peak memory and MFU of the optimizer updates of a step.
+
+    Args:
+        results: what ``TrainerGroup.update`` returned, one for each optimizer update.
+        tokens: number of tokens of all their batches.
+        actor: the workers that made the updates.
+    """
+    seconds = sum(r["seconds"] for r in results)
+    workers = len(actor.actors)
+    metrics = {
+        "perf/throughput": tokens / seconds,
+        "perf/tokens_per_second_per_gpu": tokens / seconds / workers,
+        "perf/padding": 1.0 - tokens / sum(r["tokens_run"] for r in results),
+        "perf/memory_gib": max(r["memory_gib"] for r in results),
+    }
+    if (peak := actor.facts.get("peak_flops")) is not None:
+        metrics["perf/mfu"] = sum(r["flops"] for r in results) / (seconds * workers * peak)
+    return metrics
