@@ -17,11 +17,11 @@ import torch
 
 from posttrain.algos.catalog import ADVANTAGES
 from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.synced_samplers import SyncedSamplers
 from posttrain.config import Config
 from posttrain.config.presets import Resolved
 from posttrain.core.errors import RunError
 from posttrain.core.registry import load_plugins
-from posttrain.core.sizes import CANARIES, CANARY_TOKENS
 from posttrain.core.types import GREEDY
 from posttrain.data.loader import BatchOrder, check_batch, total_steps
 from posttrain.data.parquet import read_prompts
@@ -62,10 +62,9 @@ from posttrain.runs.training import (
 )
 from posttrain.tools.sets import close_tools
 from posttrain.tracking.examine import examine
-from posttrain.weight_sync.publish import WeightSync
 
 if TYPE_CHECKING:
-    from posttrain.core.types import Ids, Prompt, Sampling, Trajectory
+    from posttrain.core.types import Prompt, Sampling, Trajectory
     from posttrain.models.load import ModelSource
     from posttrain.rewards.base import EpisodeScorer
     from posttrain.rollout.episode import Environment
@@ -170,7 +169,7 @@ async def _train(
     async with Cluster(cfg, run.folder.logs) as cluster, run, AsyncExitStack() as closing:
         with tracker.phase("start"):
             learner = await Learner.open(cluster, run)
-            weights = WeightSync(cluster, learner.actor, learner.models)
+            weights = SyncedSamplers(cluster, learner.actor, learner.models)
             pool = await weights.start(run.source, sorted(env.stop_token_ids))
             source = await open_source(cluster, pool, run, env, graders, closing)
             order = BatchOrder(len(prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
@@ -188,8 +187,8 @@ async def _train(
 
         reached = position()
 
-        # Engines load the starting weights by themselves: prove that they are the trainer's, or bring a resumed run's.
-        await weights.publish(run.step, _canary([env.prompt_ids(p) for p in prompts]))
+        # Engines load the starting weights by themselves: check that they are the trainer's, or send a resumed run's.
+        await weights.publish(run.step, [env.prompt_ids(p) for p in prompts])
 
         async def validated(step: int) -> dict[str, float]:
             with tracker.phase("testing"), tracker.counting("validation", len(val), "prompts") as played:
@@ -222,7 +221,7 @@ async def _train(
             if run.due(cfg.train.save_every, step):
                 await run.save(step, learner.trained, reached)
             with tracker.phase("sync"):
-                metrics |= watch.check(await weights.publish(step, _canary([t.tokens for t in kept])))
+                metrics |= watch.check(await weights.publish(step, [t.tokens for t in kept]))
             if val and run.due(cfg.train.val_every, step):
                 metrics |= await validated(step)
             run.finished(step, metrics)
@@ -230,10 +229,6 @@ async def _train(
             await weights.to_trainers()
             await run.save(run.step, learner.trained, reached)
     run.raise_if_interrupted()
-
-
-def _canary(sequences: Sequence[Ids]) -> list[Ids]:
-    return [ids[:CANARY_TOKENS] for ids in sequences[:CANARIES]]
 
 
 async def _sample_only(run: TrainingRun, prompts: Sequence[Prompt], env: Environment, graders: GraderPool) -> None:

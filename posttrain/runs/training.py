@@ -185,7 +185,7 @@ class TrainingRun:
         """Tell what is trained, and how."""
         train = self.cfg.train
         self.tracker.note(actor.describe())
-        if dropout := actor.facts["dropout"]:
+        if dropout := actor.metadata["dropout"]:
             asked = ", ".join(f"{name} = {value:g}" for name, value in dropout.items())
             self.tracker.note(f"warning: the model's config asks for {asked}; training is without dropout")
         if train.param_dtype == "bfloat16" and not train.optim.stochastic_rounding:
@@ -403,7 +403,7 @@ def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: Tra
         "perf/padding": 1.0 - tokens / sum(r["tokens_run"] for r in results),
         "perf/memory_gib": max(r["memory_gib"] for r in results),
     }
-    if (peak := actor.facts.get("peak_flops")) is not None:
+    if (peak := actor.metadata.get("peak_flops")) is not None:
         metrics["perf/mfu"] = sum(r["flops"] for r in results) / (seconds * workers * peak)
     return metrics
 

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from posttrain.cluster import calls
-from posttrain.cluster.actors import Home, Look, Peer, Process, _kill, examine, stack_in, tail_of
+from posttrain.cluster.actors import ActorContext, ActorHandle, Diagnosis, Process, _kill, examine, stack_in, tail_of
 from posttrain.cluster.calls import cause_of_death
 from posttrain.core.errors import RunError
 
@@ -69,13 +69,13 @@ def test_a_stack_is_made_short():
 
 
 def test_a_node_without_the_folder_of_the_driver_is_named(tmp_path, monkeypatch):
-    home = Home(str(tmp_path / "project"), [])
+    home = ActorContext(str(tmp_path / "project"), [])
     with pytest.raises(RunError, match=rf"node [\d.]+ has no folder {home.folder}, where the command was started"):
         home.enter()
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path)
     home.enter()
-    assert os.getcwd() == home.folder == Home.of_driver([]).folder
+    assert os.getcwd() == home.folder == ActorContext.of_driver([]).folder
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def child():
 def test_a_process_is_examined(child):
     for _ in range(2):  # each time only what is new
         found = examine(child, ask=True)
-        assert found == Look(stack=found.stack)  # it lives, and waits
+        assert found == Diagnosis(stack=found.stack)  # it lives, and waits
         assert found.stack == ("<string>:4 in waiting", "<string>:5 in <module>")
     assert not examine(child, ask=False).stack
     os.kill(child.pid, signal.SIGSTOP)
@@ -138,7 +138,7 @@ def test_another_process_with_its_number_is_not_it(child):
     assert psutil.Process(child.pid).is_running()
 
 
-class Seen(Peer):
+class Seen(ActorHandle):
     """One that was looked at."""
 
     def __init__(self, name, pid, found):
@@ -151,10 +151,10 @@ class Seen(Peer):
 
 
 def test_those_that_hang_in_the_same_place_are_told_together():
-    same = Look(stack=("torch/distributed.py:1 in all_reduce",), log=("a warning",))
-    peers = [Seen("worker 0", 10, same), Seen("worker 1", 11, Look(works=True, stack=("user.py:3 in f",)))]
-    peers += [Seen("worker 2", 12, same), Seen("worker 3", 13, None), Seen("worker 4", 14, Look(stopped=True))]
-    error = asyncio.run(calls._late(peers, "update", 5.0))
+    same = Diagnosis(stack=("torch/distributed.py:1 in all_reduce",), log=("a warning",))
+    handles = [Seen("worker 0", 10, same), Seen("worker 1", 11, Diagnosis(works=True, stack=("user.py:3 in f",)))]
+    handles += [Seen("worker 2", 12, same), Seen("worker 3", 13, None), Seen("worker 4", 14, Diagnosis(stopped=True))]
+    error = asyncio.run(calls._late(handles, "update", 5.0))
     assert error.message.splitlines() == [
         "worker 0, worker 1, worker 2, worker 3, worker 4 did not finish update within 5 s",
         "worker 0 (process 10), worker 2 (process 12): waiting here, innermost call first:",
@@ -167,12 +167,12 @@ def test_those_that_hang_in_the_same_place_are_told_together():
         "its log: /logs/13.err on node node-7",
         "worker 4 (process 14): stopped, by SIGSTOP or a debugger",
     ]
-    assert all(peer.missed for peer in peers)
+    assert all(handle.unresponsive for handle in handles)
 
 
 def test_a_death_for_lack_of_memory():
-    peer = Seen("worker 0", 10, Look(ended=True, log=("last",), oom_kills=2))
-    error = asyncio.run(calls._failure(peer, ActorDiedError(), "update"))
+    handle = Seen("worker 0", 10, Diagnosis(ended=True, log=("last",), oom_kills=2))
+    error = asyncio.run(calls._failure(handle, ActorDiedError(), "update"))
     assert "ended processes for lack of memory" in error.message
     assert error.message.endswith("the end of its log, /logs/10.err:\n  last")
     assert "more memory" in error.hint

@@ -16,7 +16,7 @@ from posttrain.engines.hf import EngineSpec, HFSampler
 from posttrain.models.attention import Ragged, choose, ragged_attention
 from posttrain.models.load import ModelSource, load_model
 from posttrain.train.model import PackedLM
-from posttrain.weight_sync.buckets import Outlet
+from posttrain.weight_sync.sender import WeightSender
 
 SDPA = choose("sdpa", torch.device("cpu"), torch.float32)
 VOCABULARY = 96
@@ -161,10 +161,10 @@ def spec(folder, **changes):
 
 
 async def load(engine, weights):
-    outlet = Outlet(weights.items(), torch.float32, "host")
-    await engine.load_bucket(outlet.next(0))
-    assert outlet.next(1) is None
-    outlet.close()
+    sender = WeightSender(weights.items(), torch.float32, "host")
+    await engine.load_bucket(sender.next(0))
+    assert sender.next(1) is None
+    sender.close()
 
 
 def with_engine(engine_spec, body):
@@ -363,7 +363,7 @@ def test_wrong_or_missing_weights_are_errors(qwen2):
         await load(engine, {name: engine.parameters[name].clone() for name in names[1:]})
         with pytest.raises(WeightSyncError, match=f"1 parameter.*{names[0]}"):
             await engine.finish_update(1)
-        assert engine.gate.version == 0
+        assert engine.guard.version == 0
 
     with_engine(spec(qwen2), body)
 
@@ -440,7 +440,7 @@ def test_replicas_sample_differently_and_each_repeats_itself(qwen2):
 
 
 LEFT_OPEN = """
-from posttrain.weight_sync.buckets import Outlet
+from posttrain.weight_sync.sender import WeightSender
 from posttrain.models.load import ModelSource
 from posttrain.engines.hf import EngineSpec, HFSampler
 

@@ -10,18 +10,18 @@ import time
 import pytest
 import torch
 
-from posttrain.weight_sync.broadcast import Meeting, Member, MemberLost
-from posttrain.weight_sync.buckets import Outlet
+from posttrain.weight_sync.broadcast import BroadcastRendezvous, Member, RankLost
+from posttrain.weight_sync.sender import WeightSender
 
 RECEIVER = """
 import pickle, sys, torch
-from posttrain.weight_sync.broadcast import MemberLost
+from posttrain.weight_sync.broadcast import RankLost
 print("up", flush=True)
 for line in sys.stdin:
     bucket = pickle.loads(bytes.fromhex(line))
     try:
         print({name: round(float(t.double().sum()), 4) for name, t in bucket.tensors(int(sys.argv[1]))}, flush=True)
-    except MemberLost as error:
+    except RankLost as error:
         print(error, flush=True)
 """
 
@@ -65,24 +65,24 @@ def weights(seed):
 
 def send_all(group, receivers, given):
     """Through two places in turn, each told of as soon as it is filled."""
-    outlet = Outlet(given.items(), torch.float32, group, bucket_bytes=700)
+    sender = WeightSender(given.items(), torch.float32, group, bucket_bytes=700)
     slot = told = 0
-    while (bucket := outlet.next(slot)) is not None:
+    while (bucket := sender.next(slot)) is not None:
         for process in receivers:
             tell(process, bucket)
-        outlet.send(slot)
+        sender.send(slot)
         slot ^= 1
         told += 1
-    outlet.close()
+    sender.close()
     return told
 
 
 def test_all_receive_what_was_sent(receivers):
-    meeting = Meeting("127.0.0.1", 3, 60.0)
+    rendezvous = BroadcastRendezvous("127.0.0.1", 3, 60.0)
     processes = receivers(2)
     for seed in (0, 1):  # the group is used again
         given = weights(seed)
-        told = send_all(meeting.group, processes, given)
+        told = send_all(rendezvous.group, processes, given)
         assert told > 2
         for process in processes:
             found = {}
@@ -92,70 +92,72 @@ def test_all_receive_what_was_sent(receivers):
 
 
 def test_whoever_waits_for_a_lost_member_gives_up(receivers):
-    meeting = Meeting("127.0.0.1", 3, 60.0)
+    rendezvous = BroadcastRendezvous("127.0.0.1", 3, 60.0)
     living, dying = processes = receivers(2)
-    told = send_all(meeting.group, processes, weights(0))
+    told = send_all(rendezvous.group, processes, weights(0))
     lines = [living.stdout.readline() for _ in range(told)]
     assert all("w" in line for line in lines)
     dying.kill()
     dying.wait()
-    outlet = Outlet(weights(1).items(), torch.float32, meeting.group)
+    sender = WeightSender(weights(1).items(), torch.float32, rendezvous.group)
     begun = time.monotonic()
-    tell(living, outlet.next(0))
-    meeting.announce_loss("sampler 1")
+    tell(living, sender.next(0))
+    rendezvous.announce_loss("sampler 1")
     assert "gave up a broadcast of weights" in living.stdout.readline()
-    outlet.send(0)
-    outlet.close()  # the sender does not wait either, and raises nothing
+    sender.send(0)
+    sender.close()  # the sender does not wait either, and raises nothing
     assert time.monotonic() - begun < 20
-    with pytest.raises(MemberLost, match="has lost a member"):
-        Member.of(meeting.group, 0, torch.device("cpu"))
+    with pytest.raises(RankLost, match="has lost a member"):
+        Member.of(rendezvous.group, 0, torch.device("cpu"))
 
 
 def test_whoever_has_two_buckets_on_their_way_leaves_once(receivers):
     """The wait for the second one ends in the same way, and not in the ruins of the group that the first one left."""
-    meeting = Meeting("127.0.0.1", 2, 30.0)
+    rendezvous = BroadcastRendezvous("127.0.0.1", 2, 30.0)
     [other] = receivers(1)
-    outlet = Outlet(((f"w{i}", torch.ones(1000)) for i in range(3)), torch.float32, meeting.group, bucket_bytes=4000)
-    first = outlet.next(0)
+    sender = WeightSender(
+        ((f"w{i}", torch.ones(1000)) for i in range(3)), torch.float32, rendezvous.group, bucket_bytes=4000
+    )
+    first = sender.next(0)
     other.stdin.write(pickle.dumps(dataclasses.replace(first, first_rank=1)).hex() + "\n")
     other.stdin.flush()
-    outlet.send(0)
+    sender.send(0)
     assert other.stdout.readline() == "{'w0': 1000.0}\n"
     for slot in (1, 0):
-        assert outlet.next(slot) is not None
-        outlet.send(slot)  # nobody receives these
-    meeting.announce_loss("the other")
+        assert sender.next(slot) is not None
+        sender.send(slot)  # nobody receives these
+    rendezvous.announce_loss("the other")
     began = time.monotonic()
-    outlet.close()
+    sender.close()
     assert time.monotonic() - began < 20
 
 
 def test_who_comes_to_a_meeting_alone_is_told(receivers):
-    meeting = Meeting("127.0.0.1", 2, 1.0)
-    with pytest.raises(MemberLost, match="rank 0 of 2 gave up"):
-        Member(meeting.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
+    rendezvous = BroadcastRendezvous("127.0.0.1", 2, 1.0)
+    with pytest.raises(RankLost, match="rank 0 of 2 gave up"):
+        Member(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
 
 
 def test_whoever_waits_for_the_group_to_come_together_hears_of_a_loss(receivers):
-    meeting = Meeting("127.0.0.1", 2, 60.0)
-    threading.Timer(0.5, meeting.announce_loss, ["sampler 3"]).start()
+    rendezvous = BroadcastRendezvous("127.0.0.1", 2, 60.0)
+    threading.Timer(0.5, rendezvous.announce_loss, ["sampler 3"]).start()
     begun = time.monotonic()
-    with pytest.raises(MemberLost, match="sampler 3 was lost"):
-        Member.of(meeting.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
+    with pytest.raises(RankLost, match="sampler 3 was lost"):
+        Member.of(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
     assert time.monotonic() - begun < 20
 
 
 def test_the_first_loss_is_the_one_to_hear_of(receivers):
-    meeting = Meeting("127.0.0.1", 2, 60.0)
+    rendezvous = BroadcastRendezvous("127.0.0.1", 2, 60.0)
     for who in ("sampler 1", "sampler 0, which was told of it"):
-        meeting.announce_loss(who)
-    assert meeting.lost == "sampler 1"
-    with pytest.raises(MemberLost, match="sampler 1 was lost"):
-        Member.of(meeting.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
+        rendezvous.announce_loss(who)
+    assert rendezvous.lost == "sampler 1"
+    with pytest.raises(RankLost, match="sampler 1 was lost"):
+        Member.of(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
 
 
 def test_a_new_group_may_have_the_port_of_one_that_was_given_up(monkeypatch):
-    meeting = Meeting("127.0.0.1", 2, 1.0)
-    monkeypatch.setattr(Member, "_given_up", dataclasses.replace(meeting.group, name="another"))
-    with pytest.raises(MemberLost, match="rank 0 of 2 gave up"):  # nobody comes, but it is not refused
-        Member.of(meeting.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
+    rendezvous = BroadcastRendezvous("127.0.0.1", 2, 1.0)
+    monkeypatch.setattr(Member, "_given_up", dataclasses.replace(rendezvous.group, name="another"))
+    with pytest.raises(RankLost, match="rank 0 of 2 gave up"):  # nobody comes, but it is not refused
+        Member.of(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
