@@ -26,7 +26,7 @@ from rich.table import Table
 from posttrain.algos.gap import gap_sums
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.cluster.synced_samplers import SyncedSamplers
-from posttrain.cluster.trainers import TrainerGroup, canary_batch
+from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import Config
 from posttrain.core.types import Ids, SamplingParams
 from posttrain.data.pack import PackedBatch
@@ -98,8 +98,8 @@ async def engine_variance(sampler: Any, sequences: Sequence[Ids]) -> float:
 
 
 async def trainer_variance(actor: TrainerGroup, sequences: Sequence[Ids]) -> float:
-    together = (await actor.logprobs(canary_batch(sequences)))[: sum(len(ids) for ids in sequences[:FEW])]
-    alone = torch.cat([await actor.logprobs(canary_batch([ids])) for ids in sequences[:FEW]])
+    together = (await actor.score(sequences))[: sum(len(ids) for ids in sequences[:FEW])]
+    alone = torch.cat([await actor.score([ids]) for ids in sequences[:FEW]])
     return float((together - alone).abs().max())
 
 

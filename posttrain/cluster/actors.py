@@ -102,8 +102,8 @@ class ActorContext:
     """The surroundings that an actor takes over from the driver."""
 
     folder: str
-    """The driver's working directory, so that relative paths mean the same everywhere. A worker of an existing Ray cluster
-    starts in the directory in which Ray was started."""
+    """The driver's working directory, so that relative paths mean the same everywhere. A worker of an existing Ray
+    cluster starts in the directory in which Ray was started."""
     plugins: list[str]
     logs: str | None = None
     """The folder for the actors' logs; None: Ray keeps them."""
@@ -155,8 +155,8 @@ class Supervised:
 
 
 def actor_class(cls: type[Supervised]) -> Any:
-    """Return ``cls`` as a class of Ray. All calls but ``heartbeat`` run in one thread, always the same, which is not the
-    main thread; those of an async actor run on its event loop."""
+    """Return ``cls`` as a class of Ray. All calls but ``heartbeat`` run in one thread, always the same, which is not
+    the main thread; those of an async actor run on its event loop."""
     return ray.remote(concurrency_groups={HEARTBEAT: 1})(cls)  # type: ignore[call-overload]
 
 

@@ -37,15 +37,15 @@ async def answer(ref: Any, actor: ActorHandle, what: str, deadline_s: float) -> 
 
 
 async def gather(refs: Sequence[Any], actors: Sequence[ActorHandle], what: str, deadline_s: float) -> list[Any]:
-    """Return the results of one call to each of several actors, in order. An error shows the diagnosis of the actors that
-    it names: how they died, the end of their logs, where they hang.
+    """Return the results of one call to each of several actors, in order. An error shows the diagnosis of the actors
+    that it names: how they died, the end of their logs, where they hang.
 
     Args:
         what: the call, in messages.
 
     Raises:
-        DeadlineError: some did not answer in time, or one has sent no heartbeat for its ``silence_s``; the message names
-            them.
+        DeadlineError: some did not answer in time, or one has sent no heartbeat for its ``silence_s``; the message
+            names them.
         WorkerError: one died or raised; the message names it and shows the end of its traceback.
         PosttrainError: one raised such an error, which is passed on.
     """
@@ -77,7 +77,8 @@ async def gather(refs: Sequence[Any], actors: Sequence[ActorHandle], what: str, 
 async def _answers(futures: Sequence[asyncio.Future[Any]], deadline_s: float) -> set[asyncio.Future[Any]]:
     """Return the calls that have ended when all have, one has failed, or the deadline has passed."""
     done, pending = await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
-    # One failure usually makes the other ranks fail in a collective, and their error may come before the news of a death.
+    # One failure usually makes the other ranks fail in a collective, and their error may come before the news of a
+    # death.
     if pending and any(f.exception() for f in done):
         more, _ = await asyncio.wait(pending, timeout=_DEATH_NOTICE_S, return_when=asyncio.FIRST_EXCEPTION)
         done |= more

@@ -141,8 +141,8 @@ async def nodes_at(address: str, deadline_s: float) -> list[dict[str, float]]:
 
 
 def take_back_sigterm() -> None:
-    """Remove Ray's handler of SIGTERM, which prints a stack and sets an alarm that kills the process three seconds later,
-    in the middle of its last save."""
+    """Remove Ray's handler of SIGTERM, which prints a stack and sets an alarm that kills the process three seconds
+    later, in the middle of its last save."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
@@ -305,8 +305,8 @@ class Cluster:
         return sampler
 
     async def reward_model(self, cfg: RewardModelConfig) -> RemoteRewardModel:
-        """Start a reward model. It shares the last, least loaded GPU of the processes started before it: the trainers' where
-        all are colocated, else the samplers'. It gets a GPU of its own only where it is the first."""
+        """Start a reward model. It shares the last, least loaded GPU of the processes started before it: the
+        trainers' where all are colocated, else the samplers'. It gets a GPU of its own only where it is the first."""
         spec = RewardModelSpec(
             path=cfg.path,
             device=self.device,
@@ -338,7 +338,8 @@ class Cluster:
     async def _engine_options(
         self, pool: str, count: int, ranks: int, index: int
     ) -> tuple[dict[str, Any], Sequence[int]]:
-        """Return Ray's options for engine ``index`` of ``count``, of ``ranks`` GPUs each, and its bundles in the pool."""
+        """Return Ray's options for engine ``index`` of ``count``, of ``ranks`` GPUs each, and its bundles in
+        the pool."""
         if self.device == "cpu" or ranks == 1:
             options = await self._options(pool, count, index)
             return options, [index % len(self.groups[pool].bundle_specs)] if self.device == "cuda" else []
@@ -378,7 +379,8 @@ class Cluster:
         return found
 
     async def _options(self, pool: str, count: int, index: int) -> dict[str, Any]:
-        """Return Ray's options that put a process on GPU ``index`` of a pool; on a CPU processes share the machine freely."""
+        """Return Ray's options that put a process on GPU ``index`` of a pool; on a CPU processes share the machine
+        freely."""
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
         if self.device == "cpu":
             return options
@@ -416,8 +418,8 @@ def _on_one_node(nodes: Sequence[str], ranks: int) -> list[list[int]]:
 
 
 def _threads(processes: int) -> int:
-    """Return the CPU threads of each of several processes that work at the same time: OMP_NUM_THREADS, if it is set. (The
-    variable may be a list, one number for each level of nesting; the first counts.)"""
+    """Return the CPU threads of each of several processes that work at the same time: OMP_NUM_THREADS, if it is set.
+    (The variable may be a list, one number for each level of nesting; the first counts.)"""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(asked) if asked.isdigit() and int(asked) else max(1, (os.cpu_count() or 1) // processes)
 

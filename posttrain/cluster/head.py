@@ -1,5 +1,5 @@
-"""Watch Ray's head process (the GCS). Without it Ray ends every process of the run a minute later, the driver first, with
-no message of ours."""
+"""Watch Ray's head process (the GCS). Without it Ray ends every process of the run a minute later, the driver first,
+with no message of ours."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ class SamplerActor(Supervised):
         self.answered.set()
 
     async def collect(self, received: int) -> list[Answer]:
-        """Return all answers but the first ``received``, which the driver has; wait for one, at most ``_COLLECT_S``. The
-        answers stay until the next call confirms them, so that a call which is given up loses none."""
+        """Return all answers but the first ``received``, which the driver has; wait for one, at most ``_COLLECT_S``.
+        The answers stay until the next call confirms them, so that a call which is given up loses none."""
         self.answers = self.answers[received - self.delivered :]
         self.delivered = received
         if not self.answers:

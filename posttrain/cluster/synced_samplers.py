@@ -20,8 +20,8 @@ from posttrain.weight_sync.publish import check_sequences, publish
 class SyncedSamplers:
     """The samplers of a run, at the trainer's weights even when one dies and is restarted.
 
-    Trainers have the GPUs from ``to_trainers`` to ``publish``, samplers from then on. With `rollout.sleep` samplers free
-    their memory while trainers work, and with `train.offload` trainers move to host memory while samplers work.
+    Trainers have the GPUs from ``to_trainers`` to ``publish``, samplers from then on. With `rollout.sleep` samplers
+    free their memory while trainers work, and with `train.offload` trainers move to host memory while samplers work.
 
     Args:
         trainers: all that take turns with the samplers on the same GPUs, ``actor`` among them.

@@ -49,8 +49,8 @@ WorkerMethod = Literal[
 
 
 class TrainActor(Supervised):
-    """A process with one ``TrainWorker``. ``Cluster`` makes it a Ray actor. The driver imports this class, and therefore it
-    imports what trains only when it starts."""
+    """A process with one ``TrainWorker``. ``Cluster`` makes it a Ray actor. The driver imports this class, and
+    therefore it imports what trains only when it starts."""
 
     def __init__(self, spec: WorkerSpec, rank: int, world_size: int, context: ActorContext) -> None:
         super().__init__(context)
@@ -132,8 +132,8 @@ class TrainerGroup:
         return await gather(refs, self.handles, method, self.deadline_s)
 
     async def logprobs(self, batch: PackedBatch, *, adapter: bool = True, temperature: float | None = None) -> Tensor:
-        """Return [T] log-probabilities under the current weights, or without the ``adapter`` of a LoRA run under its base's,
-        at ``temperature``, by default that of the workers; 0 where the batch carries no loss."""
+        """Return [T] log-probabilities under the current weights, or without the ``adapter`` of a LoRA run under its
+        base's, at ``temperature``, by default that of the workers; 0 where the batch carries no loss."""
         placement = self._place(batch)
         columns = await self._on_shards("logprobs", placement.shards(batch), adapter, temperature)
         return placement.gather(columns[:: self.sequence_parallel], batch)
@@ -194,8 +194,8 @@ class TrainerGroup:
         await self.call("open_sender", [(transport, bucket_bytes) for transport in transports])
 
     async def next_bucket(self, slot: int) -> list[Bucket] | None:
-        """Return the next bucket of every rank, in buffer ``slot`` of two, which nobody reads any more; None when no weights
-        are left."""
+        """Return the next bucket of every rank, in buffer ``slot`` of two, which nobody reads any more; None when no
+        weights are left."""
         found: list[Bucket | None] = await self.call("next_bucket", [(slot,)] * len(self.handles))
         return None if found[0] is None else [bucket for bucket in found if bucket is not None]
 

@@ -21,8 +21,8 @@ SYNC_CHECK_TOKENS = 256
 
 
 def logits_rows(count: int, vocabulary: int, buffer: int = LOGITS_BYTES) -> int:
-    """Return how many of ``count`` rows of logits are in the buffer at once, so that there are as few chunks as it allows,
-    all of one size. That is a multiple of 128 rows, for which matrix products are fast."""
+    """Return how many of ``count`` rows of logits are in the buffer at once, so that there are as few chunks as it
+    allows, all of one size. That is a multiple of 128 rows, for which matrix products are fast."""
     fits = buffer // (vocabulary * 4)
     most = max(1, fits // 128 * 128 or fits)
     size = -(-count // max(1, -(-count // most)))
@@ -30,5 +30,6 @@ def logits_rows(count: int, vocabulary: int, buffer: int = LOGITS_BYTES) -> int:
 
 
 def bucket_bytes(whole: int, most: int) -> int:
-    """Return the size of a bucket for weights of ``whole`` bytes: at most half of them, so that two buckets are in use."""
+    """Return the size of a bucket for weights of ``whole`` bytes: at most half of them, so that two buckets are
+    in use."""
     return min(most, -(-whole // 2))

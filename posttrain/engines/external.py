@@ -15,8 +15,9 @@ from posttrain.weight_sync.sender import WeightSender
 
 @contextlib.contextmanager
 def readable_model(spec: EngineSpec) -> Iterator[tuple[str, str]]:
-    """Yield (path, load format) of the model for an engine that reads Hugging Face folders and the hub. Any other model is
-    a temporary folder with its config, from which the engine starts with random weights (``load_initial_weights``)."""
+    """Yield (path, load format) of the model for an engine that reads Hugging Face folders and the hub. Any other
+    model is a temporary folder with its config, from which the engine starts with random weights
+    (``load_initial_weights``)."""
     if _reads_directly(spec):
         yield spec.source.path, "auto"
         return

@@ -1,13 +1,13 @@
 """Sampling by the embedded engine for requests with a seed.
 
-The library draws for all requests of a batch from one stream of random numbers, so that a request's tokens depend on the
-other requests. Here every token of the vocabulary has, at every position of a request, a random number of its own: a hash
-of the request's seed, the position and the token. It depends on nothing else that the engine does or has done.
+The library draws for all requests of a batch from one stream of random numbers, so that a request's tokens depend on
+the other requests. Here every token of the vocabulary has, at every position of a request, a random number of its own:
+a hash of the request's seed, the position and the token. It depends on nothing else that the engine does or has done.
 
 Rounding remains: the last digits of the probabilities differ with the batch. The sampled token is therefore argmax of
 p / E with exponential E (the Gumbel trick, as in ``torch.multinomial``): it changes with about the probability by which
-the distributions differ. A look-up in the cumulative distribution would multiply that by the number of tokens, because a
-change of one probability moves every boundary after it.
+the distributions differ. A look-up in the cumulative distribution would multiply that by the number of tokens, because
+a change of one probability moves every boundary after it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def exponentials(keys: Tensor, count: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Mix the bits of int32 numbers (lowbias32, Wellons 2018). Products wrap around, and masks remove the sign that shifts
-    copy."""
+    """Mix the bits of int32 numbers (lowbias32, Wellons 2018). Products wrap around, and masks remove the sign that
+    shifts copy."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -98,8 +98,8 @@ class SeededSampling:
         manager._create_batch_processor = create_with_seeds
 
     def _sample(self, runner: Any, scores: Tensor, output_ids: Tensor) -> None:
-        """Write sampled tokens into row 0 of ``output_ids`` [2, B] and the bits of their log-probabilities into row 1, as the
-        library's own method does.
+        """Write sampled tokens into row 0 of ``output_ids`` [2, B] and the bits of their log-probabilities into row 1,
+        as the library's own method does.
 
         Args:
             scores: [1, B or more, V] float32; further rows belong to prompts whose prefill has not ended.

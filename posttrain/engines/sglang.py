@@ -23,7 +23,8 @@ from posttrain.weight_sync.sglang_worker import LOADER, pack, run_scheduler
 _ENVIRONMENT = {
     # A colocated trainer uses more memory on some GPUs of a tensor-parallel engine than on others.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
-    # NCCL's default, which the trainer uses; SGLang sets 0. Ranks that differ in it cannot connect ("invalid argument").
+    # NCCL's default, which the trainer uses; SGLang sets 0. Ranks that differ in it cannot connect ("invalid
+    # argument").
     "NCCL_CUMEM_ENABLE": "-2",
 }
 """Variables that SGLang reads when it is imported. Those that the user has set stay."""
@@ -39,8 +40,8 @@ async def open_engine(spec: EngineSpec) -> SGLangEngine:
 
 
 class SGLangEngine:
-    """An ``Engine`` over one ``sglang.Engine``, whose schedulers are processes of their own. Create it in the process whose
-    event loop will use it."""
+    """An ``Engine`` over one ``sglang.Engine``, whose schedulers are processes of their own. Create it in the
+    process whose event loop will use it."""
 
     def __init__(self, spec: EngineSpec) -> None:
         from sglang.srt.entrypoints.engine import Engine
@@ -98,7 +99,8 @@ class SGLangEngine:
         return Sample(ids, logprobs, reasons[meta["finish_reason"]["type"]], version)
 
     def _seed(self, version: int) -> int:
-        """Return a seed for the next request. In its deterministic mode SGLang gives all requests without one the same seed."""
+        """Return a seed for the next request. In its deterministic mode SGLang gives all requests without one the same
+        seed."""
         return zlib.crc32(f"{self.spec.seed} {self.spec.replica} {version} {next(self.seeds)}".encode())
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
@@ -113,7 +115,8 @@ class SGLangEngine:
         return [[0.0, *(float(x[0]) for x in o["meta_info"]["input_token_logprobs"][1:])] for o in outputs]
 
     async def _run(self, ids: Ids, sampling: Mapping[str, Any], **more: Any) -> Any:
-        """Return the output of a request, which is aborted if this is cancelled. Raises ``RunError``, ``WorkerError``."""
+        """Return the output of a request, which is aborted if this is cancelled. Raises ``RunError``,
+        ``WorkerError``."""
         request_id = f"r{next(self.request_ids)}"
         try:
             return await self.engine.async_generate(

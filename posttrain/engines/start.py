@@ -34,7 +34,8 @@ NO_EXACT = "rollout.exact needs a GPU: engines have batch-invariant kernels ther
 
 
 def check_engine(name: str) -> None:
-    """Check that the engine ``rollout.engine = name`` is installed, in a version that is tested. Raises ``ConfigError``."""
+    """Check that the engine ``rollout.engine = name`` is installed, in a version that is tested. Raises
+    ``ConfigError``."""
     kind = ENGINES[name]
     if not kind.packages:
         return

@@ -43,8 +43,8 @@ async def open_engine(spec: EngineSpec) -> VLLMEngine:
 
 
 class VLLMEngine:
-    """An ``Engine`` over one ``AsyncLLM``, which adds processes of its own. Create it in the process whose event loop will
-    use it."""
+    """An ``Engine`` over one ``AsyncLLM``, which adds processes of its own. Create it in the process whose event
+    loop will use it."""
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -133,7 +133,8 @@ class VLLMEngine:
         return scores
 
     async def _run(self, ids: Ids, **params: Any) -> Any:
-        """Return the output of a request. Raises ``WorkerError`` when the engine has died, ``RunError`` when it refuses."""
+        """Return the output of a request. Raises ``WorkerError`` when the engine has died, ``RunError`` when it
+        refuses."""
         from vllm import SamplingParams as Params
         from vllm import TokensPrompt, exceptions
         from vllm.sampling_params import RequestOutputKind

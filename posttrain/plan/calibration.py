@@ -59,11 +59,11 @@ CALL_S = 0.02
 BROADCAST = 0.64
 """Of the link, for weights that are sent to engines: 287 of 450 GB/s between two GPUs, by NCCL alone."""
 SYNC_S = {"hf": 0.23, "sglang": 0.10, "vllm": 0.15}
-"""Of a weight update beyond its bytes: the weight-sync check, two messages a bucket, and with hf the restart of its batching.
-Medians at 0.5B; vLLM: of those at 0.5B and 7B, rounded."""
+"""Of a weight update beyond its bytes: the weight-sync check, two messages a bucket, and with hf the restart of its
+batching. Medians at 0.5B; vLLM: of those at 0.5B and 7B, rounded."""
 SYNC_APART = 0.5
-"""Share of that where engines have GPUs of their own: they score the check sequences while the trainer does. Fits 0.127 s of
-SGLang at 7B."""
+"""Share of that where engines have GPUs of their own: they score the check sequences while the trainer does. Fits
+0.127 s of SGLang at 7B."""
 HOST_COPY = 10e9
 """Bytes a second of a weight update through host memory, and of one rank's copy of its state. Assumed."""
 DISK = 1.4e9

@@ -143,13 +143,15 @@ class UpdateGuard:
             while self.running:
                 if time.monotonic() > deadline:
                     raise WeightSyncError(
-                        f"{self._name} still had {len(self.running)} requests {_ABORT_DEADLINE_S:g} s after they were aborted"
+                        f"{self._name} still had {len(self.running)} requests {_ABORT_DEADLINE_S:g} s after they "
+                        "were aborted"
                     )
                 await asyncio.sleep(_POLL_S)
 
     @contextlib.asynccontextmanager
     async def finish(self, version: int) -> AsyncIterator[None]:
-        """Wrap the engine's own work after all parameters were loaded. Afterwards requests are admitted, for ``version``.
+        """Wrap the engine's own work after all parameters were loaded. Afterwards requests are admitted, for
+        ``version``.
 
         Raises:
             WeightSyncError: a parameter was not loaded.

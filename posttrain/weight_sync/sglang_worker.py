@@ -28,7 +28,8 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_float32_logits() -> None:
-    """Compute logits in float32. SGLang rounds them to the model's type, and then computes in float32 with the result."""
+    """Compute logits in float32. SGLang rounds them to the model's type, and then computes in float32 with the
+    result."""
     from sglang.srt.layers import logits_processor
 
     rounded = logits_processor.LogitsProcessor._compute_lm_head
@@ -46,8 +47,8 @@ def _keep_float32_logits() -> None:
 
 
 def _survive_lost_ranks() -> None:
-    """Report a lost rank as the result of the update. SGLang's schedulers end with whatever a loader raises, and this one
-    gets the same weights again."""
+    """Report a lost rank as the result of the update. SGLang's schedulers end with whatever a loader raises, and
+    this one gets the same weights again."""
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     update = TpModelWorker.update_weights_from_tensor
@@ -63,8 +64,8 @@ def _survive_lost_ranks() -> None:
 
 
 def pack(bucket: Bucket, rank: int) -> bytes:
-    """Return a bucket as ``update_weights_from_tensor`` passes it to the scheduler of a rank: a list of a name and a tensor.
-    SGLang unpickles tensors and plain types only, so the bucket is encoded in the name."""
+    """Return a bucket as ``update_weights_from_tensor`` passes it to the scheduler of a rank: a list of a name and a
+    tensor. SGLang unpickles tensors and plain types only, so the bucket is encoded in the name."""
     return pickle.dumps([(pickle.dumps((bucket, rank)).hex(), torch.empty(0))])
 
 

@@ -440,13 +440,13 @@ def test_weight_sync_is_proven(alone, start, tmp_path):
         await group.load(start)
         samplers = await cluster.samplers(SOURCE, [EOS])
         assert [await gap(s) for s in samplers] == [pytest.approx(0.0, abs=1e-4)] * 2
-        await group.open_outlet(["host"], 64 << 20)
+        await group.open_sender(["host"], 64 << 20)
         old = {}
         while (buckets := await group.next_bucket(0)) is not None:
             (one,) = buckets
             old[one.entries] = replace(one, path=str(shutil.copy(one.path, tmp_path / f"old-{len(old)}")))
         assert len(old) > 1  # so that one is gathered while another is read
-        await group.close_outlet()
+        await group.close_sender()
         for _ in range(3):
             await group.update(batch, LossSpec())
         assert min([await gap(s) for s in samplers]) > 1e-2

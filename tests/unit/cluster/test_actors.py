@@ -12,7 +12,16 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from posttrain.cluster import calls
-from posttrain.cluster.actors import ActorContext, ActorHandle, Diagnosis, Process, _kill, examine, stack_in, tail_of
+from posttrain.cluster.actors import (
+    ActorContext,
+    ActorHandle,
+    Diagnosis,
+    Process,
+    _kill,
+    diagnose_process,
+    stack_in,
+    tail_of,
+)
 from posttrain.cluster.calls import cause_of_death
 from posttrain.core.errors import RunError
 
@@ -97,17 +106,17 @@ def child():
 
 def test_a_process_is_examined(child):
     for _ in range(2):  # each time only what is new
-        found = examine(child, ask=True)
+        found = diagnose_process(child, ask=True)
         assert found == Diagnosis(stack=found.stack)  # it lives, and waits
         assert found.stack == ("<string>:4 in waiting", "<string>:5 in <module>")
-    assert not examine(child, ask=False).stack
+    assert not diagnose_process(child, stacks=False).stack
     os.kill(child.pid, signal.SIGSTOP)
     while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-    assert examine(child, ask=True).stopped
+    assert diagnose_process(child, ask=True).stopped
     os.kill(child.pid, signal.SIGKILL)
     psutil.Process(child.pid).wait(10)
-    assert examine(child, ask=True).ended
+    assert diagnose_process(child, ask=True).ended
 
 
 @pytest.mark.parametrize("ask", [False, True])
@@ -121,7 +130,7 @@ def test_a_process_that_ends_while_it_is_looked_at_has_ended(child, ask, monkeyp
         return found
 
     monkeypatch.setattr(Process, "find", find_and_lose)
-    assert examine(child, ask=ask).ended
+    assert diagnose_process(child, ask=ask).ended
 
 
 def test_a_process_that_ends_before_its_children_are_found_is_not_killed_twice(child, monkeypatch):
@@ -134,7 +143,7 @@ def test_a_process_that_ends_before_its_children_are_found_is_not_killed_twice(c
 
 def test_another_process_with_its_number_is_not_it(child):
     other = Process("node", child.pid, child.created - 10, None, child.stacks, 0)
-    assert examine(other, ask=True).ended
+    assert diagnose_process(other, True).ended
     assert psutil.Process(child.pid).is_running()
 
 
@@ -146,7 +155,7 @@ class Seen(ActorHandle):
         self.process = Process("node-7", pid, 0.0, f"/logs/{pid}.err", 3, 0)
         self.found = found
 
-    async def look(self, *, ask=True, within_s=8.0):
+    async def diagnose(self, *, stacks=True, within_s=8.0):
         return self.found
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from posttrain.config import RolloutConfig
 from posttrain.core.errors import RunError, WeightSyncError
 from posttrain.core.types import SamplingParams
 from posttrain.data.pack import PackedBatch
@@ -147,17 +148,11 @@ def test_what_it_cannot_do_is_an_error():
 
 
 def spec(folder, **changes):
-    values = {
-        "source": ModelSource(str(folder)),
-        "device": "cpu",
-        "dtype": "float32",
-        "seed": 0,
-        "kv_tokens": 8192,
-        "max_concurrent": 64,
-        "memory_fraction": 0.5,
-        "stop_token_ids": [STOP],
-    }
-    return EngineSpec(**(values | changes))
+    """Return the spec of an engine; ``changes`` are keys of `[rollout]`, ``truncates`` or ``replica``."""
+    own = {key: changes.pop(key) for key in ("truncates", "replica", "seed", "threads") if key in changes}
+    rollout = RolloutConfig(**({"kv_tokens": 8192, "max_concurrent": 64} | changes))
+    values = {"source": ModelSource(str(folder)), "device": "cpu", "dtype": "float32", "seed": 0}
+    return EngineSpec(**(values | own), rollout=rollout, stop_token_ids=[STOP])
 
 
 async def load(engine, weights):
@@ -442,11 +437,12 @@ def test_replicas_sample_differently_and_each_repeats_itself(qwen2):
 LEFT_OPEN = """
 from posttrain.weight_sync.sender import WeightSender
 from posttrain.models.load import ModelSource
+from posttrain.config import RolloutConfig
 from posttrain.engines.hf import EngineSpec, HFSampler
 
 source = ModelSource("builtin:tiny")
-engine = HFSampler(EngineSpec(source, "cpu", "float32", 0, kv_tokens=1024, max_concurrent=4,
-    memory_fraction=0.5, stop_token_ids=[0]))
+rollout = RolloutConfig(kv_tokens=1024, max_concurrent=4)
+engine = HFSampler(EngineSpec(source, "cpu", "float32", 0, rollout, stop_token_ids=[0]))
 print("open", flush=True)
 """
 

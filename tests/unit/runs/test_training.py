@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from posttrain.cluster.actors import ActorHandle
-from posttrain.cluster.trainers import TrainerGroup, canary_batch
+from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import TrainConfig
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, DeadlineError, RunError, WorkerError
+from posttrain.data.pack import PackedBatch
 from posttrain.models.load import ModelSource
 from posttrain.runs.run import RunPlace, StopSignal
 from posttrain.runs.saving import check_room
@@ -28,7 +29,7 @@ from posttrain.train.checkpoint import Checkpoint
 from posttrain.train.spec import LossSpec, WorkerSpec
 from posttrain.train.worker import TrainWorker
 from posttrain.weight_sync.publish import publish
-from posttrain.weight_sync.transfers import Router
+from posttrain.weight_sync.transfers import TransferChooser
 
 
 def test_speed_counts_all_updates_and_workers() -> None:
@@ -176,7 +177,7 @@ def group() -> Iterator[LocalGroup]:
 async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: LocalGroup) -> None:
     """Neither into a checkpoint nor to samplers, nor out of a checkpoint into a run; the sound one stays."""
     run, models = bare_run(tmp_path), {"actor": group}
-    checkpoints, batch = run.folder.checkpoints, canary_batch([[1, 2, 3, 4]])
+    checkpoints, batch = run.folder.checkpoints, PackedBatch.from_sequences([[1, 2, 3, 4]], [[True] * 4])
     batch.loss_weights = batch.loss_mask.float()
     await group.update(batch, LossSpec())
     await run.save(1, models, {})
@@ -192,9 +193,11 @@ async def test_weights_that_are_not_finite_go_nowhere(tmp_path: Path, group: Loc
 
     check = [list(range(5, 69))]
 
+    transfers = TransferChooser(run.cfg.cluster, "cpu", "127.0.0.1")
+
     async def sending(message: str) -> None:
         with pytest.raises(RunError, match=message) as error:
-            await publish(group, [], Router(run.cfg.cluster, "cpu"), version=2, check=check, tolerance=1.0)
+            await publish(group, [], transfers, version=2, check=check, tolerance=1.0)
         assert "weight version 2 is" in error.value.message
 
     optimizer = group.worker.optimizer

@@ -1,4 +1,4 @@
-"""Buckets that are sent: what arrives in other processes, and what happens when one of them does not live."""
+"""Broadcast buckets: what other processes receive, and what happens when one of them dies."""
 
 import dataclasses
 import pickle
@@ -10,17 +10,19 @@ import time
 import pytest
 import torch
 
-from posttrain.weight_sync.broadcast import BroadcastRendezvous, Member, RankLost
+from posttrain.weight_sync.broadcast import BroadcastConnection, BroadcastRank, BroadcastRendezvous, RankLost
 from posttrain.weight_sync.sender import WeightSender
 
 RECEIVER = """
 import pickle, sys, torch
 from posttrain.weight_sync.broadcast import RankLost
+from posttrain.weight_sync.buckets import BucketReader
+reader = BucketReader(int(sys.argv[1]))
 print("up", flush=True)
 for line in sys.stdin:
     bucket = pickle.loads(bytes.fromhex(line))
     try:
-        print({name: round(float(t.double().sum()), 4) for name, t in bucket.tensors(int(sys.argv[1]))}, flush=True)
+        print({name: round(float(t.double().sum()), 4) for name, t in reader.tensors(bucket)}, flush=True)
     except RankLost as error:
         print(error, flush=True)
 """
@@ -45,8 +47,6 @@ def receivers():
         process.wait()
         process.stdin.close()
         process.stdout.close()
-    if Member._current is not None:
-        Member._current.leave()
 
 
 def tell(process, bucket):
@@ -63,9 +63,17 @@ def weights(seed):
     return {f"w{n}": torch.randn(n + 1, 40, generator=generator) for n in range(5)}
 
 
-def send_all(group, receivers, given):
-    """Through two places in turn, each told of as soon as it is filled."""
-    sender = WeightSender(given.items(), torch.float32, group, bucket_bytes=700)
+@pytest.fixture
+def connection():
+    """The connection of this process, which sends."""
+    made = BroadcastConnection()
+    yield made
+    made.close()
+
+
+def send_all(group, receivers, given, connection):
+    """Send through two buffers in turn, and announce each as soon as it is filled."""
+    sender = WeightSender(given.items(), torch.float32, group, bucket_bytes=700, connection=connection)
     slot = told = 0
     while (bucket := sender.next(slot)) is not None:
         for process in receivers:
@@ -77,12 +85,12 @@ def send_all(group, receivers, given):
     return told
 
 
-def test_all_receive_what_was_sent(receivers):
+def test_all_ranks_receive_the_weights(receivers, connection):
     rendezvous = BroadcastRendezvous("127.0.0.1", 3, 60.0)
     processes = receivers(2)
     for seed in (0, 1):  # the group is used again
         given = weights(seed)
-        told = send_all(rendezvous.group, processes, given)
+        told = send_all(rendezvous.group, processes, given, connection)
         assert told > 2
         for process in processes:
             found = {}
@@ -91,15 +99,15 @@ def test_all_receive_what_was_sent(receivers):
             assert found == sums(given)
 
 
-def test_whoever_waits_for_a_lost_member_gives_up(receivers):
+def test_ranks_leave_a_group_that_lost_a_rank(receivers, connection):
     rendezvous = BroadcastRendezvous("127.0.0.1", 3, 60.0)
     living, dying = processes = receivers(2)
-    told = send_all(rendezvous.group, processes, weights(0))
+    told = send_all(rendezvous.group, processes, weights(0), connection)
     lines = [living.stdout.readline() for _ in range(told)]
     assert all("w" in line for line in lines)
     dying.kill()
     dying.wait()
-    sender = WeightSender(weights(1).items(), torch.float32, rendezvous.group)
+    sender = WeightSender(weights(1).items(), torch.float32, rendezvous.group, connection=connection)
     begun = time.monotonic()
     tell(living, sender.next(0))
     rendezvous.announce_loss("sampler 1")
@@ -107,12 +115,12 @@ def test_whoever_waits_for_a_lost_member_gives_up(receivers):
     sender.send(0)
     sender.close()  # the sender does not wait either, and raises nothing
     assert time.monotonic() - begun < 20
-    with pytest.raises(RankLost, match="has lost a member"):
-        Member.of(rendezvous.group, 0, torch.device("cpu"))
+    with pytest.raises(RankLost, match="has lost a rank"):
+        connection.join(rendezvous.group, 0, torch.device("cpu"))
 
 
-def test_whoever_has_two_buckets_on_their_way_leaves_once(receivers):
-    """The wait for the second one ends in the same way, and not in the ruins of the group that the first one left."""
+def test_leaves_a_group_once_with_two_pending_buckets(receivers, connection):
+    """The wait for the second bucket ends as that for the first, although the group has been left meanwhile."""
     rendezvous = BroadcastRendezvous("127.0.0.1", 2, 30.0)
     [other] = receivers(1)
     sender = WeightSender(
@@ -132,32 +140,32 @@ def test_whoever_has_two_buckets_on_their_way_leaves_once(receivers):
     assert time.monotonic() - began < 20
 
 
-def test_who_comes_to_a_meeting_alone_is_told(receivers):
+def test_rendezvous_of_one_rank_ends_at_its_deadline(receivers, connection):
     rendezvous = BroadcastRendezvous("127.0.0.1", 2, 1.0)
     with pytest.raises(RankLost, match="rank 0 of 2 gave up"):
-        Member(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
+        BroadcastRank(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
 
 
-def test_whoever_waits_for_the_group_to_come_together_hears_of_a_loss(receivers):
+def test_wait_for_the_rendezvous_ends_with_a_lost_rank(receivers, connection):
     rendezvous = BroadcastRendezvous("127.0.0.1", 2, 60.0)
     threading.Timer(0.5, rendezvous.announce_loss, ["sampler 3"]).start()
     begun = time.monotonic()
     with pytest.raises(RankLost, match="sampler 3 was lost"):
-        Member.of(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
+        connection.join(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
     assert time.monotonic() - begun < 20
 
 
-def test_the_first_loss_is_the_one_to_hear_of(receivers):
+def test_reports_the_first_lost_rank(receivers, connection):
     rendezvous = BroadcastRendezvous("127.0.0.1", 2, 60.0)
     for who in ("sampler 1", "sampler 0, which was told of it"):
         rendezvous.announce_loss(who)
     assert rendezvous.lost == "sampler 1"
     with pytest.raises(RankLost, match="sampler 1 was lost"):
-        Member.of(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
+        connection.join(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
 
 
-def test_a_new_group_may_have_the_port_of_one_that_was_given_up(monkeypatch):
+def test_joins_a_new_group_at_the_port_of_one_that_was_left(connection):
     rendezvous = BroadcastRendezvous("127.0.0.1", 2, 1.0)
-    monkeypatch.setattr(Member, "_given_up", dataclasses.replace(rendezvous.group, name="another"))
+    connection.join(dataclasses.replace(rendezvous.group, name="another"), 0, torch.device("cpu")).leave()
     with pytest.raises(RankLost, match="rank 0 of 2 gave up"):  # nobody comes, but it is not refused
-        Member.of(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
+        connection.join(rendezvous.group, 0, torch.device("cpu")).start(torch.zeros(8, dtype=torch.uint8))
