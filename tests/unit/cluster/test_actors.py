@@ -106,17 +106,17 @@ def child():
 
 def test_a_process_is_examined(child):
     for _ in range(2):  # each time only what is new
-        found = diagnose_process(child, ask=True)
+        found = diagnose_process(child, True)
         assert found == Diagnosis(stack=found.stack)  # it lives, and waits
         assert found.stack == ("<string>:4 in waiting", "<string>:5 in <module>")
     assert not diagnose_process(child, stacks=False).stack
     os.kill(child.pid, signal.SIGSTOP)
     while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-    assert diagnose_process(child, ask=True).stopped
+    assert diagnose_process(child, True).stopped
     os.kill(child.pid, signal.SIGKILL)
     psutil.Process(child.pid).wait(10)
-    assert diagnose_process(child, ask=True).ended
+    assert diagnose_process(child, True).ended
 
 
 @pytest.mark.parametrize("ask", [False, True])
@@ -130,7 +130,7 @@ def test_a_process_that_ends_while_it_is_looked_at_has_ended(child, ask, monkeyp
         return found
 
     monkeypatch.setattr(Process, "find", find_and_lose)
-    assert diagnose_process(child, ask=ask).ended
+    assert diagnose_process(child, ask).ended
 
 
 def test_a_process_that_ends_before_its_children_are_found_is_not_killed_twice(child, monkeypatch):

@@ -33,7 +33,7 @@ def test_threads(monkeypatch, asked, expected):
 
 def test_engine_options_may_not_be_ours():
     def spec(**options):
-        rollout = RolloutConfig(engine_options=options)
+        rollout = RolloutConfig(engine="vllm", engine_options=options)
         return EngineSpec(ModelSource("builtin:tiny"), "cpu", "float32", 0, rollout, [0])
 
     assert arguments(spec(extra=1), {"seed": 0}) == {"seed": 0, "extra": 1}

@@ -155,7 +155,7 @@ async def test_an_update_that_is_not_whole_is_refused_until_one_is(shapes, messa
     engine.ends.set()
     with pytest.raises(WeightSyncError, match=message):
         await engine.update(1, shapes)
-    with pytest.raises(RunError, match=f"it has no whole set of weights: {message}"):
+    with pytest.raises(RunError, match=f"it has no complete weights: {message}"):
         await engine.request()
     with pytest.raises(WeightSyncError, match="were not sent"):  # what came before the failure does not count
         await engine.update(2, {"a": (2, 3)} if "b" in shapes else {"b": (4,)})
@@ -171,7 +171,7 @@ async def test_requests_that_wait_hear_of_a_failure():
         await asyncio.sleep(0)
     with pytest.raises(WeightSyncError):
         await engine.update(1, {"c": (1,)})
-    with pytest.raises(RunError, match="no whole set of weights"):
+    with pytest.raises(RunError, match="no complete weights"):
         await waiting
 
 
@@ -191,7 +191,7 @@ async def test_requests_wait_on_while_an_update_begins_again():
 
 
 async def test_requests_that_do_not_come_back_end_the_update(monkeypatch):
-    monkeypatch.setattr(module, "_QUIET_S", 0.05)
+    monkeypatch.setattr(module, "_ABORT_DEADLINE_S", 0.05)
     engine = Engine()
     engine.guard = UpdateGuard("it", SHAPES, lambda: asyncio.sleep(0))
     task = asyncio.create_task(engine.request())
