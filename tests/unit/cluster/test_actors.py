@@ -109,7 +109,7 @@ def test_a_process_is_examined(child):
         found = diagnose_process(child, True)
         assert found == Diagnosis(stack=found.stack)  # it lives, and waits
         assert found.stack == ("<string>:4 in waiting", "<string>:5 in <module>")
-    assert not diagnose_process(child, stacks=False).stack
+    assert not diagnose_process(child, False).stack
     os.kill(child.pid, signal.SIGSTOP)
     while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
