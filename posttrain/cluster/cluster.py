@@ -1,4 +1,4 @@
-"""Start Ray, place workers, and take everything down again."""
+"""Start Ray and the processes of a run on it, and end them all again."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_one_that_is_lost_in_a_broadcast_is_replaced(how, monkeypatch):
             load = doomed.load_bucket
 
             async def dying(bucket, data=None):
-                os.kill(doomed.process.pid, how)
+                os.kill(doomed.handle.process.pid, how)
                 await load(bucket, data)
 
             monkeypatch.setattr(doomed, "load_bucket", dying)
