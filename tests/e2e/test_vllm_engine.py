@@ -297,7 +297,7 @@ async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced
     cluster = request.getfixturevalue(of)
     sampler = await cluster.sampler(SOURCE, [EOS], 0)
     pool = SamplerPool([sampler], lambda index: cluster.sampler(SOURCE, [EOS], index), restarts=1)
-    pid = sampler.process.pid
+    pid = sampler.handle.process.pid
     # Seen once: no child was found, although the engine was answering.
     while not (doomed := [p for p in psutil.Process(pid).children(recursive=True) if name in _title(p)]):
         await asyncio.sleep(0.1)

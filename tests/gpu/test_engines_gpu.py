@@ -134,7 +134,7 @@ def test_an_engine_that_is_killed_amid_generation_is_replaced(model, ray_here):
 
             tasks = [asyncio.create_task(one(ids)) for ids in prompts(32)]
             await asyncio.sleep(2.0)
-            doomed = psutil.Process(sampler.process.pid).children(recursive=True)
+            doomed = psutil.Process(sampler.handle.process.pid).children(recursive=True)
             assert doomed
             began = time.monotonic()
             for process in doomed:
