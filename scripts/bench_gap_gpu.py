@@ -26,14 +26,14 @@ from rich.table import Table
 
 from posttrain.algos.gap import gap_sums
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.cluster.trainers import TrainerGroup, canary_batch
+from posttrain.cluster.synced_samplers import SyncedSamplers
+from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import Config
 from posttrain.core.types import Ids, SamplingParams
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import read_prompts
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.runs.preflight import build_environment
-from posttrain.weight_sync.publish import WeightSync
 
 FEW, MANY = 8, 64
 
@@ -55,7 +55,7 @@ async def measure(args: argparse.Namespace, exact: bool) -> dict[str, Any]:
     asked = [env.prompt_ids(p) for p in read_prompts(str(args.data / "train.parquet"))[: args.prompts]]
     async with Cluster(cfg) as cluster:
         actor = await cluster.trainer("actor", source)
-        sync = WeightSync(cluster, actor, [actor])
+        sync = SyncedSamplers(cluster, actor, [actor])
         begun = time.perf_counter()
         pool = await sync.start(source, sorted(env.stop_token_ids))
         started = time.perf_counter() - begun
@@ -99,8 +99,8 @@ async def engine_variance(sampler: Any, sequences: Sequence[Ids]) -> float:
 
 
 async def trainer_variance(actor: TrainerGroup, sequences: Sequence[Ids]) -> float:
-    together = (await actor.logprobs(canary_batch(sequences)))[: sum(len(ids) for ids in sequences[:FEW])]
-    alone = torch.cat([await actor.logprobs(canary_batch([ids])) for ids in sequences[:FEW]])
+    together = (await actor.score(sequences))[: sum(len(ids) for ids in sequences[:FEW])]
+    alone = torch.cat([await actor.score([ids]) for ids in sequences[:FEW]])
     return float((together - alone).abs().max())
 
 

@@ -87,7 +87,7 @@ def phases(common: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, 
     rows.append(("0.5B RL: update tokens/s", f"{median(steps, 'perf/throughput'):,.0f}"))
     rows.append(("0.5B RL: trainer-engine gap, mean |d|", f"{median(steps, 'rollout_gap/mean_abs'):.4f}"))
     rows.append(("0.5B RL: trainer-engine gap, outside 10 %", f"{median(steps, 'rollout_gap/outside'):.4f}"))
-    rows.append(("0.5B RL: canary gap after sync", f"{median(steps, 'sync/canary_gap'):.4f}"))
+    rows.append(("0.5B RL: check gap after sync", f"{median(steps, 'sync/check_gap'):.4f}"))
     rows.append(("0.5B RL: peak memory of the trainer", f"{median(steps, 'perf/memory_gib'):.1f} GiB"))
     return rows
 

@@ -152,7 +152,7 @@ def main() -> None:
             rows.append((f"{what}: reward", f"{last['critic/score/mean']:.4f}, of it the model {parts['model']:.4f}"))
             for key in ("gen", "ref", "update_actor", "sync"):
                 rows.append((f"{what}: {key}", f"{last[f'timing_s/{key}']:.2f} s"))
-            rows.append((f"{what}: canary gap after sync", f"{last['sync/canary_gap']:.4f}"))
+            rows.append((f"{what}: check gap after sync", f"{last['sync/check_gap']:.4f}"))
             rows.append((f"{what}: trainer's peak memory", f"{last['perf/memory_gib']:.1f} GiB"))
     table = Table("what", "measured")
     for row in rows:

@@ -168,15 +168,15 @@ async def through_ray(env: Environment, script: Script, episodes: int) -> float:
     """Seconds with the engine in a Ray actor."""
     import ray
 
-    from posttrain.cluster.actors import Home, Peer, actor_class
+    from posttrain.cluster.actors import ActorContext, ActorHandle, actor_class
     from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 
     class ScriptActor(SamplerActor):
         async def start(self) -> None:
             self.engine = self.spec  # type: ignore[assignment]
 
-    actor = actor_class(ScriptActor).options(num_cpus=0).remote(script, Home.of_driver([]))
-    sampler = RemoteSampler(Peer("sampler 0", actor, 600.0), deadline_s=600.0)
+    actor = actor_class(ScriptActor).options(num_cpus=0).remote(script, ActorContext.of_driver([]))
+    sampler = RemoteSampler(ActorHandle("sampler 0", actor, 600.0), deadline_s=600.0)
     await sampler.start(120.0)
     await ours(env, sampler, 64)  # connections, first pickles
     seconds, _ = await ours(env, sampler, episodes)

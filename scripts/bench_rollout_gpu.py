@@ -34,11 +34,11 @@ from rich.table import Table
 
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.samplers import RemoteSampler
+from posttrain.cluster.synced_samplers import SyncedSamplers
 from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import Config
 from posttrain.core.types import SamplingParams
 from posttrain.models.load import ModelSource
-from posttrain.weight_sync.publish import WeightSync
 
 NO_STOP = 151_935
 """A token that random weights hardly ever sample."""
@@ -152,33 +152,33 @@ async def raw(sampler: Any, asked: list[list[int]], new: int, turns: int, answer
 @asynccontextmanager
 async def together(
     args: argparse.Namespace, clock: Clock
-) -> AsyncIterator[tuple[TrainerGroup, WeightSync, RemoteSampler]]:
+) -> AsyncIterator[tuple[TrainerGroup, SyncedSamplers, RemoteSampler]]:
     """A trainer and an engine that gets its weights."""
     source = ModelSource(str(args.model))
     async with Cluster(config(args)) as cluster:
         actor = await clock("start of the trainer", cluster.trainer("actor", source, total_steps=100))
-        sync = WeightSync(cluster, actor, [actor])
+        sync = SyncedSamplers(cluster, actor, [actor])
         await clock("start of the engine", sync.start(source, [NO_STOP]))
         [sampler] = sync.pool.samplers
         yield actor, sync, sampler
 
 
 async def measure(args: argparse.Namespace) -> list[tuple[str, str]]:
-    clock, canary = Clock(), prompts(4, 64)
+    clock, check = Clock(), prompts(4, 64)
     async with together(args, clock) as (actor, sync, sampler):
         memory, gaps = [], []
         for version in range(1, args.updates + 1):
-            metrics = await clock("update with proof", sync.publish(version, canary))
-            gaps.append(metrics["sync/canary_gap"])
+            metrics = await clock("update with check", sync.publish(version, check))
+            gaps.append(metrics["sync/check_gap"])
             await clock("trainer away", actor.offload())
             await ours(sampler, prompts(32, args.prompt), 16, 1, 0)
             memory.append(used_gib())
             await clock("sleep", sampler.sleep())
             await clock("trainer back", actor.onload())
             await clock("wake", sampler.wake())  # room for weights; for the KV cache it is part of the update
-            await clock("update with proof after it", sync.publish(version, canary))
+            await clock("update with check after it", sync.publish(version, check))
         rows = [(name, f"{clock.median(name):.3f} s") for name in clock.seconds]
-        rows.append(("canary gap", f"{max(gaps):.4f}"))
+        rows.append(("check gap", f"{max(gaps):.4f}"))
         rows.append(("GPU memory after each update", ", ".join(f"{x:.1f}" for x in memory) + " GiB"))
         first = itertools.count(1)
         kinds = {1: ("single-turn", args.new, 1, 0), 5: ("5 turns", args.new // 4, 5, 32)}
@@ -197,12 +197,12 @@ async def measure(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 async def measure_in_flight(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Updates of an engine on a GPU of its own, at rest and while it samples."""
-    clock, canary = Clock(), prompts(4, 64)
+    clock, check = Clock(), prompts(4, 64)
     async with together(args, clock) as (_, sync, sampler):
         await ours(sampler, prompts(32, args.prompt), 64, 1, 0)
         version = 0
         for version in range(1, args.updates + 2):
-            metrics = await clock("update with proof, at rest", sync.publish(version, canary))
+            metrics = await clock("update with check, at rest", sync.publish(version, check))
 
         async def episode(ids: list[int]) -> tuple[list[int], bool]:
             """The version of each token; whether it came to its end."""
@@ -219,12 +219,12 @@ async def measure_in_flight(args: argparse.Namespace) -> list[tuple[str, str]]:
         running = [asyncio.create_task(episode(ids)) for ids in prompts(args.requests, args.prompt)]
         while (await asyncio.wait(running, timeout=args.interval))[1]:
             version += 1
-            await clock("update with proof, amid sampling", sync.publish(version, canary))
+            await clock("update with check, amid sampling", sync.publish(version, check))
         episodes = await asyncio.gather(*running)
         seconds = time.perf_counter() - begun
         whole = sum(ended and versions == sorted(versions) for versions, ended in episodes)
         rows = [(name, f"{clock.median(name):.3f} s ({len(clock.seconds[name])})") for name in clock.seconds]
-        rows.append(("canary gap", f"{metrics['sync/canary_gap']:.4f}"))
+        rows.append(("check gap", f"{metrics['sync/check_gap']:.4f}"))
         rows.append(("episodes, come to their end", f"{len(episodes)}, {whole}"))
         rows.append(("of several versions", str(sum(len(set(versions)) > 1 for versions, _ in episodes))))
         sampled = sum(len(versions) for versions, _ in episodes)

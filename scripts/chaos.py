@@ -87,11 +87,11 @@ class Killer:
         return os.getpid()
 
     def _worker(self) -> int | None:
-        processes = [peer.process for group in self.groups for peer in group.peers if peer.process is not None]
+        processes = [handle.process for group in self.groups for handle in group.handles if handle.process is not None]
         return random.choice(processes).pid if processes else None
 
     def _engine(self) -> int | None:
-        processes = [sampler.peer.process for sampler in self.samplers.values() if sampler.peer.process is not None]
+        processes = [sampler.handle.process for sampler in self.samplers.values() if sampler.handle.process is not None]
         return random.choice(processes).pid if processes else None
 
 
@@ -99,11 +99,11 @@ def install(killer: Killer) -> None:
     """Let the killer see the moments of the run that this process is the driver of."""
     from posttrain.cluster.cluster import Cluster
     from posttrain.cluster.samplers import RemoteSampler
+    from posttrain.cluster.synced_samplers import SyncedSamplers
     from posttrain.cluster.trainers import TrainerGroup
     from posttrain.rollout.batches import TrainingBatches
     from posttrain.runs.checkpoints import RunCheckpoints
     from posttrain.train import checkpoint
-    from posttrain.weight_sync.publish import WeightSync
 
     def watch(owner: Any, name: str, moment: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -120,7 +120,7 @@ def install(killer: Killer) -> None:
         (TrainerGroup, "update", "step"),
         (TrainingBatches, "next", "gen"),
         (RunCheckpoints, "begin", "save"),
-        (WeightSync, "publish", "sync"),
+        (SyncedSamplers, "publish", "sync"),
     ):
         watch(owner, name, moment)
 
@@ -136,7 +136,7 @@ def install(killer: Killer) -> None:
 
     remember(Cluster, "__aenter__", lambda _: killer.begins())
     remember(TrainerGroup, "start", killer.groups.append)
-    remember(RemoteSampler, "start", lambda sampler: killer.samplers.__setitem__(str(sampler.peer), sampler))
+    remember(RemoteSampler, "start", lambda sampler: killer.samplers.__setitem__(str(sampler.handle), sampler))
 
     class Renaming:
         """``os`` for the module of checkpoints."""

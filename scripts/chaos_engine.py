@@ -37,7 +37,7 @@ async def ask(self, prompt_ids, params):
 async def generate(self, prompt_ids, params):
     async with _turn:
         ids = zlib.crc32(np.asarray(prompt_ids, np.int32).tobytes())
-        torch.manual_seed(zlib.crc32(f"{self.spec.seed} {self.gate.version} {ids} {params.top_k}".encode()))
+        torch.manual_seed(zlib.crc32(f"{self.spec.seed} {self.guard.version} {ids} {params.top_k}".encode()))
         return await _generate(self, prompt_ids, replace(params, top_k=0))
 
 

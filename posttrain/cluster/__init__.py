@@ -1,1 +1,1 @@
-"""Ray: where processes run, and how the driver talks to them. The only room that imports ray."""
+"""Ray: where processes run, and how the driver talks to them. The only package that imports ray."""

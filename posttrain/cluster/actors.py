@@ -1,4 +1,4 @@
-"""The processes that others wait for: where each one runs, and what can be found out about one that does not answer."""
+"""Actors and the driver's handles on them: heartbeats, and the diagnosis of a process that does not answer."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from posttrain.tracking.log import shorten, take_over, worker_log
 
 T = TypeVar("T")
 
-PULSE = "pulse"
+HEARTBEAT = "heartbeat"
 """Ray's concurrency group, a thread of its own, in which a process answers while it computes in another."""
-_PULSE_S = 5.0
-"""Who is waited for is asked for its pulse so often."""
-_LOOK_S = 8.0
-"""Longest look at a process on another node, where a task of Ray has to start for it."""
+_HEARTBEAT_S = 5.0
+"""Heartbeat interval for actors with a pending call."""
+_DIAGNOSIS_S = 8.0
+"""Longest diagnosis of a process on another node, where a task of Ray has to start for it."""
 _STACK_S = 1.0
 """How long a process has to write its stack, and to use the CPU if it works."""
 _WORKS = 0.1
-"""Share of one CPU that a process uses which works."""
+"""Share of one CPU above which a process counts as working."""
 _LOG_LINES = 15
 _LOG_BYTES = 16384
 _FRAMES = 10
-"""Calls that are shown of a thread, besides our own."""
+"""Most calls that are shown of a thread, besides those of posttrain."""
 _THREADS = 3
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process, as it tells of itself."""
+    """A process, as it describes itself."""
 
     node: str
     pid: int
     created: float
-    """Seconds since 1970. Another process with its number has another."""
+    """Seconds since 1970, which tell it from another process of the same number."""
     log: str | None
     """The file that its stderr goes to."""
     stacks: int
-    """Number of the open file into which it writes where its threads are, at SIGUSR1."""
+    """Descriptor of the file into which it writes the stacks of its threads at SIGUSR1."""
     oom_kills: int
-    """How many processes the kernel there had ended for lack of memory until now."""
+    """Processes that the kernel of its node had ended for lack of memory when this one started."""
 
     @classmethod
     def current(cls, stacks: int) -> Process:
-        """This one."""
+        """Return this process."""
         stderr = os.readlink("/proc/self/fd/2")
         return cls(
             str(ray.get_runtime_context().get_node_id()),
@@ -72,7 +72,7 @@ class Process:
         )
 
     def find(self) -> psutil.Process | None:
-        """Where it runs: the process; None when it has ended."""
+        """Return the process, on its node; None when it has ended."""
         try:
             found = psutil.Process(self.pid)
             return found if found.create_time() == self.created else None
@@ -81,47 +81,47 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What was found where a process runs."""
+class Diagnosis:
+    """The state of a process, as seen on its node."""
 
     ended: bool = False
     stopped: bool = False
-    """By SIGSTOP or a debugger."""
+    """Stopped by SIGSTOP or a debugger."""
     works: bool = False
-    """It uses a CPU."""
+    """It uses CPU time."""
     stack: tuple[str, ...] = ()
-    """Where its threads are, innermost call first."""
+    """Stacks of its threads, innermost call first."""
     log: tuple[str, ...] = ()
     """The end of its log."""
     oom_kills: int = 0
-    """How many processes the kernel there has ended for lack of memory since this one began."""
+    """Processes that the kernel of its node has ended for lack of memory since this one started."""
 
 
 @dataclass(frozen=True)
-class Home:
-    """What our actors share with the driver."""
+class ActorContext:
+    """The surroundings that an actor takes over from the driver."""
 
     folder: str
-    """Where it was started: relative paths mean the same everywhere. A worker of a Ray cluster that was there already
-    would look for them where Ray was started."""
+    """The driver's working directory, so that relative paths mean the same everywhere. A worker of an existing Ray
+    cluster starts in the directory in which Ray was started."""
     plugins: list[str]
     logs: str | None = None
-    """The folder that gets their logs; None: Ray keeps them."""
+    """The folder for the actors' logs; None: Ray keeps them."""
     log: str | None = None
     """The log of this actor."""
 
     @classmethod
-    def of_driver(cls, plugins: list[str], logs: Path | None = None) -> Home:
-        """That of this process."""
+    def of_driver(cls, plugins: list[str], logs: Path | None = None) -> ActorContext:
+        """Return the context of this process."""
         return cls(os.getcwd(), plugins, None if logs is None else str(logs))
 
-    def of(self, name: str) -> Home:
-        """That of the actor of this name, with a log of its own."""
+    def of_actor(self, name: str) -> ActorContext:
+        """Return the context of the actor ``name``, which has a log of its own."""
         return self if self.logs is None else replace(self, log=str(worker_log(Path(self.logs), name)))
 
     def enter(self) -> None:
-        """Go there, take over the log, and import the plugins. Raises ``RunError`` where this node has no such
-        folder."""
+        """Change to the folder, redirect output to the log, and import the plugins. Raises ``RunError`` where this node
+        has no such folder."""
         quiet_libraries()
         try:
             os.chdir(self.folder)
@@ -136,37 +136,37 @@ class Home:
 
 
 class Supervised:
-    """Base of our actors: a process that answers while it works, and shows where it hangs."""
+    """Base of all actors: answers heartbeats while it works, and writes the stacks of its threads at SIGUSR1."""
 
-    def __init__(self, home: Home | None = None) -> None:
-        if home is not None:
-            home.enter()
-        # Written by a handler in C, which waits for nothing that Python may be stuck in. Ray leaves the signal alone.
+    def __init__(self, context: ActorContext | None = None) -> None:
+        if context is not None:
+            context.enter()
+        # faulthandler writes from C, without waiting for Python. Ray does not use this signal.
         stacks = os.memfd_create("stacks")
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         self._process = Process.current(stacks)
 
-    @ray.method(concurrency_group=PULSE)
-    def pulse(self) -> Process:
-        """Says at once that this process lives."""
+    @ray.method(concurrency_group=HEARTBEAT)
+    def heartbeat(self) -> Process:
+        """Return this process at once, and keep its log short."""
         if self._process.log is not None:
             shorten(Path(self._process.log))
         return self._process
 
 
 def actor_class(cls: type[Supervised]) -> Any:
-    """``cls`` as a class of Ray. All calls but ``pulse`` run in one thread, always the same, which is not the main one;
-    those of an async actor on its event loop."""
-    return ray.remote(concurrency_groups={PULSE: 1})(cls)  # type: ignore[call-overload]
+    """Return ``cls`` as a class of Ray. All calls but ``heartbeat`` run in one thread, always the same, which is not
+    the main thread; those of an async actor run on its event loop."""
+    return ray.remote(concurrency_groups={HEARTBEAT: 1})(cls)  # type: ignore[call-overload]
 
 
-class Peer:
-    """One that is waited for.
+class ActorHandle:
+    """The driver's handle on an actor.
 
     Args:
-        name: as people know it.
-        actor: its handle, of a ``Supervised`` actor; None: it is none, a placement group for example.
-        silence_s: how long it may say nothing.
+        name: in messages.
+        actor: Ray's handle of a ``Supervised`` actor; None: something else, for example a placement group.
+        silence_s: longest time without a heartbeat.
     """
 
     def __init__(self, name: str, actor: Any = None, silence_s: float = math.inf) -> None:
@@ -174,49 +174,49 @@ class Peer:
         self.actor = actor
         self.silence_s = silence_s
         self.process: Process | None = None
-        """Known once it has been met."""
-        self.missed = False
-        """Somebody has waited for it in vain. It may not hear either that it is to end."""
+        """Known once the actor is up."""
+        self.unresponsive = False
+        """A wait for it has failed. It may not hear Ray's request to end either."""
 
-    async def silence(self) -> Look | None:
-        """Waits until it has given no pulse for ``silence_s`` seconds, and does not work either (a long call into C
-        may keep Python from answering). Returns what was found out, as ``look`` does."""
+    async def wait_for_silence(self) -> Diagnosis | None:
+        """Return when it has sent no heartbeat for ``silence_s`` seconds, and uses no CPU time either (a long call into
+        C may keep Python from answering). Returns as ``diagnose``."""
         assert self.process is not None
-        every = min(_PULSE_S, self.silence_s / 4)
-        look_s = min(_LOOK_S, self.silence_s / 2)
-        heard, pulse = time.monotonic(), None
+        every = min(_HEARTBEAT_S, self.silence_s / 4)
+        diagnosis_s = min(_DIAGNOSIS_S, self.silence_s / 2)
+        heard, heartbeat = time.monotonic(), None
         while True:
             await asyncio.sleep(every)
-            if pulse is None or pulse.done():  # with its death, maybe, of which those hear who wait for an answer
-                heard, pulse = time.monotonic(), self.actor.pulse.remote().future()
-            elif time.monotonic() - heard > self.silence_s - look_s:
-                found = await self.look(within_s=look_s)
+            if heartbeat is None or heartbeat.done():  # also after its death, which whoever waits for an answer sees
+                heard, heartbeat = time.monotonic(), self.actor.heartbeat.remote().future()
+            elif time.monotonic() - heard > self.silence_s - diagnosis_s:
+                found = await self.diagnose(within_s=diagnosis_s)
                 await asyncio.sleep(max(0.0, heard + self.silence_s - time.monotonic()))
                 if found is not None and found.works:
                     heard = time.monotonic()
-                elif not pulse.done():
+                elif not heartbeat.done():
                     return found
 
-    async def look(self, *, ask: bool = True, within_s: float = _LOOK_S) -> Look | None:
-        """Look at its process where it runs; None: not known where, or its node does not answer.
+    async def diagnose(self, *, stacks: bool = True, within_s: float = _DIAGNOSIS_S) -> Diagnosis | None:
+        """Return the state of its process, seen on its node; None where the node is unknown or does not answer.
 
         Args:
-            ask: have it show its stack, and see whether it works. That takes a second.
+            stacks: have it write its stacks, and measure its CPU time. That takes a second.
         """
         if self.process is None:
             return None
-        return await there(self.process.node, examine, self.process, ask, within_s=within_s)
+        return await run_on_node(self.process.node, diagnose_process, self.process, stacks, within_s=within_s)
 
-    async def end(self) -> None:
-        """End its process and those that it started. One that is stopped or stuck in the kernel does not hear Ray."""
+    async def kill(self) -> None:
+        """Kill its process and those that it started. One that is stopped or stuck in the kernel does not hear Ray."""
         if self.process is not None:
-            await there(self.process.node, _kill, self.process)
+            await run_on_node(self.process.node, _kill, self.process)
         ray.kill(self.actor)
 
 
-async def there(node: str, function: Callable[..., T], *args: Any, within_s: float = _LOOK_S) -> T | None:
-    """What a function returns on a node, this one or another; None: that node does not answer."""
-    if node == _here():
+async def run_on_node(node: str, function: Callable[..., T], *args: Any, within_s: float = _DIAGNOSIS_S) -> T | None:
+    """Run a function on a node, this one or another, and return its result; None: that node does not answer."""
+    if node == str(ray.get_runtime_context().get_node_id()):
         return await asyncio.to_thread(function, *args)
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
@@ -228,10 +228,6 @@ async def there(node: str, function: Callable[..., T], *args: Any, within_s: flo
         return None
 
 
-def _here() -> str:
-    return str(ray.get_runtime_context().get_node_id())
-
-
 def _kill(process: Process) -> None:
     if (found := process.find()) is None:
         return
@@ -239,12 +235,12 @@ def _kill(process: Process) -> None:
         family = [found, *found.children(recursive=True)]
     except psutil.NoSuchProcess:  # it has ended meanwhile
         return
-    for one in family:
-        _signal(one, signal.SIGKILL)
+    for member in family:
+        _signal(member, signal.SIGKILL)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    """To a process that may have ended."""
+    """Send a signal to a process that may have ended."""
     if process.is_running():
         try:
             process.send_signal(number)
@@ -252,21 +248,21 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
             return
 
 
-def examine(process: Process, ask: bool) -> Look:
-    """``Peer.look``, on the node of the process."""
+def diagnose_process(process: Process, ask_stacks: bool) -> Diagnosis:
+    """Return ``ActorHandle.diagnose``; runs on the node of the process."""
     log = Path(process.log) if process.log else None
     tail = tail_of(log) if log else ()
     memory = max(0, _oom_kills() - process.oom_kills)
-    ended = Look(ended=True, log=tail, oom_kills=memory)
+    ended = Diagnosis(ended=True, log=tail, oom_kills=memory)
     found = process.find()
     if found is None:
         return ended
     stacks = Path(f"/proc/{process.pid}/fd/{process.stacks}")
     try:  # it may end at any moment
         if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-            return Look(stopped=True, log=tail, oom_kills=memory)
-        if not ask:
-            return Look(log=tail, oom_kills=memory)
+            return Diagnosis(stopped=True, log=tail, oom_kills=memory)
+        if not ask_stacks:
+            return Diagnosis(log=tail, oom_kills=memory)
         before, size = sum(found.cpu_times()[:2]), stacks.stat().st_size
         _signal(found, signal.SIGUSR1)
         time.sleep(_STACK_S)
@@ -274,18 +270,18 @@ def examine(process: Process, ask: bool) -> Look:
         stack = stack_in(_from(stacks, size))
     except (psutil.NoSuchProcess, FileNotFoundError):
         return ended
-    return Look(works=works, stack=stack, log=tail, oom_kills=memory)
+    return Diagnosis(works=works, stack=stack, log=tail, oom_kills=memory)
 
 
 def _from(path: Path, start: int) -> str:
-    """The text of a file from a byte on."""
+    """Return the text of a file from byte ``start`` on."""
     with path.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")
 
 
 def tail_of(path: Path) -> tuple[str, ...]:
-    """The last lines of a worker's log, without the marks that Ray writes into it."""
+    """Return the last lines of a worker's log, without the marks that Ray writes into it."""
     if not path.is_file():
         return ()
     lines = _from(path, max(0, path.stat().st_size - _LOG_BYTES)).splitlines()
@@ -295,11 +291,11 @@ def tail_of(path: Path) -> tuple[str, ...]:
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _IDLE = re.compile(r"(^|/)(ray|threading\.py|concurrent|asyncio|selectors\.py|queue\.py|tqdm/_monitor\.py)(/|$)")
-"""Files of threads that wait for work."""
+"""Paths in the stacks of threads that wait for work."""
 
 
 def stack_in(dump: str) -> tuple[str, ...]:
-    """What faulthandler wrote, made short: threads that do something, without Ray's part in them."""
+    """Return the stacks of faulthandler's ``dump`` in short: busy threads only, without Ray's calls."""
     threads = []
     for block in dump.split("\n\n"):
         frames = [match.groups() for line in block.splitlines() if (match := _FRAME.fullmatch(line))]
@@ -314,7 +310,7 @@ def stack_in(dump: str) -> tuple[str, ...]:
 
 
 def _oom_kills() -> int:
-    """How often the kernel has ended a process for lack of memory since it started."""
+    """Return how many processes the kernel has ended for lack of memory since it booted."""
     counters = Path("/proc/vmstat")
     found = re.search(r"^oom_kill (\d+)$", counters.read_text(), re.MULTILINE) if counters.is_file() else None
     return int(found[1]) if found else 0

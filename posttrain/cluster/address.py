@@ -1,4 +1,4 @@
-"""Whether anybody listens at the address of a Ray cluster. Imports nothing of Ray, which would try for minutes."""
+"""Check the address of a Ray cluster without Ray, which would try to connect for minutes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check_address(address: str, deadline_s: float) -> None:
     """Connect to ``host:port`` (TCP) and hang up. ``auto`` is left to Ray, which finds the cluster of this machine.
 
     Raises:
-        ConfigError: it is no address, or nobody answers within ``deadline_s`` seconds.
+        ConfigError: the address is malformed, or nobody answers within ``deadline_s`` seconds.
     """
     if address == "auto":
         return

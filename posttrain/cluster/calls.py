@@ -1,4 +1,4 @@
-"""Calls to actors, with a deadline on every one and an answer to "who did not answer, and why"."""
+"""Calls to actors: every one has a deadline, and an error names the actor with its diagnosis."""
 
 from __future__ import annotations
 
@@ -9,41 +9,49 @@ from typing import Any
 
 import ray
 
-from posttrain.cluster.actors import Look, Peer
+from posttrain.cluster.actors import ActorHandle, Diagnosis
 from posttrain.core.errors import DeadlineError, PosttrainError, RunError, WorkerError, explained
 
 _DEATH_NOTICE_S = 2.0
-"""How much later than a peer's error the news of a dead worker may come."""
-_LOOKED_AT = 16
-"""How many of those that are late are looked at."""
+"""How much later than another actor's error the news of a dead actor may come."""
+_DIAGNOSED = 16
+"""Most late actors that are diagnosed."""
 _SHOWN = 4
-"""How many different findings an error shows."""
+"""Most different diagnoses that an error shows."""
 
 
-async def meet(peers: Sequence[Peer], deadline_s: float) -> None:
-    """Wait until these actors are up, and learn where they run. From now on none of them may be silent.
+async def wait_until_up(actors: Sequence[ActorHandle], deadline_s: float) -> None:
+    """Wait until actors are up, and learn where they run. From then on they are supervised by their heartbeats.
 
     Raises:
         as ``gather``
     """
-    found = await gather([peer.actor.pulse.remote() for peer in peers], peers, "start", deadline_s)
-    for peer, process in zip(peers, found, strict=True):
-        peer.process = process
+    found = await gather([handle.actor.heartbeat.remote() for handle in actors], actors, "start", deadline_s)
+    for handle, process in zip(actors, found, strict=True):
+        handle.process = process
 
 
-async def gather(refs: Sequence[Any], peers: Sequence[Peer], what: str, deadline_s: float) -> list[Any]:
-    """Results of one call to each of several actors, in order. An error shows what was found out about who is named:
-    how it died, the end of its log, where it hangs.
+async def answer(ref: Any, actor: ActorHandle, what: str, deadline_s: float) -> Any:
+    """Return the result of one call. Raises as ``gather``."""
+    return (await gather([ref], [actor], what, deadline_s))[0]
+
+
+async def gather(refs: Sequence[Any], actors: Sequence[ActorHandle], what: str, deadline_s: float) -> list[Any]:
+    """Return the results of one call to each of several actors, in order. An error shows the diagnosis of the actors
+    that it names: how they died, the end of their logs, where they hang.
+
+    Args:
+        what: the call, in messages.
 
     Raises:
-        DeadlineError: some did not answer in time, or one has given no pulse for its ``silence_s``; the message names
-            them.
+        DeadlineError: some did not answer in time, or one has sent no heartbeat for its ``silence_s``; the message
+            names them.
         WorkerError: one died or raised; the message names it and shows the end of its traceback.
-        PosttrainError: one raised an error with a message of ours, which is passed on.
+        PosttrainError: one raised such an error, which is passed on.
     """
     futures = [asyncio.wrap_future(ref.future()) for ref in refs]
     answers = asyncio.ensure_future(_answers(futures, deadline_s))
-    watches = {asyncio.ensure_future(peer.silence()): peer for peer in peers if peer.process is not None}
+    watches = {asyncio.ensure_future(actor.wait_for_silence()): actor for actor in actors if actor.process is not None}
     try:
         await asyncio.wait([answers, *watches], return_when=asyncio.FIRST_COMPLETED)
         silent = next((watch for watch in watches if watch.done()), None)
@@ -51,25 +59,26 @@ async def gather(refs: Sequence[Any], peers: Sequence[Peer], what: str, deadline
             raise _silent(watches[silent], silent.result(), what)
         done = await answers
     finally:
-        # Nobody asks them again, be it after a deadline, a peer's failure or Ctrl-C; asyncio would complain of that.
+        # Nobody awaits them after a deadline, another actor's failure or Ctrl-C; asyncio would warn of that.
         for task in (answers, *watches, *futures):
             task.cancel()
-    failures = [(p, f.exception()) for p, f in zip(peers, futures, strict=True) if f in done and f.exception()]
+    failures = [(a, f.exception()) for a, f in zip(actors, futures, strict=True) if f in done and f.exception()]
     if failures:
-        peer, error = min(failures, key=lambda failure: _precedence(failure[1]))
-        failure = await _failure(peer, error, what)
-        failure.who = failure.who or peer.name
+        actor, error = min(failures, key=lambda failure: _precedence(failure[1]))
+        failure = await _failure(actor, error, what)
+        failure.who = failure.who or actor.name
         raise failure from error  # whose text has the traceback of the process
-    late = [p for p, f in zip(peers, futures, strict=True) if f not in done]
+    late = [a for a, f in zip(actors, futures, strict=True) if f not in done]
     if late:
         raise await _late(late, what, deadline_s)
     return [f.result() for f in futures]
 
 
 async def _answers(futures: Sequence[asyncio.Future[Any]], deadline_s: float) -> set[asyncio.Future[Any]]:
-    """The calls that have ended when all have, one has failed, or the deadline has come."""
+    """Return the calls that have ended when all have, one has failed, or the deadline has passed."""
     done, pending = await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
-    # One failure usually makes its peers fail in a collective, and a peer's error may come before the news of a death.
+    # One failure usually makes the other ranks fail in a collective, and their error may come before the news of a
+    # death.
     if pending and any(f.exception() for f in done):
         more, _ = await asyncio.wait(pending, timeout=_DEATH_NOTICE_S, return_when=asyncio.FIRST_EXCEPTION)
         done |= more
@@ -77,69 +86,69 @@ async def _answers(futures: Sequence[asyncio.Future[Any]], deadline_s: float) ->
 
 
 def _precedence(error: BaseException | None) -> int:
-    """Which of several failures to report: one that has a message of ours, else a death, else the first."""
+    """Return the rank of a failure among several, lowest first: a ``PosttrainError``, else a death, else any other."""
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PosttrainError):
         return 0
     return 1 if isinstance(error, ray.exceptions.RayActorError) else 2
 
 
-async def _failure(peer: Peer, error: BaseException | None, what: str) -> PosttrainError:
-    """What to raise for a call that ended with ``error``."""
+async def _failure(actor: ActorHandle, error: BaseException | None, what: str) -> PosttrainError:
+    """Return the error to raise for a call that ended with ``error``."""
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PosttrainError):
         return error.cause
-    found = await peer.look(ask=False)
+    found = await actor.diagnose(stacks=False)
     if isinstance(error, ray.exceptions.RayActorError):
         memory = found is not None and found.oom_kills > 0
-        message = f"{peer.name} died during {what}: {cause_of_death(error)}"
+        message = f"{actor.name} died during {what}: {cause_of_death(error)}"
         if memory:
             message += "; the kernel of its machine has ended processes for lack of memory meanwhile"
         hint = "give it more memory, or less to do at once" if memory else "was it killed, or out of memory?"
-        return WorkerError(_paragraphs(message, _log(peer, found)), hint=hint)
+        return WorkerError(_paragraphs(message, _log(actor, found)), hint=hint)
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     if cause is not None and isinstance(told := explained(cause), RunError):  # a full disk is no fault of the worker
-        return RunError(f"{peer.name} failed in {what}: {told.message}", hint=told.hint)
+        return RunError(f"{actor.name} failed in {what}: {told.message}", hint=told.hint)
     trace = _last_lines(str(error)) if isinstance(error, ray.exceptions.RayTaskError) else ""
-    message = f"{peer.name} failed in {what}: {type(cause).__name__}: {cause}"
-    return WorkerError(_paragraphs(message, trace, _log(peer, found)))
+    message = f"{actor.name} failed in {what}: {type(cause).__name__}: {cause}"
+    return WorkerError(_paragraphs(message, trace, _log(actor, found)))
 
 
 def cause_of_death(error: ray.exceptions.RayActorError) -> str:
-    """How an actor died, as far as Ray knows."""
+    """Return how an actor died, as far as Ray knows."""
     text = str(error)
     if getattr(error, "actor_init_failed", False):
         return f"it could not start\n{_last_lines(text)}"
-    if "connection error code" in text:  # Ray's words for a process that is gone, with all that may have been
+    if "connection error code" in text:  # what Ray says of a process that is gone
         return "its process was killed or crashed"
     reason = re.search(r"The actor (?:is dead|died) because (.*)", text, re.DOTALL)
     told = " ".join((reason[1] if reason else text).split())
     return told if len(told) <= 400 else told[:400] + " ..."
 
 
-def _silent(peer: Peer, found: Look | None, what: str) -> DeadlineError:
-    peer.missed = True
+def _silent(actor: ActorHandle, found: Diagnosis | None, what: str) -> DeadlineError:
+    actor.unresponsive = True
     return DeadlineError(
         _paragraphs(
-            f"{peer.name} has said nothing for {peer.silence_s:g} s (cluster.silence_deadline_s) during {what}",
-            _finding([peer], found),
-            _log(peer, found),
+            f"{actor.name} has said nothing for {actor.silence_s:g} s (cluster.silence_deadline_s) during {what}",
+            _finding([actor], found),
+            _log(actor, found),
         ),
         hint="what holds it: a signal, a debugger, a machine without memory or network?",
-        who=peer.name,
+        who=actor.name,
     )
 
 
-async def _late(peers: Sequence[Peer], what: str, deadline_s: float) -> DeadlineError:
-    looked_at = peers[:_LOOKED_AT]
-    found = await asyncio.gather(*(peer.look() for peer in looked_at))
-    alike: dict[tuple[Any, ...], list[tuple[Peer, Look | None]]] = {}
-    for peer, look in zip(looked_at, found, strict=True):
-        peer.missed = True
-        alike.setdefault((look.ended, look.stopped, look.stack) if look else (), []).append((peer, look))
+async def _late(actors: Sequence[ActorHandle], what: str, deadline_s: float) -> DeadlineError:
+    diagnosed = actors[:_DIAGNOSED]
+    found = await asyncio.gather(*(actor.diagnose() for actor in diagnosed))
+    alike: dict[tuple[Any, ...], list[tuple[ActorHandle, Diagnosis | None]]] = {}
+    for actor, state in zip(diagnosed, found, strict=True):
+        actor.unresponsive = True
+        alike.setdefault((state.ended, state.stopped, state.stack) if state else (), []).append((actor, state))
     parts = []
     for group in list(alike.values())[:_SHOWN]:
-        (first, look), names = group[0], [peer for peer, _ in group]
-        parts += [_finding(names, look), _log(first, look)]
-    late = ", ".join(peer.name for peer in peers)
+        first, state = group[0]
+        parts += [_finding([actor for actor, _ in group], state), _log(first, state)]
+    late = ", ".join(actor.name for actor in actors)
     return DeadlineError(
         _paragraphs(f"{late} did not finish {what} within {deadline_s:g} s", *parts),
         hint="raise the deadline in [cluster] if the work is really that long",
@@ -147,12 +156,12 @@ async def _late(peers: Sequence[Peer], what: str, deadline_s: float) -> Deadline
     )
 
 
-def _finding(peers: Sequence[Peer], found: Look | None) -> str:
-    """A sentence about processes that do not answer, in the same state; empty if there is nothing to say."""
-    process = peers[0].process
+def _finding(actors: Sequence[ActorHandle], found: Diagnosis | None) -> str:
+    """Return a sentence about processes that do not answer, all in the same state; empty if nothing is known."""
+    process = actors[0].process
     if process is None:
-        return "" if peers[0].actor is None else f"{', '.join(peer.name for peer in peers)}: no process came up"
-    who = ", ".join(f"{peer.name} (process {peer.process.pid})" for peer in peers if peer.process)
+        return "" if actors[0].actor is None else f"{', '.join(actor.name for actor in actors)}: no process came up"
+    who = ", ".join(f"{actor.name} (process {actor.process.pid})" for actor in actors if actor.process)
     if found is None:
         return f"{who}: node {process.node} does not answer"
     if found.ended:
@@ -165,12 +174,12 @@ def _finding(peers: Sequence[Peer], found: Look | None) -> str:
     return f"{who}: {state} here, innermost call first:\n{_indented(found.stack)}"
 
 
-def _log(peer: Peer, found: Look | None) -> str:
-    if peer.process is None or peer.process.log is None:
+def _log(actor: ActorHandle, found: Diagnosis | None) -> str:
+    if actor.process is None or actor.process.log is None:
         return ""
     if found is None:
-        return f"its log: {peer.process.log} on node {peer.process.node}"
-    return f"the end of its log, {peer.process.log}:\n{_indented(found.log)}" if found.log else ""
+        return f"its log: {actor.process.log} on node {actor.process.node}"
+    return f"the end of its log, {actor.process.log}:\n{_indented(found.log)}" if found.log else ""
 
 
 def _indented(lines: Sequence[str]) -> str:

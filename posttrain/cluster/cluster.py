@@ -1,4 +1,4 @@
-"""Start Ray, place workers, and take everything down again."""
+"""Start Ray and the processes of a run on it, and end them all again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.engines.base import EngineSpec
 from posttrain.models.load import ModelSource
 from posttrain.train.spec import WorkerSpec
 
-# Seen before ray is imported: no usage reports, no log shipping of idle services.
+# Set before ray is imported: no usage reports, no log shipping of idle services.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # GNU OpenMP's threads spin for milliseconds at every barrier. On cores that others use too (a colocated sampler,
 # another job) a step then takes several times as long; a short spin costs an idle machine little. Workers inherit it.
@@ -33,13 +33,14 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from posttrain.cluster.actors import Home, Peer, actor_class
+from posttrain.cluster.actors import ActorContext, ActorHandle, actor_class
 from posttrain.cluster.calls import gather
 from posttrain.cluster.head import Head
-from posttrain.cluster.placement import check_total, no_room
+from posttrain.cluster.placement import check_total, placement_timeout
 from posttrain.cluster.reward_models import RemoteRewardModel, RewardActor, RewardModelSpec
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 from posttrain.cluster.trainers import TrainActor, TrainerGroup
+from posttrain.weight_sync.transfers import TransferChooser
 
 _JOIN_HINT = (
     "does Ray run there, in the same version? `ray status --address HOST:PORT` tells; "
@@ -51,7 +52,7 @@ _GPU_SHARE = 0.2
 
 def init_ray(address: str = "local") -> None:
     """Join the Ray cluster at ``address``; without one, start one on this machine."""
-    # Ray says on every start that it authenticates its own processes; that is no news to our users.
+    # Ray reports on every start that it authenticates its own processes, which users need not know.
     logging.getLogger("ray").setLevel(logging.ERROR)
     on_loopback = _on_loopback() if address == "local" else contextlib.nullcontext()
     with warnings.catch_warnings(), _without_sighup(), on_loopback:
@@ -67,8 +68,8 @@ def init_ray(address: str = "local") -> None:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Let a Ray of this machine's own listen at 127.0.0.1 only, and give its processes that address. Ray does so on
-    systems on which it makes no clusters, and replaces the address by the machine's where it is asked for it."""
+    """Make a Ray that starts on this machine listen at 127.0.0.1 only. Ray does so on systems on which it supports no
+    clusters; elsewhere it replaces that address by the machine's."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -79,7 +80,7 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_sighup() -> Iterator[None]:
-    """Start processes that a terminal which goes away does not end: the run saves with them."""
+    """Start processes that ignore SIGHUP: when the terminal closes, the run still needs them to save."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
@@ -88,7 +89,7 @@ def _without_sighup() -> Iterator[None]:
 
 
 def try_ray() -> dict[str, float]:
-    """Start a Ray of this machine's own, run a task in it, and end it; returns the resources that it sees."""
+    """Start Ray on this machine, run a task, and end it; returns the resources that Ray sees."""
 
     def answer() -> bool:
         return True
@@ -102,10 +103,10 @@ def try_ray() -> dict[str, float]:
 
 
 async def join_ray(address: str, deadline_s: float) -> None:
-    """``init_ray`` for a cluster that may be dead: Ray tries for minutes then, and cannot be told to stop.
+    """Join the Ray cluster at ``address``, which may be dead: Ray then tries for minutes, and cannot be stopped.
 
     Raises:
-        ConfigError: it cannot be joined, or not within ``deadline_s`` seconds.
+        ConfigError: the cluster cannot be joined, or not within ``deadline_s`` seconds.
     """
     joined: concurrent.futures.Future[None] = concurrent.futures.Future()
     joined.set_running_or_notify_cancel()
@@ -118,7 +119,7 @@ async def join_ray(address: str, deadline_s: float) -> None:
         else:
             joined.set_result(None)
 
-    # A daemon: neither a deadline nor Ctrl-C waits for it.
+    # A daemon thread, so that neither a deadline nor Ctrl-C waits for it.
     threading.Thread(target=join, name="join-ray", daemon=True).start()
     try:
         async with asyncio.timeout(deadline_s):
@@ -131,7 +132,7 @@ async def join_ray(address: str, deadline_s: float) -> None:
 
 
 async def nodes_at(address: str, deadline_s: float) -> list[dict[str, float]]:
-    """Resources of each living node of the Ray cluster at ``address``. Raises as ``join_ray``."""
+    """Return the resources of each living node of the Ray cluster at ``address``. Raises as ``join_ray``."""
     await join_ray(address, deadline_s)
     try:
         return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
@@ -140,15 +141,15 @@ async def nodes_at(address: str, deadline_s: float) -> list[dict[str, float]]:
 
 
 def take_back_sigterm() -> None:
-    """Give SIGTERM back to whoever had it before Ray. Its library puts a handler in front that prints a stack and sets
-    an alarm, of which the process dies three seconds later, in the middle of its last save."""
+    """Remove Ray's handler of SIGTERM, which prints a stack and sets an alarm that kills the process three seconds
+    later, in the middle of its last save."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def local_ray() -> Iterator[None]:
-    """One Ray instance for several runs in a row, each of which would otherwise start its own."""
+    """Start one Ray instance for several successive runs, each of which would otherwise start its own."""
     init_ray()
     try:
         yield
@@ -157,7 +158,7 @@ def local_ray() -> Iterator[None]:
 
 
 class Cluster:
-    """Processes of one run. Use as ``async with Cluster(cfg) as cluster``: leaving it ends every worker.
+    """The processes of one run. Use as ``async with Cluster(cfg) as cluster``: leaving it ends every worker.
 
     Args:
         logs: the folder that gets the logs of workers; None: Ray keeps them.
@@ -165,12 +166,12 @@ class Cluster:
 
     def __init__(self, cfg: Config, logs: Path | None = None) -> None:
         self.cfg = cfg
-        self.peers: list[Peer] = []
+        self.handles: list[ActorHandle] = []
         self._samplers: dict[int, RemoteSampler] = {}
         self.groups: dict[str, PlacementGroup] = {}
         self._gpus: dict[str, list[tuple[str, str]]] = {}
         self.owns_ray = False
-        self.home = Home.of_driver(cfg.plugins, logs)
+        self.context = ActorContext.of_driver(cfg.plugins, logs)
         self._head = Head()
 
     async def __aenter__(self) -> Cluster:
@@ -196,10 +197,10 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self._head.unwatch()
-        for peer in self.peers:
-            with contextlib.suppress(Exception):  # it may be dead already, which is what we want
-                ray.kill(peer.actor)
-        await asyncio.gather(*(peer.end() for peer in self.peers if peer.missed), return_exceptions=True)
+        for handle in self.handles:
+            with contextlib.suppress(Exception):  # it may be dead already
+                ray.kill(handle.actor)
+        await asyncio.gather(*(handle.kill() for handle in self.handles if handle.unresponsive), return_exceptions=True)
         for group in self.groups.values():
             remove_placement_group(group)
         if self.owns_ray:
@@ -252,12 +253,12 @@ class Cluster:
         remote = actor_class(TrainActor)
         names = [f"{role} worker {rank}" for rank in range(world_size)]
         actors = [
-            remote.options(**o).remote(spec, rank, world_size, self.home.of(name))
+            remote.options(**o).remote(spec, rank, world_size, self.context.of_actor(name))
             for rank, (name, o) in enumerate(zip(names, options, strict=True))
         ]
         group = TrainerGroup(
             role,
-            [self._peer(name, actor) for name, actor in zip(names, actors, strict=True)],
+            [self._handle(name, actor) for name, actor in zip(names, actors, strict=True)],
             cfg.cluster.step_deadline_s,
             cfg.train.tokens_per_microbatch,
             cfg.train.sequences_per_microbatch,
@@ -272,7 +273,7 @@ class Cluster:
         return await asyncio.gather(*starting)
 
     async def sampler(self, source: ModelSource, stop_token_ids: list[int], index: int) -> RemoteSampler:
-        """Start engine ``index``, in the place of the one before it if there was one."""
+        """Start engine ``index``, and end the process that it replaces if there is one."""
         cfg = self.cfg
         count = cfg.rollout.replicas
         spec = EngineSpec(
@@ -280,40 +281,32 @@ class Cluster:
             device=self.device,
             dtype=self.dtype,
             seed=cfg.run.seed,
-            kv_tokens=cfg.rollout.kv_tokens,
-            max_concurrent=cfg.rollout.max_concurrent,
-            memory_fraction=cfg.rollout.memory_fraction,
+            rollout=cfg.rollout,
             stop_token_ids=stop_token_ids,
             threads=_threads(count),
             replica=index,
-            engine=cfg.rollout.engine,
-            max_tokens=cfg.rollout.max_prompt_tokens + cfg.rollout.max_response_tokens,
-            tensor_parallel=cfg.rollout.tensor_parallel,
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
-            options=cfg.rollout.engine_options,
-            sleeps=cfg.rollout.sleep,
-            batch_invariant=cfg.rollout.batch_invariant,
         )
         if (dead := self._samplers.pop(index, None)) is not None:
-            await dead.peer.end()  # one that only hangs would hold its memory
+            await dead.handle.kill()  # a process that only hangs would hold its memory
         ranks = cfg.rollout.tensor_parallel
         pool = "trainers" if cfg.cluster.placement == "colocated" and "trainers" in self.groups else "samplers"
-        options, places = await self._engine_options(pool, count, ranks, index)
+        options, bundles = await self._engine_options(pool, count, ranks, index)
         name = f"sampler {index}"
-        actor = actor_class(SamplerActor).options(**options).remote(spec, self.home.of(name))
+        actor = actor_class(SamplerActor).options(**options).remote(spec, self.context.of_actor(name))
         sampler = RemoteSampler(
-            self._peer(name, actor),
+            self._handle(name, actor),
             deadline_s=cfg.cluster.step_deadline_s,
             ranks=ranks,
-            trainers=places if pool == "trainers" else (),
+            trainers=bundles if pool == "trainers" else (),
         )
         await sampler.start(cfg.cluster.start_deadline_s)
         self._samplers[index] = sampler
         return sampler
 
     async def reward_model(self, cfg: RewardModelConfig) -> RemoteRewardModel:
-        """Start a reward model. On GPUs it shares the last one of those started before it, which has the least to do;
-        trainers' where all are colocated, else samplers'; a GPU of its own only where it is the first."""
+        """Start a reward model. It shares the last, least loaded GPU of the processes started before it: the
+        trainers' where all are colocated, else the samplers'. It gets a GPU of its own only where it is the first."""
         spec = RewardModelSpec(
             path=cfg.path,
             device=self.device,
@@ -327,21 +320,26 @@ class Cluster:
         pool = next((name for name in shared if name in self.groups), "rewards")
         options = await self._options(pool, 1, -1)
         name = "reward model"
-        actor = actor_class(RewardActor).options(**options).remote(spec, self.home.of(name))
-        model = RemoteRewardModel(self._peer(name, actor), self.cfg.cluster.step_deadline_s)
+        actor = actor_class(RewardActor).options(**options).remote(spec, self.context.of_actor(name))
+        model = RemoteRewardModel(self._handle(name, actor), self.cfg.cluster.step_deadline_s)
         await model.start(self.cfg.cluster.start_deadline_s)
         return model
 
-    def _peer(self, name: str, actor: Any) -> Peer:
-        """An actor of this run, which ends with it."""
-        peer = Peer(name, actor, self.cfg.cluster.silence_deadline_s)
-        self.peers.append(peer)
-        return peer
+    def transfers(self) -> TransferChooser:
+        """Return what chooses the transfers of weights between trainers and samplers of this cluster."""
+        return TransferChooser(self.cfg.cluster, self.device, ray.util.get_node_ip_address())
+
+    def _handle(self, name: str, actor: Any) -> ActorHandle:
+        """Return the handle on an actor, which ends with the cluster."""
+        handle = ActorHandle(name, actor, self.cfg.cluster.silence_deadline_s)
+        self.handles.append(handle)
+        return handle
 
     async def _engine_options(
         self, pool: str, count: int, ranks: int, index: int
     ) -> tuple[dict[str, Any], Sequence[int]]:
-        """Ray options of engine ``index`` of ``count``, of ``ranks`` GPUs each, and its places in the pool."""
+        """Return Ray's options for engine ``index`` of ``count``, of ``ranks`` GPUs each, and its bundles in
+        the pool."""
         if self.device == "cpu" or ranks == 1:
             options = await self._options(pool, count, index)
             return options, [index % len(self.groups[pool].bundle_specs)] if self.device == "cuda" else []
@@ -355,33 +353,34 @@ class Cluster:
                 f"rollout.tensor_parallel = {ranks}, and no node has so many of the {len(gpus)} GPUs of {pool}",
                 hint="an engine's GPUs must be on one node; with colocated engines cluster.workers counts the GPUs",
             )
-        places = engines[index % len(engines)]
-        options = await self._options(pool, count * ranks, places[0])
-        # Ray would show it the one GPU of its place.
+        bundles = engines[index % len(engines)]
+        options = await self._options(pool, count * ranks, bundles[0])
+        # Ray would show it only the GPU of its bundle.
         options["runtime_env"]["env_vars"] |= {
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-            "CUDA_VISIBLE_DEVICES": ",".join(gpus[place][1] for place in places),
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus[bundle][1] for bundle in bundles),
         }
-        return options, places
+        return options, bundles
 
     async def _find_gpus(self, pool: str) -> list[tuple[str, str]]:
-        """(node, GPU there) of each place of a pool."""
+        """Return (node, GPU on it) of each bundle of a pool."""
 
         def find() -> tuple[str, str]:
             context = ray.get_runtime_context()
             return str(context.get_node_id()), str(context.get_accelerator_ids()["GPU"][0])
 
         count = len(self.groups[pool].bundle_specs)
-        options = [await self._options(pool, count, place) | {"num_gpus": 0.01} for place in range(count)]
-        for of_place in options:
-            of_place.pop("max_restarts")  # of actors only
-        refs = [ray.remote(find).options(**of_place).remote() for of_place in options]
-        what = [Peer(f"place {place} of {pool}") for place in range(count)]
+        options = [await self._options(pool, count, bundle) | {"num_gpus": 0.01} for bundle in range(count)]
+        for of_bundle in options:
+            of_bundle.pop("max_restarts")  # an option of actors only
+        refs = [ray.remote(find).options(**of_bundle).remote() for of_bundle in options]
+        what = [ActorHandle(f"bundle {bundle} of {pool}") for bundle in range(count)]
         found: list[tuple[str, str]] = await gather(refs, what, "placement", self.cfg.cluster.start_deadline_s)
         return found
 
     async def _options(self, pool: str, count: int, index: int) -> dict[str, Any]:
-        """Ray options that put a process on GPU ``index`` of a pool; on CPU processes share the machine freely."""
+        """Return Ray's options that put a process on GPU ``index`` of a pool; on a CPU processes share the machine
+        freely."""
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
         if self.device == "cpu":
             return options
@@ -398,33 +397,35 @@ class Cluster:
         }
 
     async def _reserve(self, pool: str, count: int) -> None:
-        """Places for so many processes, one GPU each. Raises ``ConfigError`` or ``DeadlineError``."""
+        """Reserve one GPU for each of ``count`` processes. Raises ``ConfigError`` or ``DeadlineError``."""
         check_total(count, pool, held=sum(len(group.bundle_specs) for group in self.groups.values()))
         deadline_s = self.cfg.cluster.start_deadline_s
         group = self.groups[pool] = placement_group([{"GPU": 1.0, "CPU": 1.0}] * count)
         try:
-            await gather([group.ready()], [Peer(f"{count} GPUs for {pool}")], "placement", deadline_s)
+            await gather([group.ready()], [ActorHandle(f"{count} GPUs for {pool}")], "placement", deadline_s)
         except DeadlineError:
-            raise no_room(count, pool, deadline_s) from None
+            raise placement_timeout(count, pool, deadline_s) from None
 
 
 def _on_one_node(nodes: Sequence[str], ranks: int) -> list[list[int]]:
-    """Places of as many engines of ``ranks`` GPUs as there is room for; ``nodes`` of the places."""
+    """Return the bundles of as many engines of ``ranks`` GPUs as fit, each on one node; ``nodes`` are those of the
+    bundles."""
     engines = []
     for node in dict.fromkeys(nodes):
-        here = [place for place, other in enumerate(nodes) if other == node]
+        here = [bundle for bundle, other in enumerate(nodes) if other == node]
         engines += [here[i : i + ranks] for i in range(0, len(here) - ranks + 1, ranks)]
     return engines
 
 
 def _threads(processes: int) -> int:
-    """CPU threads of each of several processes that work at the same time; as many as OMP_NUM_THREADS says, if it is
-    set. (Of a list, one number a level of nesting, the first.)"""
+    """Return the CPU threads of each of several processes that work at the same time: OMP_NUM_THREADS, if it is set.
+    (The variable may be a list, one number for each level of nesting; the first counts.)"""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(asked) if asked.isdigit() and int(asked) else max(1, (os.cpu_count() or 1) // processes)
 
 
 def _device(cfg: Config) -> str:
+    """Return the device of the run, cpu or cuda. Raises ``RunError`` where the config wants a GPU and Ray has none."""
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if cfg.cluster.device == "cuda" and gpus == 0:
         raise RunError(

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 import torch
 
-from posttrain.cluster.actors import Home, Peer, Supervised
-from posttrain.cluster.calls import gather, meet
+from posttrain.cluster.actors import ActorContext, ActorHandle, Supervised
+from posttrain.cluster.calls import answer, wait_until_up
 from posttrain.core.types import Message, Score, Trajectory
 from posttrain.models.reward import RewardModel
 
 
 @dataclass(frozen=True)
 class RewardModelSpec:
-    """What a reward model is made of."""
+    """What a reward model's process needs to start."""
 
     path: str
     device: str
@@ -32,10 +31,10 @@ class RewardModelSpec:
 
 
 class RewardActor(Supervised):
-    """Owns one ``RewardModel``. ``Cluster`` makes it a Ray actor."""
+    """A process with one ``RewardModel``. ``Cluster`` makes it a Ray actor."""
 
-    def __init__(self, spec: RewardModelSpec, home: Home) -> None:
-        super().__init__(home)
+    def __init__(self, spec: RewardModelSpec, context: ActorContext) -> None:
+        super().__init__(context)
         if spec.threads:
             torch.set_num_threads(spec.threads)
         self.spec = spec
@@ -64,31 +63,29 @@ class RemoteRewardModel:
 
     name = "model"
 
-    def __init__(self, peer: Peer, deadline_s: float) -> None:
-        self.peer = peer
-        self.actor = peer.actor
+    def __init__(self, handle: ActorHandle, deadline_s: float) -> None:
+        self.handle = handle
+        self.actor = handle.actor
         self.deadline_s = deadline_s
 
     async def start(self, deadline_s: float) -> None:
         """Load the model. Raises ``ModelError``, ``ConfigError``, ``WorkerError`` or ``DeadlineError``."""
-        await meet([self.peer], deadline_s)
-        await self._call("start", deadline_s)
+        await wait_until_up([self.handle], deadline_s)
+        await answer(self.actor.start.remote(), self.handle, "start", deadline_s)
 
     async def score(self, episodes: Sequence[Trajectory]) -> list[Score]:
-        """The model's number for each episode's conversation, in order; ``Score.error`` where there is none.
+        """Return the model's score of each episode's conversation, in order; ``Score.error`` where there is none.
 
         Raises:
-            WorkerError: the process died or failed. No episode is to blame.
-            DeadlineError: it did not answer within `cluster.step_deadline_s`.
+            WorkerError: the process died or failed, for a reason that lies in no episode.
+            DeadlineError: the process did not answer within `cluster.step_deadline_s`.
         """
         if not episodes:
             return []
-        scores: list[Score] = await self._call("score", self.deadline_s, [e.messages for e in episodes])
+        ref = self.actor.score.remote([e.messages for e in episodes])
+        scores: list[Score] = await answer(ref, self.handle, "score", self.deadline_s)
         return scores
 
     async def close(self) -> None:
         """End the process, which frees its memory."""
         ray.kill(self.actor)
-
-    async def _call(self, method: str, deadline_s: float, *args: Any) -> Any:
-        return (await gather([getattr(self.actor, method).remote(*args)], [self.peer], method, deadline_s))[0]

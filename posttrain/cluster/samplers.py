@@ -1,7 +1,7 @@
-"""An engine in a Ray actor, and the driver's handle on it, which is a ``Sampler`` itself.
+"""An engine in a Ray actor, and the driver's handle on it, which is a ``Sampler``.
 
-Many requests travel in one message and many answers in one reply: a turn costs the driver microseconds, not a round
-trip of its own.
+One message carries many requests, and one reply many answers: a turn costs the driver microseconds instead of a round
+trip.
 """
 
 from __future__ import annotations
@@ -16,37 +16,40 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.cluster.actors import Home, Peer, Process, Supervised
-from posttrain.cluster.calls import gather, meet
+from posttrain.cluster.actors import ActorContext, ActorHandle, Supervised
+from posttrain.cluster.calls import answer, wait_until_up
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.types import Ids, Sample, SamplingParams
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.start import open_engine
-from posttrain.weight_sync.buckets import Bucket, HostFile
+from posttrain.weight_sync.buckets import Bucket
+from posttrain.weight_sync.sender import HostBuffer
 
-_HEARTBEAT_S = 5.0
-"""An engine without an answer to give says so this often, so that silence means trouble."""
+_COLLECT_S = 5.0
+"""An engine without an answer replies after this time, so that a longer silence means a failure."""
+
+_CLOSE_S = 20.0
 
 Request = tuple[int, npt.NDArray[np.int32], SamplingParams]
 Answer = tuple[int, Sample | PosttrainError]
 
 
 class SamplerActor(Supervised):
-    """Owns one engine. ``Cluster`` makes it a Ray actor, an async one: calls interleave on its event loop."""
+    """A process with one engine. ``Cluster`` makes it an async Ray actor, whose calls interleave on its event loop."""
 
-    def __init__(self, spec: EngineSpec, home: Home) -> None:
-        super().__init__(home)
+    def __init__(self, spec: EngineSpec, context: ActorContext) -> None:
+        super().__init__(context)
         self.spec = spec
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.answers: list[Answer] = []
-        """Those that the driver may not have yet."""
+        """Answers that the driver may not have yet."""
         self.delivered = 0
-        """Answers before these, which it has."""
+        """How many answers the driver has."""
         self.answered = asyncio.Event()
 
     async def start(self) -> None:
         """Load the engine."""
-        self.loop = asyncio.get_running_loop()  # for whoever runs code here by __ray_call__, in another thread
+        self.loop = asyncio.get_running_loop()  # for code that __ray_call__ runs here in another thread
         self.engine = await open_engine(self.spec)
 
     async def submit(self, requests: Sequence[Request]) -> None:
@@ -69,14 +72,14 @@ class SamplerActor(Supervised):
         self.answered.set()
 
     async def collect(self, received: int) -> list[Answer]:
-        """All answers but the first ``received``, which the driver has; waits for one, at most a heartbeat. A call that
-        nobody waits for any more thus takes no answer away."""
+        """Return all answers but the first ``received``, which the driver has; wait for one, at most ``_COLLECT_S``.
+        The answers stay until the next call confirms them, so that a call which is given up loses none."""
         self.answers = self.answers[received - self.delivered :]
         self.delivered = received
         if not self.answers:
             self.answered.clear()
         try:
-            await asyncio.wait_for(self.answered.wait(), _HEARTBEAT_S)
+            await asyncio.wait_for(self.answered.wait(), _COLLECT_S)
         except TimeoutError:
             return []
         await asyncio.sleep(0)  # requests that finished in the same engine step travel together
@@ -94,19 +97,19 @@ class SamplerActor(Supervised):
         await self.engine.wake()
 
     async def load_bucket(self, bucket: Bucket, data: npt.NDArray[np.uint8] | None = None) -> None:
-        """Weights that lie on this node, or whose bytes come from another."""
+        """Load a bucket that lies on this node, or whose bytes ``data`` come from another node."""
         if data is None:
             await self.engine.load_bucket(bucket)
             return
-        file = HostFile()
+        buffer = HostBuffer()
         try:
-            file.memory(data.size).numpy()[:] = data
-            await self.engine.load_bucket(replace(bucket, path=file.path))
+            buffer.allocate(data.size).numpy()[:] = data
+            await self.engine.load_bucket(replace(bucket, path=buffer.path))
         finally:
-            file.close()
+            buffer.close()
 
-    async def finish_update(self, version: int, canary: Sequence[Ids]) -> list[list[float]]:
-        return await self.engine.finish_update(version, canary)
+    async def finish_update(self, version: int, check: Sequence[Ids]) -> list[list[float]]:
+        return await self.engine.finish_update(version, check)
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
         return await self.engine.score(sequences)
@@ -120,20 +123,20 @@ class RemoteSampler:
 
     Args:
         ranks: processes of the engine that hold weights.
-        trainers: of colocated engines, the trainer ranks on their GPUs, in the order of the engine's ranks.
+        trainers: ranks of the trainers on a colocated engine's GPUs, in the order of the engine's ranks.
     """
 
     def __init__(
         self,
-        peer: Peer,
+        handle: ActorHandle,
         *,
         deadline_s: float,
         ranks: int = 1,
         trainers: Sequence[int] = (),
     ) -> None:
-        self.peer = peer
-        self.actor = peer.actor
-        self.name = peer.name
+        self.handle = handle
+        self.actor = handle.actor
+        self.name = handle.name
         self.deadline_s = deadline_s
         self.ids = itertools.count()
         self.waiting: dict[int, asyncio.Future[Sample]] = {}
@@ -145,14 +148,14 @@ class RemoteSampler:
 
     async def start(self, deadline_s: float) -> None:
         """Load the engine. Raises ``ModelError``, ``ConfigError``, ``WorkerError`` or ``DeadlineError``."""
-        await meet([self.peer], deadline_s)
-        await self._call("start", deadline_s)
+        await wait_until_up([self.handle], deadline_s)
+        await answer(self.actor.start.remote(), self.handle, "start", deadline_s)
 
     @property
-    def process(self) -> Process:
-        """Where it runs. It has been started."""
-        assert self.peer.process is not None
-        return self.peer.process
+    def node(self) -> str:
+        """The node of the engine, which has been started."""
+        assert self.handle.process is not None
+        return self.handle.process.node
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
         loop = asyncio.get_running_loop()
@@ -171,7 +174,7 @@ class RemoteSampler:
 
     def _flush(self) -> None:
         requests, self.outbox = self.outbox, []
-        # One that was cancelled meanwhile may still be in `waiting`: its task has not woken up yet.
+        # A request that was cancelled meanwhile may still be in `waiting`, until its task runs.
         wanted = [r for r in requests if (future := self.waiting.get(r[0])) is not None and not future.done()]
         if not wanted:
             return
@@ -180,20 +183,20 @@ class RemoteSampler:
             self.collector = asyncio.get_running_loop().create_task(self._collect())
 
     async def _collect(self) -> None:
-        """Hand answers to those who wait, until nobody does."""
+        """Pass answers on to the requests that wait, until none does."""
         try:
             while self.waiting:
                 ref = self.actor.collect.remote(self.received)
-                (answers,) = await gather([ref], [self.peer], "generation", self.peer.silence_s)
+                answers: list[Answer] = await answer(ref, self.handle, "generation", self.handle.silence_s)
                 self.received += len(answers)
-                for request_id, answer in answers:
+                for request_id, result in answers:
                     future = self.waiting.pop(request_id, None)
                     if future is None or future.done():
                         continue
-                    if isinstance(answer, Sample):
-                        future.set_result(answer)
+                    if isinstance(result, Sample):
+                        future.set_result(result)
                     else:
-                        future.set_exception(answer)
+                        future.set_exception(result)
         except PosttrainError as error:
             waiting, self.waiting = self.waiting, {}
             for future in waiting.values():
@@ -201,31 +204,32 @@ class RemoteSampler:
                     future.set_exception(error)
 
     async def sleep(self) -> None:
-        """Leave the GPU. Requests that run come back with ``abort``, new ones wait for the next update."""
-        await self._call("sleep", self.deadline_s)
+        """Free the GPU. Requests that run return with ``abort``; new ones wait for the next update."""
+        await self._answer(self.actor.sleep.remote(), "sleep")
 
     async def wake(self) -> None:
-        """Make room for the weights of an update that follows, if it sleeps."""
-        await self._call("wake", self.deadline_s)
+        """Allocate memory for the weights of an update, if the engine sleeps."""
+        await self._answer(self.actor.wake.remote(), "wake")
 
     async def load_bucket(self, bucket: Bucket, data: Any = None) -> None:
-        """Load weights out of a trainer's bucket. ``data`` refers to its bytes, if that is on another node."""
-        await self._call("load_bucket", self.deadline_s, bucket, data)
+        """Load a trainer's bucket. ``data`` refers to its bytes where the trainer is on another node."""
+        await self._answer(self.actor.load_bucket.remote(bucket, data), "load_bucket")
 
-    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
-        """All buckets were loaded: they count as ``version`` from now on. Scores of the canary, before any request."""
-        result: list[list[float]] = await self._call("finish_update", self.deadline_s, version, _int32(canary))
+    async def finish_update(self, version: int, check: Sequence[Ids] = ()) -> list[list[float]]:
+        """Count as ``version`` once all buckets are loaded, and return the scores of the ``check`` sequences."""
+        ref = self.actor.finish_update.remote(version, _int32(check))
+        result: list[list[float]] = await self._answer(ref, "finish_update")
         return result
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
-        result: list[list[float]] = await self._call("score", self.deadline_s, _int32(sequences))
+        result: list[list[float]] = await self._answer(self.actor.score.remote(_int32(sequences)), "score")
         return result
 
     async def close(self) -> None:
-        await self._call("close", 20.0)
+        await answer(self.actor.close.remote(), self.handle, "close", _CLOSE_S)
 
-    async def _call(self, method: str, deadline_s: float, *args: Any) -> Any:
-        return (await gather([getattr(self.actor, method).remote(*args)], [self.peer], method, deadline_s))[0]
+    async def _answer(self, ref: Any, what: str) -> Any:
+        return await answer(ref, self.handle, what, self.deadline_s)
 
 
 def _int32(sequences: Sequence[Ids]) -> list[npt.NDArray[np.int32]]:

@@ -86,6 +86,24 @@ class WeightSyncError(RunError):
     """An engine's log-probabilities do not match the trainer's after a weight update."""
 
 
+PROCESS_FAILURES = (WorkerError, DeadlineError)
+"""What a call to a process raises when that has died or does not answer. Other errors are about the request."""
+
+
+def diverged(what: str, consequence: str) -> RunError:
+    """Return the error of weights that training has destroyed.
+
+    Args:
+        what: is not finite, as a sentence.
+        consequence: what is not done.
+    """
+    return RunError(
+        f"{what}; {consequence}",
+        hint="training has diverged: lower train.optim.lr, and begin again from a sound checkpoint with "
+        "--resume FOLDER --name NAME",
+    )
+
+
 class Interrupted(Exception):
     """Somebody asked to stop, and the run saved itself: the same command goes on from there.
 

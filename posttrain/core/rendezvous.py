@@ -1,7 +1,7 @@
-"""Where processes of a group find each other: a key-value store of torch's that listens at one address of a machine.
+"""The rendezvous of a process group: torch's key-value store, listening at one address of a machine.
 
-torch's own listens at all of them, and asks nobody for a secret. Here it has the address that the others connect to,
-which for processes of one machine is the loopback address, so that nobody else reaches it.
+By default torch's store listens at all addresses and asks for no secret. Here it listens only at the address that the
+other processes connect to. For processes of one machine that is the loopback address, which nobody else reaches.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch._C._distributed_c10d import TCPStore
 
 
 def serve(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Open a store at an address of this machine, for as long as the result lives.
+    """Open a store at an address of this machine. It is open as long as the result exists.
 
     Args:
-        port: 0: a free one, which the result names.
+        port: 0: a free port, which the result names.
         timeout: longest wait for a key.
 
     Raises:
-        OSError: the address is not of this machine, or the port is taken.
+        OSError: this machine does not have the address, or the port is taken.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family)
@@ -42,12 +42,12 @@ def join(host: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def keep_off_the_network(host: str) -> None:
-    """Let gloo and NCCL, which listen in each process of a group, use the loopback device where ``host``, at which the
-    processes meet, is its address. What the user has set stays."""
+    """Make gloo and NCCL, which listen in each process of a group, use the loopback device where the rendezvous
+    address ``host`` is a loopback address. Variables that the user has set stay."""
     try:
         if not ipaddress.ip_address(host).is_loopback:
             return
-    except ValueError:  # a name, which may be of any device
+    except ValueError:  # a host name, which any device may have
         return
     devices = psutil.net_if_addrs().items()
     device = next((name for name, held in devices if any(one.address == host for one in held)), None)

@@ -1,11 +1,14 @@
-"""The contracts of a sampler and of the engine behind it: tokens in and tokens out."""
+"""The contracts of samplers and engines: token ids in, token ids out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+import torch
+
+from posttrain.config import RolloutConfig
 from posttrain.core.types import Ids, Sample, SamplingParams
 from posttrain.models.load import ModelSource
 from posttrain.weight_sync.buckets import Bucket
@@ -13,42 +16,40 @@ from posttrain.weight_sync.buckets import Bucket
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is made of."""
+    """What an engine process needs to start: the model, the resolved device and type, and `[rollout]`."""
 
     source: ModelSource
     device: str
     dtype: str
     seed: int
-    kv_tokens: int
-    """Of the KV cache on a CPU."""
-    max_concurrent: int
-    memory_fraction: float
-    """Of the GPU, for weights and KV cache."""
+    rollout: RolloutConfig
     stop_token_ids: list[int]
     threads: int = 0
+    """CPU threads of the process; 0: the default of torch."""
     replica: int = 0
-    """Which of several engines: each samples with a seed of its own."""
-    engine: str = "hf"
-    max_tokens: int = 4096
-    """Of prompt and continuation together."""
-    tensor_parallel: int = 1
+    """Index of the engine: each samples with a seed of its own."""
     truncates: bool = False
-    """Whether any request will come with top-p or top-k."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of the engine's own."""
-    sleeps: bool = False
-    """Whether it will be asked to sleep."""
-    batch_invariant: bool = False
-    """Whether a sequence's result must not depend on the batch (`rollout.batch_invariant`)."""
+    """Requests may ask for top-p or top-k."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a prompt and its continuation together."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
 
 class Generator(Protocol):
-    """What an episode needs of a sampler."""
+    """The part of a sampler that an episode uses."""
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
         """Continue ``prompt_ids``. Cancelling the coroutine aborts the request.
 
-        A sample that ends with ``abort`` was cut off by new weights: ask for the rest, which they will sample.
+        A sample that ends with ``abort`` was cut off by a weight update. The caller asks for the rest, which the new
+        weights sample.
         """
         ...
 
@@ -57,8 +58,8 @@ class Sampler(Generator, Protocol):
     """One engine replica as the driver sees it. All methods are coroutines of one event loop."""
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
-        """Log-probability at temperature 1 of each token given those before it (0 for the first) under the current
-        weights."""
+        """Return the log-probability at temperature 1 of each token given those before it (0 for the first) under the
+        current weights."""
         ...
 
     async def close(self) -> None: ...
@@ -68,25 +69,25 @@ class Engine(Sampler, Protocol):
     """A sampler in the process that holds its weights."""
 
     async def sleep(self) -> None:
-        """Give back the memory of weights and KV cache. Requests that run come back with ``abort``, or there may be
-        none; new ones wait for ``finish_update``, before which all weights have to come anew."""
+        """Free the memory of weights and KV cache. Requests that run return with ``abort``. New requests wait for
+        ``finish_update``, before which all weights must be loaded again."""
         ...
 
     async def wake(self) -> None:
-        """Make room for weights, if it sleeps."""
+        """Allocate memory for weights, if the engine sleeps."""
         ...
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Overwrite the parameters that lie in a bucket, and have done so when this returns. Requests that run come
-        back with ``abort``, or there may be none; new ones wait until ``finish_update``."""
+        """Overwrite the parameters that lie in a bucket before returning. Requests that run return with ``abort``; new
+        requests wait for ``finish_update``."""
         ...
 
-    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
-        """All parameters have been loaded: make room for the KV cache, drop what was computed with the old ones, and
-        count as ``version`` from now on.
+    async def finish_update(self, version: int, check: Sequence[Ids] = ()) -> list[list[float]]:
+        """Finish an update after all parameters were loaded: allocate the KV cache, drop what was computed with the old
+        parameters, and count as ``version`` from now on.
 
         Returns:
-            Scores of the canary under the new weights, as ``score``'s; before any request comes in again.
+            Scores of the ``check`` sequences under the new weights, as by ``score``, before requests are admitted.
 
         Raises:
             WeightSyncError: a parameter of the engine has not been loaded since the last call.

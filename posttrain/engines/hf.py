@@ -1,6 +1,6 @@
-"""The embedded engine: transformers' continuous batching, on the same attention as the trainer.
+"""The embedded engine: transformers' continuous batching with the trainer's attention kernel.
 
-It needs nothing beyond transformers and runs on a CPU. SGLang and vLLM are faster on GPUs.
+It needs no package beyond transformers and runs on a CPU. SGLang and vLLM are faster on GPUs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from posttrain.engines.hf_sampling import SeededSampling
 from posttrain.models import attention
 from posttrain.models.load import load_model
 from posttrain.models.logprobs import token_logprobs
-from posttrain.weight_sync.buckets import Bucket
-from posttrain.weight_sync.guard import WeightGate
+from posttrain.weight_sync.buckets import Bucket, BucketReader
+from posttrain.weight_sync.guard import UpdateGuard
 
 BLOCK = 32
-"""Tokens of a block of the KV cache."""
+"""Tokens in a block of the KV cache."""
 _STOP_S = 60.0
-"""Longest wait for the generation thread to end before new weights count."""
+"""Longest wait for the generation thread to end in a weight update."""
 _GREEDY_TEMPERATURE = 1e-6
-"""Stands for temperature 0: at this temperature float32 leaves all probability on the largest logit."""
+"""Replaces temperature 0: with it, float32 gives all probability to the largest logit."""
 
 
 async def open_engine(spec: EngineSpec) -> HFSampler:
@@ -46,7 +46,7 @@ class HFSampler:
             torch.set_num_threads(spec.threads)
         self.spec = spec
         self.device = torch.device(spec.device)
-        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.dtype = spec.torch_dtype
         self.kernel = attention.choose("auto", self.device, self.dtype)
         # Any: transformers annotates `to` wrongly, and `init_continuous_batching` not at all.
         self.model = cast(Any, load_model(spec.source, dtype=self.dtype, seed=spec.seed))
@@ -55,28 +55,29 @@ class HFSampler:
         self.model.set_attn_implementation(f"paged|{attention.NAME}")
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self.gate = WeightGate("the embedded engine", self.shapes, self._abort_all)
+        self.reader = BucketReader(device=self.device)
+        self.guard = UpdateGuard("the embedded engine", self.shapes, self._abort_all)
         self.request_ids = itertools.count()
         self.futures: dict[str, asyncio.Future[Any]] = {}
         self.seeded = SeededSampling()
         self.manager: Any = None
-        # Every restart of the manager collects garbage several times. What has been imported and loaded by now stays
-        # for good, so it need not be looked through each time: a weight update then takes 0.1 s, not 0.45 s.
+        # Every restart of the manager collects garbage several times. Freezing what is imported and loaded by now,
+        # which stays, exempts it: a weight update then takes 0.1 s instead of 0.45 s.
         gc.collect()
         gc.freeze()
         threading.Thread(target=self._stop_with_process, name="stop-generation", daemon=True).start()
         self._start(0)
 
     def _stop_with_process(self) -> None:
-        """The library's generation thread is no daemon: Python waits for it at its end. A worker whose node is gone
-        closes nothing, and would wait, and hold the GPU, for ever."""
+        """Stop the generation thread when the main thread ends. The thread is no daemon, so Python would wait for it
+        forever, and hold the GPU, in a worker that ends without ``close``."""
         threading.main_thread().join()
         if self.manager is not None:
             self.manager.stop(block=False, hard_stop=True)
 
     def _start(self, version: int) -> None:
         """Start the generation thread with an empty KV cache. The seed depends on the version, so that a run resumed at
-        this version samples as the one that was stopped would have."""
+        this version samples as an uninterrupted run would."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         torch.manual_seed(((self.spec.seed * 1009 + self.spec.replica) * 1_000_003 + version) % 2**63)
@@ -92,10 +93,10 @@ class HFSampler:
         )
         batching = ContinuousBatchingConfig(
             block_size=BLOCK,
-            num_blocks=self.spec.kv_tokens // BLOCK if on_cpu else None,
+            num_blocks=self.spec.rollout.kv_tokens // BLOCK if on_cpu else None,
             max_batch_tokens=4096 if on_cpu else None,
             max_memory_percent=None if on_cpu else self._share_of_free(),
-            max_requests_per_batch=self.spec.max_concurrent,
+            max_requests_per_batch=self.spec.rollout.max_concurrent,
             return_logprobs=True,
             per_request_processors=True,
             use_async_batching=False,
@@ -108,19 +109,19 @@ class HFSampler:
         self.manager.start()
 
     def _share_of_free(self) -> float:
-        """The share of the GPU's free memory that the KV cache and activations may take, so that with the weights it
-        is `rollout.memory_fraction` of the whole GPU, at every restart.
+        """Return the share of the GPU's free memory for KV cache and activations, so that together with the weights
+        they take `rollout.memory_fraction` of the whole GPU at every restart.
 
         Raises:
-            RunError: other processes hold so much of the GPU that there is no room for it.
+            RunError: other processes hold too much of the GPU.
         """
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         weights = sum(p.numel() * p.element_size() for p in self.parameters.values())
-        wanted = self.spec.memory_fraction * total - weights
+        wanted = self.spec.rollout.memory_fraction * total - weights
         if not 0 < wanted <= 0.95 * free:
             raise RunError(
-                f"no room for the engine: rollout.memory_fraction = {self.spec.memory_fraction:g} leaves "
+                f"no room for the engine: rollout.memory_fraction = {self.spec.rollout.memory_fraction:g} leaves "
                 f"{wanted / 2**30:.1f} GiB beside its weights, and {free / 2**30:.1f} of the GPU's "
                 f"{total / 2**30:.1f} GiB are free",
                 hint="change rollout.memory_fraction, lower train.tokens_per_microbatch, or set train.offload = true",
@@ -130,14 +131,15 @@ class HFSampler:
     async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
         if params.truncated and not self.spec.truncates:
             raise RunError("top_p and top_k need the processors that `EngineSpec.truncates` asks for")
-        # The library would end the whole engine over a request that cannot fit; it may take a block more than needed.
+        # A request that cannot fit would end the library's whole engine; it may take a block more than needed.
         longest = len(prompt_ids) + params.max_new_tokens
-        if self.device.type == "cpu" and longest > self.spec.kv_tokens - BLOCK:
+        if self.device.type == "cpu" and longest > self.spec.rollout.kv_tokens - BLOCK:
             raise RunError(
-                f"a request of up to {longest} tokens does not fit into rollout.kv_tokens = {self.spec.kv_tokens}",
+                f"a request of up to {longest} tokens does not fit into "
+                f"rollout.kv_tokens = {self.spec.rollout.kv_tokens}",
                 hint="raise rollout.kv_tokens, or lower rollout.max_response_tokens",
             )
-        async with self.gate.request() as version:
+        async with self.guard.request() as version:
             output = await self._run(prompt_ids, params)
         if output is None:
             return Sample([], [], "abort", version)  # the library drops what a cancelled request has sampled
@@ -151,7 +153,7 @@ class HFSampler:
         return {"top_p": params.top_p, "top_k": params.top_k or self.model.config.vocab_size}
 
     async def _run(self, prompt_ids: Ids, params: SamplingParams) -> Any:
-        """What the library makes of a request; None: it was aborted. Raises ``WorkerError``."""
+        """Return the library's output for a request; None: it was aborted. Raises ``WorkerError``."""
         request_id = f"r{next(self.request_ids)}"
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -214,7 +216,7 @@ class HFSampler:
         return [part.tolist() for part in torch.split(column, lengths.tolist())]
 
     async def sleep(self) -> None:
-        await self.gate.close()
+        await self.guard.close()
         await self._stop()
         for parameter in self.parameters.values():
             parameter.data = parameter.data.new_empty(0)
@@ -227,18 +229,18 @@ class HFSampler:
                 parameter.data = parameter.data.new_empty(self.shapes[name])
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        async with self.gate.loading(bucket):
-            for name, tensor in await asyncio.to_thread(bucket.tensors, 0, self.device):
+        async with self.guard.loading(bucket):
+            for name, tensor in await asyncio.to_thread(self.reader.tensors, bucket):
                 self.parameters[name].copy_(tensor)
             if self.device.type == "cuda":
-                torch.cuda.synchronize()  # the trainer fills the bucket anew as soon as this has returned
+                torch.cuda.synchronize()  # the trainer overwrites the bucket as soon as this has returned
 
-    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
-        async with self.gate.finish(version):
+    async def finish_update(self, version: int, check: Sequence[Ids] = ()) -> list[list[float]]:
+        async with self.guard.finish(version):
             # Stopping drops the KV cache. Keeping it, as the library offers, would also keep the hashes of prefixes
             # computed with the old weights, and serve them to new requests.
             await self._stop()
-            scores = await self.score(canary) if canary else []
+            scores = await self.score(check) if check else []
             self._start(version)
             return scores
 

@@ -1,4 +1,4 @@
-"""A model that somebody else serves: continuations by an OpenAI-compatible server, token ids in and out."""
+"""A generator behind an OpenAI-compatible server: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _KEY = "generate.endpoint"
 
 
-class ServedSampler:
-    """A ``Generator`` by the server's `/completions`, the one call of that protocol that takes token ids.
+class RemoteGenerator:
+    """A ``Generator`` that calls the server's `/completions`, the only call of the protocol that takes token ids.
 
-    vLLM and SGLang are asked for the sampled ids. From a server that gives none, the text is tokenized: the ids may
-    then differ from those that were sampled, and spell the same text.
+    vLLM and SGLang return the sampled ids. The text of any other server is tokenized: the ids may then differ from
+    those that were sampled, but give the same text.
 
     Args:
-        stop_token_ids: that end a turn; the first is put where the server says that it stopped and not at which.
+        stop_token_ids: end a turn; the first one is appended where the server does not say at which it stopped.
     """
 
     def __init__(self, cfg: ServerConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
@@ -48,10 +48,10 @@ class ServedSampler:
         return self._base.copy_with(path=f"{self._base.path.rstrip('/')}/{name}")
 
     async def open(self) -> None:
-        """Ask the server what it serves.
+        """Ask the server which models it serves.
 
         Raises:
-            ConfigError: it does not answer, or does not serve the model.
+            ConfigError: the server does not answer, or does not serve the model.
         """
         headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         try:
@@ -80,7 +80,7 @@ class ServedSampler:
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            # Not OpenAI's, but vLLM's and SGLang's.
+            # Extensions of vLLM and SGLang.
             "stop_token_ids": self._stops,
             "skip_special_tokens": False,
             "return_token_ids": True,
@@ -119,9 +119,9 @@ class ServedSampler:
 
 async def open_server(
     cfg: ServerConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
-) -> ServedSampler:
-    """The sampler of ``cfg``, when its server has answered. Raises ``ConfigError``."""
-    sampler = ServedSampler(cfg, tokenizer, stop_token_ids)
+) -> RemoteGenerator:
+    """Return a generator whose server has answered. Raises ``ConfigError``."""
+    sampler = RemoteGenerator(cfg, tokenizer, stop_token_ids)
     try:
         await sampler.open()
     except BaseException:

@@ -1,4 +1,4 @@
-"""SGLang behind the contract of an ``Engine``: token ids in and out, aborts, weights in place."""
+"""SGLang as an ``Engine``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import numpy as np
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
 from posttrain.engines.base import EngineSpec
-from posttrain.engines.external import arguments, give_own_weights, readable_model, shapes
-from posttrain.weight_sync.broadcast import MemberLost
+from posttrain.engines.external import arguments, load_initial_weights, readable_model, shapes
+from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
-from posttrain.weight_sync.guard import WeightGate
+from posttrain.weight_sync.guard import UpdateGuard
 from posttrain.weight_sync.sglang_worker import LOADER, pack, run_scheduler
 
 _ENVIRONMENT = {
-    # A colocated trainer holds more of some GPUs of a tensor-parallel engine than of others.
+    # A colocated trainer uses more memory on some GPUs of a tensor-parallel engine than on others.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
-    # NCCL's own choice, which is the trainer's too; SGLang's is 0. A group whose members differ in it cannot connect
-    # ("invalid argument").
+    # NCCL's default, which the trainer uses; SGLang sets 0. Ranks that differ in it cannot connect ("invalid
+    # argument").
     "NCCL_CUMEM_ENABLE": "-2",
 }
-"""Read when SGLang is imported. What the user has set stays."""
+"""Variables that SGLang reads when it is imported. Those that the user has set stay."""
 
 
 async def open_engine(spec: EngineSpec) -> SGLangEngine:
@@ -35,13 +35,13 @@ async def open_engine(spec: EngineSpec) -> SGLangEngine:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     engine = SGLangEngine(spec)
-    await give_own_weights(engine, spec)
+    await load_initial_weights(engine, spec)
     return engine
 
 
 class SGLangEngine:
-    """One ``sglang.Engine``. Create it in the process whose event loop will use it; its schedulers are processes of
-    their own."""
+    """An ``Engine`` over one ``sglang.Engine``, whose schedulers are processes of their own. Create it in the
+    process whose event loop will use it."""
 
     def __init__(self, spec: EngineSpec) -> None:
         from sglang.srt.entrypoints.engine import Engine
@@ -49,8 +49,8 @@ class SGLangEngine:
         self.spec = spec
         self.request_ids, self.seeds = itertools.count(), itertools.count()
         self.released: set[str] = set()
-        """What is not on the GPU. SGLang's schedulers die when that comes back a second time."""
-        self.gate = WeightGate("SGLang", shapes(spec), self._abort_all)
+        """Memory that is released now. SGLang's schedulers die when it is resumed twice."""
+        self.guard = UpdateGuard("SGLang", shapes(spec), self._abort_all)
         with readable_model(spec) as (path, load_format):
             ours = {
                 "model_path": path,
@@ -60,17 +60,16 @@ class SGLangEngine:
                 "dtype": spec.dtype,
                 "random_seed": spec.seed * 1009 + spec.replica,
                 "context_length": spec.max_tokens,
-                "max_running_requests": spec.max_concurrent,
-                "mem_fraction_static": spec.memory_fraction,
-                "tp_size": spec.tensor_parallel,
-                "enable_memory_saver": spec.sleeps,
+                "max_running_requests": spec.rollout.max_concurrent,
+                "mem_fraction_static": spec.rollout.memory_fraction,
+                "tp_size": spec.rollout.tensor_parallel,
+                "enable_memory_saver": spec.rollout.sleep,
                 "sampling_backend": "pytorch",
-                "sampling_defaults": "openai",  # not the model's: a request says all there is to say about sampling
+                "sampling_defaults": "openai",  # not the model's: each request states its own sampling
                 "custom_weight_loader": [LOADER],
                 "log_level": "error",
             }
-            # SGLang's batch-invariant products cannot give logits of another type than the weights'.
-            if spec.batch_invariant:
+            if spec.rollout.batch_invariant:  # its batch-invariant products give logits of the weights' type only
                 ours |= {"enable_deterministic_inference": True, "enable_fp32_lm_head": True}
             ours_to_run = {"run_scheduler_process_func": staticmethod(run_scheduler)}
             try:
@@ -89,8 +88,8 @@ class SGLangEngine:
             "top_k": params.top_k or -1,
             "stop_token_ids": self.spec.stop_token_ids,
         }
-        async with self.gate.request() as version:
-            if self.spec.batch_invariant:  # only then does SGLang look at seeds
+        async with self.guard.request() as version:
+            if self.spec.rollout.batch_invariant:  # SGLang reads seeds in this mode only
                 sampling["sampling_seed"] = self._seed(version) if params.seed is None else params.seed
             output = await self._run(prompt_ids, sampling, return_logprob=True)
         meta = output["meta_info"]
@@ -100,11 +99,12 @@ class SGLangEngine:
         return Sample(ids, logprobs, reasons[meta["finish_reason"]["type"]], version)
 
     def _seed(self, version: int) -> int:
-        """Of the next request. In its deterministic mode SGLang samples all requests without one with the same."""
+        """Return a seed for the next request. In its deterministic mode SGLang gives all requests without one the same
+        seed."""
         return zlib.crc32(f"{self.spec.seed} {self.spec.replica} {version} {next(self.seeds)}".encode())
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
-        async with self.gate.request():
+        async with self.guard.request():
             return await self._score(sequences)
 
     async def _score(self, sequences: Sequence[Ids]) -> list[list[float]]:
@@ -115,7 +115,8 @@ class SGLangEngine:
         return [[0.0, *(float(x[0]) for x in o["meta_info"]["input_token_logprobs"][1:])] for o in outputs]
 
     async def _run(self, ids: Ids, sampling: Mapping[str, Any], **more: Any) -> Any:
-        """The output of a request, which is aborted if this is cancelled. Raises ``RunError``, ``WorkerError``."""
+        """Return the output of a request, which is aborted if this is cancelled. Raises ``RunError``,
+        ``WorkerError``."""
         request_id = f"r{next(self.request_ids)}"
         try:
             return await self.engine.async_generate(
@@ -135,16 +136,16 @@ class SGLangEngine:
     async def sleep(self) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        await self.gate.close()
+        await self.guard.close()
         if not self.released:
             self.released = {"kv_cache", "weights"}
             request = ReleaseMemoryOccupationReqInput(tags=sorted(self.released))
             await self.manager.release_memory_occupation(request, None)
 
     async def wake(self) -> None:
-        await self._bring_back("weights")
+        await self._resume_memory("weights")
 
-    async def _bring_back(self, tag: str) -> None:
+    async def _resume_memory(self, tag: str) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         if tag in self.released:
@@ -154,24 +155,24 @@ class SGLangEngine:
     async def load_bucket(self, bucket: Bucket) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        async with self.gate.loading(bucket):
+        async with self.guard.loading(bucket):
             request = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[pack(bucket, rank) for rank in range(self.spec.tensor_parallel)],
+                serialized_named_tensors=[pack(bucket, rank) for rank in range(self.spec.rollout.tensor_parallel)],
                 load_format=LOADER,
                 flush_cache=False,
             )
             good, message = await self.manager.update_weights_from_tensor(request, None)
             if not good:
-                kind = MemberLost if MemberLost.__name__ in message else WeightSyncError
+                kind = RankLost if RankLost.__name__ in message else WeightSyncError
                 raise kind(f"SGLang did not take the weights: {message}")
 
-    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
-        async with self.gate.finish(version):
-            await self._bring_back("kv_cache")
+    async def finish_update(self, version: int, check: Sequence[Ids] = ()) -> list[list[float]]:
+        async with self.guard.finish(version):
+            await self._resume_memory("kv_cache")
             flushed = await self.manager.flush_cache()
             if not flushed.success:
                 raise WeightSyncError("SGLang did not drop the prefixes that it computed with the old weights")
-            return await self._score(canary)
+            return await self._score(check)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.engine.shutdown)

@@ -1,4 +1,4 @@
-"""The engines there are, which versions of them, and how one is started."""
+"""The supported engines and their versions; starts one of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from posttrain.engines.base import Engine, EngineSpec
 
 @dataclass(frozen=True)
 class EngineKind:
-    """An engine as a package."""
+    """The packages that an engine needs."""
 
     module: str
-    """Of ours; its ``open_engine(spec)`` starts one."""
+    """The module of posttrain whose ``open_engine(spec)`` starts the engine."""
     packages: tuple[str, ...] = ()
-    """Distributions any of which brings it; empty: it is always there."""
+    """Distributions, one of which must be installed; empty: none is needed."""
     versions: str = ""
-    """The range that is tested."""
+    """The versions that are tested."""
 
 
 ENGINES = {
@@ -34,7 +34,8 @@ NO_BATCH_INVARIANCE = "rollout.batch_invariant needs a GPU: engines have batch-i
 
 
 def check_engine(name: str) -> None:
-    """The engine ``rollout.engine = name`` is installed here, in a version that is tested. Raises ``ConfigError``."""
+    """Check that the engine ``rollout.engine = name`` is installed, in a version that is tested. Raises
+    ``ConfigError``."""
     kind = ENGINES[name]
     if not kind.packages:
         return
@@ -60,10 +61,10 @@ async def open_engine(spec: EngineSpec) -> Engine:
     """Start the engine that ``spec`` describes in this process, with the model's own weights as version 0.
 
     Raises:
-        ConfigError: it is not installed here, or has no kernels for ``spec.batch_invariant`` on this device.
-        RunError, ModelError: it does not start.
+        ConfigError: the engine is not installed, or has no batch-invariant kernels on this device.
+        RunError, ModelError: the engine does not start.
     """
-    check_engine(spec.engine)
-    if spec.batch_invariant and spec.device == "cpu":
+    check_engine(spec.rollout.engine)
+    if spec.rollout.batch_invariant and spec.device == "cpu":
         raise ConfigError(NO_BATCH_INVARIANCE, hint="--set rollout.batch_invariant=false")
-    return cast(Engine, await import_module(ENGINES[spec.engine].module).open_engine(spec))
+    return cast(Engine, await import_module(ENGINES[spec.rollout.engine].module).open_engine(spec))

@@ -1,4 +1,4 @@
-"""vLLM behind the contract of an ``Engine``: token ids in and out, aborts, weights in place."""
+"""vLLM as an ``Engine``."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ import numpy as np
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
 from posttrain.engines.base import EngineSpec
-from posttrain.engines.external import arguments, dtype, give_own_weights, readable_model, shapes
+from posttrain.engines.external import arguments, load_initial_weights, readable_model, shapes
 from posttrain.models.load import load_config
-from posttrain.weight_sync.broadcast import MemberLost
+from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
-from posttrain.weight_sync.guard import WeightGate
+from posttrain.weight_sync.guard import UpdateGuard
 
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other processes of a run are on these cores too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run's other processes use these cores too
 }
-"""Read when vLLM is imported. What the user has set stays."""
+"""Variables that vLLM reads when it is imported. Those that the user has set stay."""
 
 
 async def open_engine(spec: EngineSpec) -> VLLMEngine:
     """Start vLLM with the weights of ``spec.source`` as version 0. Raises ``RunError``, ``ModelError``."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if spec.batch_invariant:
+    if spec.rollout.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if spec.threads:
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     engine = VLLMEngine(spec)
-    await give_own_weights(engine, spec)
+    await load_initial_weights(engine, spec)
     return engine
 
 
 class VLLMEngine:
-    """One ``AsyncLLM``. Create it in the process whose event loop will use it; vLLM adds processes of its own."""
+    """An ``Engine`` over one ``AsyncLLM``, which adds processes of its own. Create it in the process whose event
+    loop will use it."""
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -52,22 +53,24 @@ class VLLMEngine:
         self.spec = spec
         self.request_ids = itertools.count()
         self.asleep = False
-        self.gate = WeightGate("vLLM", shapes(spec), lambda: self.llm.pause_generation(mode="abort"))
+        self.guard = UpdateGuard("vLLM", shapes(spec), lambda: self.llm.pause_generation(mode="abort"))
         with readable_model(spec) as (path, load_format):
             ours = dict(
                 model=path,
                 load_format=load_format,
                 trust_remote_code=spec.source.trust_remote_code,
                 skip_tokenizer_init=True,
-                generation_config="vllm",  # not the model's: a request says all there is to say about sampling
+                generation_config="vllm",  # not the model's: each request states its own sampling
                 dtype=spec.dtype,
                 seed=spec.seed * 1009 + spec.replica,
                 max_model_len=spec.max_tokens,
-                max_num_seqs=spec.max_concurrent,
-                tensor_parallel_size=spec.tensor_parallel,
-                distributed_executor_backend="mp" if spec.tensor_parallel > 1 else "uni",  # never Ray's, which it finds
+                max_num_seqs=spec.rollout.max_concurrent,
+                tensor_parallel_size=spec.rollout.tensor_parallel,
+                distributed_executor_backend="mp"
+                if spec.rollout.tensor_parallel > 1
+                else "uni",  # vLLM would choose Ray where it finds one
                 logprobs_mode="processed_logprobs",  # of the distribution that it samples from
-                worker_extension_cls="posttrain.weight_sync.vllm_worker.WeightReceiver",
+                worker_extension_cls="posttrain.weight_sync.vllm_worker.BucketLoader",
                 disable_log_stats=True,
                 **self._memory(),
             )
@@ -80,22 +83,25 @@ class VLLMEngine:
 
     def _memory(self) -> dict[str, Any]:
         if self.spec.device == "cuda":
-            return {"gpu_memory_utilization": self.spec.memory_fraction, "enable_sleep_mode": self.spec.sleeps}
+            return {
+                "gpu_memory_utilization": self.spec.rollout.memory_fraction,
+                "enable_sleep_mode": self.spec.rollout.sleep,
+            }
         config = load_config(self.spec.source)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        of_token = 2 * config.num_hidden_layers * heads * width * dtype(self.spec).itemsize
-        # Prompts in one piece: of a piece that is not the last, vLLM takes back what it drew from the request's own
-        # generator, and a CPU's generator cannot go back.
+        of_token = 2 * config.num_hidden_layers * heads * width * self.spec.torch_dtype.itemsize
+        # No chunked prefill: after a chunk that is not the last, vLLM rewinds the request's own generator, and a CPU's
+        # generator cannot be rewound.
         return {
-            "kv_cache_memory_bytes": self.spec.kv_tokens * of_token,
+            "kv_cache_memory_bytes": self.spec.rollout.kv_tokens * of_token,
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(2048, self.spec.max_tokens),
         }
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
-        async with self.gate.request() as version:
+        async with self.guard.request() as version:
             output = await self._run(
                 prompt_ids,
                 max_tokens=params.max_new_tokens,
@@ -104,7 +110,7 @@ class VLLMEngine:
                 top_k=params.top_k,
                 seed=params.seed,
                 stop_token_ids=self.spec.stop_token_ids,
-                logprobs=0,  # of the sampled token alone
+                logprobs=0,  # only the sampled token's
             )
         [done] = output.outputs
         ids = list(done.token_ids)
@@ -113,7 +119,7 @@ class VLLMEngine:
         return Sample(ids, logprobs, reasons[done.finish_reason], version)
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
-        async with self.gate.request():
+        async with self.guard.request():
             return await self._score(sequences)
 
     async def _score(self, sequences: Sequence[Ids]) -> list[list[float]]:
@@ -127,7 +133,8 @@ class VLLMEngine:
         return scores
 
     async def _run(self, ids: Ids, **params: Any) -> Any:
-        """The output of a request. Raises ``WorkerError`` when the engine has died, ``RunError`` when it refuses."""
+        """Return the output of a request. Raises ``WorkerError`` when the engine has died, ``RunError`` when it
+        refuses."""
         from vllm import SamplingParams as Params
         from vllm import TokensPrompt, exceptions
         from vllm.sampling_params import RequestOutputKind
@@ -146,12 +153,12 @@ class VLLMEngine:
         return outputs[-1]
 
     async def sleep(self) -> None:
-        await self.gate.close()
+        await self.guard.close()
         if self.asleep:
             return
         self.asleep = True
         if self.spec.device == "cuda":
-            await self.llm.sleep(level=2)  # without a copy of the weights: new ones come
+            await self.llm.sleep(level=2)  # without a copy of the weights: an update follows
         else:
             await self.llm.collective_rpc("drop_weights")
 
@@ -161,26 +168,26 @@ class VLLMEngine:
         if self.spec.device == "cuda":
             await self.llm.wake_up(tags=["weights"])
         else:
-            await self.llm.collective_rpc("make_room")
+            await self.llm.collective_rpc("allocate_weights")
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        async with self.gate.loading(bucket):
+        async with self.guard.loading(bucket):
             try:
                 await self.llm.collective_rpc("load_bucket", args=(pickle.dumps(bucket),))
-            except Exception as error:  # vLLM passes on the text of what its workers raise, and nothing else
-                if MemberLost.__name__ in str(error):
-                    raise MemberLost(str(error)) from error
+            except Exception as error:  # vLLM passes on only the text of what its workers raise
+                if RankLost.__name__ in str(error):
+                    raise RankLost(str(error)) from error
                 raise
 
-    async def finish_update(self, version: int, canary: Sequence[Ids] = ()) -> list[list[float]]:
-        async with self.gate.finish(version):
+    async def finish_update(self, version: int, check: Sequence[Ids] = ()) -> list[list[float]]:
+        async with self.guard.finish(version):
             if self.asleep and self.spec.device == "cuda":
                 await self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
             if not await self.llm.reset_prefix_cache():
                 raise WeightSyncError("vLLM did not drop the prefixes that it computed with the old weights")
             await self.llm.resume_generation()
-            return await self._score(canary)
+            return await self._score(check)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.llm.shutdown)

@@ -37,7 +37,7 @@ from posttrain.plan.problems import impossible, problems
 from posttrain.plan.shape import ModelShape, shape_of
 from posttrain.plan.table import as_data, render
 from posttrain.runs.run import find_run, weights_of
-from posttrain.tracking.metrics import FILE_NAME
+from posttrain.tracking.metrics import FILE_NAME, with_current_names
 
 _OVER_BUDGET = 1.05
 """A weight update that takes more than this times its budget is worth a warning."""
@@ -127,7 +127,7 @@ def compared(question: Question, folder: Path) -> list[Pair]:
     """What is both predicted and measured of a run. Raises ``DataError`` where it has no metrics yet."""
     file = folder / FILE_NAME
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [with_current_names(json.loads(line), file) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}", hint="run.logger must have had jsonl in it") from error
     lengths = lengths_of(question.cfg, rows)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from posttrain.config import RolloutConfig, TrainConfig
 from posttrain.core.sizes import (
-    CANARIES,
-    CANARY_TOKENS,
     DEVICE_BUCKET_BYTES,
     GATHER_BYTES,
     HOST_BUCKET_BYTES,
     SENT_BUCKET_BYTES,
+    SYNC_CHECK_SEQUENCES,
+    SYNC_CHECK_TOKENS,
     bucket_bytes,
     logits_rows,
 )
@@ -187,7 +187,7 @@ class Trainer:
         return self.shape.outside * (self.itemsize + _FLOAT32 + _FLOAT32 / self.shards)
 
     def handing_out(self, transfer: str) -> Terms:
-        """Buckets of weights for engines, and what stays of the forward pass of the weight-sync check."""
+        """Return the buckets of weights for engines, and what remains of the forward pass of the weight-sync check."""
         whole = self.itemsize * self.shape.parameters
         most = {"device": DEVICE_BUCKET_BYTES, "broadcast": SENT_BUCKET_BYTES}.get(transfer, HOST_BUCKET_BYTES)
         embedding = self.itemsize * self.shape.embedding
@@ -197,10 +197,10 @@ class Trainer:
         if self.shards > 1:
             group = GATHER_BYTES * self.itemsize / self.master + GATHER_BYTES / self.shards
             gathered = max(group, embedding * (1.0 + 1.0 / self.shards))
-        # The pass of the weight-sync check ends before, and its memory stays with torch.
-        check = self.forward(CANARIES * CANARY_TOKENS)
+        # The pass of the weight-sync check ends before, and torch keeps its memory.
+        check = self.forward(SYNC_CHECK_SEQUENCES * SYNC_CHECK_TOKENS)
         left = check["gathered weights"] + check["activations"]
-        return self.idle() | {"buckets": buckets, "gathered weights": gathered, "left of the weight-sync check": left}
+        return self.idle() | {"buckets": buckets, "gathered weights": gathered, "left of the sync check": left}
 
     def beside(self) -> float:
         """Bytes beside torch's allocations."""

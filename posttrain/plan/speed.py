@@ -230,7 +230,7 @@ def generation_seconds(
 
 
 def sync_seconds(trainer: Trainer, machine: Machine, transfer: str, engine: str) -> Seconds:
-    """New weights to the engines, with their proof."""
+    """Return the time of a weight update with its check."""
     assert machine.gpu is not None
     whole = trainer.itemsize * float(trainer.shape.parameters)
     moved = 4.0 * whole / (machine.gpu.bandwidth * known.TENSOR_LISTS)  # gathered, into a bucket, and out of it

@@ -14,7 +14,7 @@ _COLUMNS = {
     "weights": ("parameters", "gathered weights"),
     "optimizer": ("optimizer",),
     "gradients": ("gradients",),
-    "activations": ("activations", "in flight", "left of the weight-sync check"),
+    "activations": ("activations", "in flight", "left of the sync check"),
     "logits": ("logits",),
     "buckets": ("buckets",),
     "engine": ("engine weights", "engine process"),

@@ -12,8 +12,9 @@ import torch
 
 from posttrain.algos import ADVANTAGES
 from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.synced_samplers import SyncedSamplers
 from posttrain.core.errors import RunError
-from posttrain.core.sizes import CANARIES, CANARY_TOKENS
+from posttrain.core.sizes import SYNC_CHECK_SEQUENCES
 from posttrain.core.types import GREEDY
 from posttrain.data.loader import BatchOrder
 from posttrain.plan.command import MemoryBudget
@@ -33,7 +34,6 @@ from posttrain.runs.preflight import sampling_of
 from posttrain.runs.training_run import TrainingRun
 from posttrain.tools.sets import close_tools
 from posttrain.tracking.tracker import Tracker
-from posttrain.weight_sync.publish import WeightSync
 
 if TYPE_CHECKING:
     from posttrain.core.types import Ids, Prompt, Sampling, Trajectory
@@ -75,9 +75,9 @@ async def start(
     Args:
         budget_gib: memory that a weight update may take of a GPU; None: not known.
     """
-    weights = WeightSync(cluster, learner.actor, learner.models)
+    weights = SyncedSamplers(cluster, learner.actor, learner.models)
     pool = await weights.start(run.source, task.stop_token_ids)
-    first = [task.env.prompt_ids(prompt) for prompt in task.prompts[:CANARIES]]
+    first = [task.env.prompt_ids(prompt) for prompt in task.prompts[:SYNC_CHECK_SEQUENCES]]
     engines = SyncedEngines(weights, first, MemoryBudget(budget_gib, run.tracker.note), run.tracker)
     source = await open_source(cluster, pool, run, task, closing)
     batches = TrainingBatches(
@@ -92,7 +92,7 @@ async def start(
 class SyncedEngines:
     """The engines of a run, kept at the weights of its actor."""
 
-    weights: WeightSync
+    weights: SyncedSamplers
     prompts: Sequence[Ids]
     """Token ids for the check of the first update, before anything is sampled"""
     memory: MemoryBudget
@@ -104,14 +104,14 @@ class SyncedEngines:
 
     async def start(self, version: int) -> None:
         # Engines load the model by themselves: check that they have the trainer's weights, or send a resumed run's.
-        await self.weights.publish(version, check_sequences(self.prompts))
+        await self.weights.publish(version, self.prompts)
 
     async def to_trainers(self) -> None:
         await self.weights.to_trainers()
 
     async def publish(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
         with self.tracker.phase("sync"):
-            return self.memory.check(await self.weights.publish(version, check_sequences(check)))
+            return self.memory.check(await self.weights.publish(version, check))
 
 
 @dataclass
@@ -224,11 +224,6 @@ def open_writer(run: TrainingRun, env: Environment) -> RolloutWriter:
     every = cfg.run.rollouts_every if cfg.run.rollouts else 0
     folder = rollouts_folder(run.folder.path)
     return RolloutWriter(folder, every, fingerprint(env.tokenizer), cfg.cluster.step_deadline_s)
-
-
-def check_sequences(sequences: Sequence[Ids]) -> list[Ids]:
-    """Return the tokens whose log-probabilities the weight-sync check compares: the beginnings of the first few."""
-    return [ids[:CANARY_TOKENS] for ids in sequences[:CANARIES]]
 
 
 async def greedy_rewards(source: TrajectorySource, groups: Groups) -> dict[int, float]:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from posttrain.core.errors import DeadlineError, PosttrainError, RunError, WorkerError
+from posttrain.core.errors import PROCESS_FAILURES, PosttrainError, RunError, WorkerError
 from posttrain.core.types import Ids, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 Restart = Callable[[int], Awaitable["Sampler"]]
 """Starts sampler ``index`` anew, with the current weights."""
 
-DEAD = (WorkerError, DeadlineError)
-"""What a sampler raises that has died or does not answer. Other errors are the request's own."""
 _TRIES = 2
 """Samplers that one request may lose. A request that kills engines must not kill them all."""
 
@@ -171,7 +169,7 @@ class StickySession:
                 continue
             try:
                 return await sampler.generate(prompt_ids, params)
-            except DEAD as error:
+            except PROCESS_FAILURES as error:
                 self._pool.lost(replica, sampler, error)
                 lost += 1
                 if lost == _TRIES:

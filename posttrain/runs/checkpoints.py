@@ -171,9 +171,9 @@ def check_disk_space(cfg: Config, checkpoints: Path, models: Mapping[str, Traine
         write_text(probe / "probe", "", synced=True)
         shutil.rmtree(probe)
         free = shutil.disk_usage(checkpoints).free
-    size = sum(group.facts["checkpoint_bytes"] for group in models.values())
+    size = sum(group.metadata["checkpoint_bytes"] for group in models.values())
     if cfg.checkpoint.save_hf:
-        size += 4 * models["actor"].facts["parameters"]
+        size += 4 * models["actor"].metadata["parameters"]
     kept = cfg.checkpoint.keep + 1 + bool(cfg.checkpoint.best)  # one more while it is written
     there = len(list(checkpoints.glob("global_step_*")))
     what = f"a checkpoint takes {_gib(size)}, and {checkpoints} has {_gib(free)} free"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config import tolerance
-from posttrain.core.errors import ConfigError, ModelError, RunError
+from posttrain.core.errors import ConfigError, ModelError, RunError, diverged
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.train.checkpoint import PROBE, all_finite
 
@@ -57,17 +57,15 @@ async def take(actor: TrainerGroup, source: ModelSource, *, scores: bool, conseq
     Raises:
         RunError: it is not finite. Weights may be finite, and so large that nothing else is.
     """
-    from posttrain.cluster.trainers import canary_batch, not_finite  # Ray is here where there are trainers
-
     ids, end = _tokens(source)
     # A value is of what precedes its token: a score of the whole text needs one more behind it.
     given = [[*text, end] for text in ids] if scores else ids
-    column = await actor.logprobs(canary_batch(given), temperature=1.0)
+    column = await actor.score(given)
     parts = [part.tolist() for part in column.split([len(text) for text in given])]
     said = {"scores": [part[-1] for part in parts]} if scores else {"logprobs": [part[1:] for part in parts]}
     if not all_finite(said):
-        raise not_finite(f"the {actor.role} gives {next(iter(said))} of plain text that are not finite", consequence)
-    return {"ids": ids, **said, "dtype": actor.facts["dtype"]}
+        raise diverged(f"the {actor.role} gives {next(iter(said))} of plain text that are not finite", consequence)
+    return {"ids": ids, **said, "dtype": actor.metadata["dtype"]}
 
 
 @lru_cache(maxsize=4)

@@ -25,6 +25,6 @@ def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: Tra
         "perf/padding": 1.0 - tokens / sum(r["tokens_run"] for r in results),
         "perf/memory_gib": max(r["memory_gib"] for r in results),
     }
-    if (peak := actor.facts.get("peak_flops")) is not None:
+    if (peak := actor.metadata.get("peak_flops")) is not None:
         metrics["perf/mfu"] = sum(r["flops"] for r in results) / (seconds * workers * peak)
     return metrics

@@ -135,7 +135,7 @@ class TrainingRun:
         """Note which model is trained, and how."""
         train = self.cfg.train
         self.tracker.note(actor.describe())
-        if dropout := actor.facts["dropout"]:
+        if dropout := actor.metadata["dropout"]:
             asked = ", ".join(f"{name} = {value:g}" for name, value in dropout.items())
             self.tracker.note(f"warning: the model's config asks for {asked}; training is without dropout")
         if train.param_dtype == "bfloat16" and not train.optim.stochastic_rounding:

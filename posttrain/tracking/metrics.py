@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from posttrain.core.files import writing
+from posttrain.core.text import printable
 
 FILE_NAME = "metrics.jsonl"
+RENAMED_METRICS = {"sync/canary_gap": "sync/check_gap"}
+"""Names of metrics in the files of older runs -> their current names."""
+
+
+def with_current_names(row: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return a line of ``file`` with old names of metrics replaced by the current ones. Warns once for each name."""
+    for old in RENAMED_METRICS.keys() & row.keys():
+        _warn_renamed(file, old)
+    return {RENAMED_METRICS.get(name, name): value for name, value in row.items()}
+
+
+@functools.cache
+def _warn_renamed(file: Path, old: str) -> None:
+    print(printable(f"warning: {file}: {old} is read as {RENAMED_METRICS[old]}, its current name"), file=sys.stderr)
 
 
 class MetricsSink(Protocol):

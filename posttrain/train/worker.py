@@ -48,7 +48,9 @@ from posttrain.train.parallel import parallelize, reshard, sharding_mesh
 from posttrain.train.profile import Profiler
 from posttrain.train.schedule import learning_rate
 from posttrain.train.spec import LossSpec, WorkerSpec
-from posttrain.weight_sync.buckets import Bucket, Outlet, Where
+from posttrain.weight_sync.broadcast import BroadcastConnection
+from posttrain.weight_sync.buckets import Bucket
+from posttrain.weight_sync.sender import Transport, WeightSender
 
 
 class TrainWorker:
@@ -65,7 +67,8 @@ class TrainWorker:
         if spec.threads:
             torch.set_num_threads(spec.threads)
 
-        self.outlet: Outlet | None = None
+        self.sender: WeightSender | None = None
+        self.broadcasts = BroadcastConnection()
 
     def setup(self, master_addr: str, master_port: int, timeout_s: float) -> dict[str, Any]:
         """Join the process group, whose rank 0 listens at the address; load the model into this rank's shard. Returns
@@ -314,42 +317,45 @@ class TrainWorker:
 
     # ------------------------------------------------------------------ weights
 
-    def open_outlet(self, where: Where | None, bucket_bytes: int) -> None:
-        """Begin to hand out the full weights in the compute type, adapters merged into them: every rank with the same
-        weights, in buckets that lie where they are read, or are sent to a group; None: nobody reads this rank's.
+    def open_sender(self, transport: Transport | None, bucket_bytes: int) -> None:
+        """Begin to hand out the whole weights in the compute type, with adapters merged into them. Every rank draws the
+        same weights.
 
         Args:
-            bucket_bytes: most of a bucket of several weights; of a small model half of it, so that two are in use.
+            transport: of this rank's buckets; None: nobody reads them.
+            bucket_bytes: most bytes of a bucket; a bucket of a small model has half of its weights.
         """
         whole = sum(p.numel() for p in self.parameters.values()) * self.dtype.itemsize
         size = sizes.bucket_bytes(whole, bucket_bytes)
         weights = lora.whole_weights(self.lm.model, self.dtype)
-        self.outlet = Outlet(weights, self.dtype, where, self.device, bucket_bytes=size)
+        self.sender = WeightSender(
+            weights, self.dtype, transport, self.device, bucket_bytes=size, connection=self.broadcasts
+        )
 
     def next_bucket(self, slot: int) -> Bucket | None:
-        """See ``Outlet.next``. A collective."""
-        assert self.outlet is not None
-        return self.outlet.next(slot)
+        """Return as ``WeightSender.next``. A collective."""
+        assert self.sender is not None
+        return self.sender.next(slot)
 
     def send_bucket(self, slot: int) -> None:
-        """Begin to send the bucket in place ``slot`` to its group. The first time, wait for the group."""
-        assert self.outlet is not None
-        self.outlet.send(slot)
+        """Start to broadcast buffer ``slot``. The first call for a group waits for all of its ranks."""
+        assert self.sender is not None
+        self.sender.send(slot)
 
-    def close_outlet(self) -> float:
-        """Free the buckets. Nobody reads them any more.
+    def close_sender(self) -> float:
+        """Free the buffers. Nobody reads them any more.
 
         Returns:
-            GiB of the GPU that all of its processes used with the buckets; on a CPU 0.
+            GiB of the GPU that all of its processes used until then; on a CPU 0.
         """
         used = 0.0
         if self.spec.device == "cuda":
             free, total = torch.cuda.mem_get_info()
             used = (total - free) / 2**30
-        if self.outlet is not None:
-            self.outlet.close()
-            self.outlet = None
-            if self.spec.device == "cuda":  # an engine's KV cache comes back into the buckets' room
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
+            if self.spec.device == "cuda":  # for the engine's KV cache
                 torch.cuda.ipc_collect()
                 self.free_cache()
         return used

@@ -1,1 +1,2 @@
-"""Weight updates from trainers to engines: buckets, transports, the engine's update guard and verification."""
+"""Weight updates from trainers to engines: buckets, senders and transfers, the engine's update guard, and the
+weight-sync check."""

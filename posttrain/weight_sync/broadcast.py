@@ -1,7 +1,7 @@
-"""Bytes from one process to many that have GPUs of their own: NCCL, or gloo where there is no GPU.
+"""Broadcasts of weights from one process to others on other GPUs: NCCL, or gloo where there is no GPU.
 
-A group lives as long as its members do. One that loses a member is of no use to the others, which are told
-(``Meeting.announce_loss``) and give up: a collective cannot go on without it.
+A process group lasts as long as all of its ranks. When one of them is lost, a collective cannot go on without it:
+``BroadcastRendezvous.announce_loss`` tells the others, which then leave the group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,21 +24,21 @@ from posttrain.core import rendezvous
 from posttrain.core.errors import RunError
 
 _LOST = "lost"
-_NAP_S = 0.0002
-_LOOK_S = 0.1
-"""Between two looks whether a member was lost."""
+_POLL_S = 0.0002
+_LOSS_POLL_S = 0.1
+"""Interval between two checks for a lost rank."""
 
 
-class MemberLost(RunError):
-    """A broadcast was given up, because another member has died or does not answer."""
+class RankLost(RunError):
+    """A broadcast was given up, because another rank of the group has died or does not answer."""
 
 
 @dataclass(frozen=True)
 class BroadcastGroup:
-    """Where the members of a group meet. Rank 0 sends."""
+    """The rendezvous address of a process group, whose rank 0 sends."""
 
     name: str
-    """No other group has it: the port of one that is gone is given to another."""
+    """Unique: the port of a group that has ended is given to another."""
     host: str
     port: int
     size: int
@@ -46,58 +46,43 @@ class BroadcastGroup:
     """Longest wait for one broadcast."""
 
 
-class Meeting:
-    """Where a group meets, in a process that outlives it."""
+class BroadcastRendezvous:
+    """The key-value store at which a group's ranks find each other, in a process that outlives the group."""
 
     lost: str | None = None
-    """Who was lost first, or why."""
+    """The rank that was lost first, or why the group has ended."""
 
     def __init__(self, host: str, size: int, deadline_s: float) -> None:
         self._store = rendezvous.serve(host, 0, timedelta(seconds=deadline_s))
         self.group = BroadcastGroup(uuid.uuid4().hex, host, self._store.port, size, deadline_s)
 
     def announce_loss(self, who: str) -> None:
-        """Nobody waits for ``who`` any more."""
+        """Tell all ranks that ``who`` was lost, so that they stop waiting. The first call counts."""
         if self.lost is None:
             self.lost = who
             self._store.set(_LOST, who)
 
 
-class Member:
-    """This process in a group, which comes together at the first broadcast."""
-
-    _current: Member | None = None
-    _given_up: BroadcastGroup | None = None
+class BroadcastRank:
+    """One rank of a group, in this process. The group connects at the first broadcast."""
 
     def __init__(self, group: BroadcastGroup, rank: int, device: torch.device) -> None:
         self.group, self.rank, self.device = group, rank, device
+        self.left = False
+        """This rank has left the group, for good."""
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._deadline = timedelta(seconds=group.deadline_s)
         self._backend: Any = None
         try:
-            # One to hear of losses by, while a wait for the group keeps the other.
-            self._news, self._store = (rendezvous.join(group.host, group.port, self._deadline) for _ in range(2))
+            # Two connections: a wait for the group keeps one of them busy, and the other tells of losses meanwhile.
+            self._losses, self._store = (rendezvous.join(group.host, group.port, self._deadline) for _ in range(2))
         except RuntimeError as error:
-            raise MemberLost(f"rank {rank} of {group.size} does not reach where weights are sent: {error}") from error
-
-    @classmethod
-    def of(cls, group: BroadcastGroup, rank: int, device: torch.device) -> Self:
-        """This process's place in ``group``, taken at the first call; a place in another group is left.
-
-        Raises:
-            MemberLost: the others cannot be reached, or this process has given the group up.
-        """
-        if group == Member._given_up:
-            raise MemberLost("this group has lost a member")
-        current = Member._current
-        if not isinstance(current, cls) or (current.group, current.rank) != (group, rank):
-            if current is not None:
-                current.leave()
-            current = Member._current = cls(group, rank, device)
-        return current
+            raise RankLost(
+                f"rank {rank} of {group.size} cannot reach the rendezvous of a broadcast: {error}"
+            ) from error
 
     def receive(self, size: int) -> Tensor:
-        """[size] bytes that rank 0 sends. They stay until the next call. Raises as ``wait``."""
+        """Return the [size] bytes that rank 0 sends, which stay valid until the next call. Raises as ``wait``."""
         if self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         flat = self._buffer[:size]
@@ -105,37 +90,38 @@ class Member:
         return flat
 
     def start(self, flat: Tensor) -> Any:
-        """Broadcast, from rank 0 to all others, [size] bytes that this rank must leave alone until ``wait``. The first
-        time, wait for the others. Raises as ``wait``."""
+        """Start the broadcast of [size] bytes from rank 0, which must not change until ``wait`` has returned. The first
+        call waits for all ranks. Raises as ``wait``."""
         try:
             if self._backend is not None:
                 return self._broadcast(self._backend, flat)
-            joined = self._join(flat)
-            self._until(joined.done)
-            return joined.result()
+            connected = self._connect(flat)
+            self._wait_until(connected.done)
+            return connected.result()
         except RuntimeError as error:
             self._give_up(str(error))
 
-    def _join(self, flat: Tensor) -> Future[Any]:
-        """Make the group, and begin its first broadcast. Both wait for the others in code that hears of no loss: in a
-        thread, which is left behind where they do not come."""
+    def _connect(self, flat: Tensor) -> Future[Any]:
+        """Create the process group and start its first broadcast. Both wait for the other ranks in code that does not
+        hear of losses: they run in a thread, which is left behind if the others do not come."""
         result: Future[Any] = Future()
-        # Of this thread, in which what is done to the bytes before and after is ordered.
+        # The caller's stream, which orders the broadcast with what writes and reads the bytes.
         stream = torch.cuda.stream(torch.cuda.current_stream(self.device)) if flat.is_cuda else contextlib.nullcontext()
 
-        def join() -> None:
+        def connect() -> None:
             try:
                 with stream:
-                    self._backend = backend = self._open()
+                    self._backend = backend = self._create_backend()
                     result.set_result(self._broadcast(backend, flat))
-            except BaseException as error:  # told to whoever waits
+            except BaseException as error:  # the waiting thread raises it
                 result.set_exception(error)
 
-        threading.Thread(target=join, name="join-group", daemon=True).start()
+        threading.Thread(target=connect, name="connect-group", daemon=True).start()
         return result
 
-    def _open(self) -> Any:
-        """Not in torch.distributed's registry, whose default group is the trainer's or the engine's own."""
+    def _create_backend(self) -> Any:
+        """Return a process group outside torch.distributed's registry, whose default group is the trainer's or the
+        engine's own."""
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._deadline
@@ -150,43 +136,69 @@ class Member:
         return backend.broadcast([flat], options)
 
     def wait(self, work: Any) -> None:
-        """A broadcast that was started is done.
+        """Wait until a broadcast that was started has ended.
 
         Raises:
-            MemberLost: a member was lost, or nothing moved within the deadline. This one has left the group.
+            RankLost: another rank was lost, or the deadline has passed. This rank has left the group.
         """
-        self._until(work.is_completed)
+        self._wait_until(work.is_completed)
         try:
             work.wait()
         except RuntimeError as error:
             self._give_up(str(error))
 
-    def _until(self, done: Callable[[], bool]) -> None:
-        """Wait for ``done``. Raises as ``wait``."""
-        begun = looked = time.monotonic()
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Poll ``done``. Raises as ``wait``."""
+        begun = checked = time.monotonic()
         while not done():
-            time.sleep(_NAP_S)
+            time.sleep(_POLL_S)
             now = time.monotonic()
-            if now - looked > _LOOK_S:
-                looked = now
-                if self._news.check([_LOST]):
-                    self._give_up(f"{self._news.get(_LOST).decode()} was lost")
+            if now - checked > _LOSS_POLL_S:
+                checked = now
+                if self._losses.check([_LOST]):
+                    self._give_up(f"{self._losses.get(_LOST).decode()} was lost")
                 if now - begun > self.group.deadline_s:
                     self._give_up(f"nothing came within {self.group.deadline_s:g} s")
 
     def _give_up(self, why: str) -> NoReturn:
-        Member._given_up = self.group
         self.leave()
-        raise MemberLost(f"rank {self.rank} of {self.group.size} gave up a broadcast of weights: {why}")
+        raise RankLost(f"rank {self.rank} of {self.group.size} gave up a broadcast of weights: {why}")
 
     def leave(self) -> None:
-        """Out of the group, in the middle of a broadcast too, and for good."""
-        if Member._current is self:
-            Member._current = None
+        """Leave the group for good, even in the middle of a broadcast."""
+        self.left = True
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        # In a thread, to which alone it then belongs: with gloo its destructor waits, up to the group's deadline, for
-        # bytes that a member who has not left does not take.
+        # In a thread, which alone then owns the backend: gloo's destructor waits, up to the group's deadline, for
+        # ranks that have not left to take their bytes.
         held, self._backend = [self._backend], None
-        if held[0] is None:  # it has left: two buckets were on their way
+        if held[0] is None:  # the wait for another bucket has left already
             return
         threading.Thread(target=lambda: held.pop().abort(), name="leave-group", daemon=True).start()
+
+
+class BroadcastConnection:
+    """This process's rank in a broadcast group, kept from one update to the next."""
+
+    def __init__(self) -> None:
+        self._current: BroadcastRank | None = None
+
+    def join(self, group: BroadcastGroup, rank: int, device: torch.device) -> BroadcastRank:
+        """Return rank ``rank`` of ``group``. The first call for a group joins it, and leaves the group before.
+
+        Raises:
+            RankLost: the rendezvous cannot be reached, or this process has left the group.
+        """
+        current = self._current
+        if current is not None and current.group == group:
+            if current.left:
+                raise RankLost("this group has lost a rank")
+            if current.rank == rank:
+                return current
+        self.close()
+        self._current = BroadcastRank(group, rank, device)
+        return self._current
+
+    def close(self) -> None:
+        """Leave the group, if there is one."""
+        if self._current is not None:
+            self._current.leave()

@@ -1,4 +1,4 @@
-"""What an engine owes to an update of its weights, whichever engine it is."""
+"""The update guard of an engine: pauses requests during a weight update, and verifies that the update is complete."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 from posttrain.core.errors import RunError, WeightSyncError
-from posttrain.weight_sync.broadcast import MemberLost
+from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
 
-_QUIET_S = 60.0
-"""Longest wait for requests to come back once they were told to."""
-_LOOK_S = 0.002
-"""Between two looks whether they are back."""
+_ABORT_DEADLINE_S = 60.0
+"""Longest wait for requests to return after they were aborted."""
+_POLL_S = 0.002
+"""Interval between two checks of the requests that run."""
 
 
-class WeightGate:
-    """Lets requests in while the engine has whole weights, and keeps account of what an update has brought.
+class UpdateGuard:
+    """Admits requests while the engine has complete weights, and records which parameters an update has loaded.
 
     Args:
         name: of the engine, in messages.
-        shapes: of all parameters that an update must bring.
-        abort: tells the engine to send back all requests as far as they are.
+        shapes: of all parameters that an update must load.
+        abort: makes the engine return all requests with what they have sampled.
     """
 
     def __init__(self, name: str, shapes: Mapping[str, tuple[int, ...]], abort: Callable[[], Awaitable[Any]]) -> None:
         self.version = 0
-        """Of the weights that the engine has."""
+        """Version of the engine's weights."""
         self.running: set[asyncio.Task[Any]] = set()
         self._name, self._shapes, self._abort = name, shapes, abort
         self._loaded: set[str] = set()
         self._update: str | None = None
-        """Whose buckets are loaded; None between updates."""
+        """The update whose buckets are loaded; None between updates."""
         self._past: deque[str] = deque(maxlen=16)
-        """The newest updates, that one and those before: of these a bucket may still be on its way."""
+        """The newest updates: buckets of these may still arrive."""
         self._loading = asyncio.Lock()
         self._next = 0
-        """Number of the bucket whose turn it is."""
+        """Number of the next bucket to load."""
         self._turns: dict[int, asyncio.Future[None]] = {}
-        """Of buckets that came before it was theirs."""
+        """Buckets that arrived before their turn."""
         self._failure: Exception | None = None
-        """Of a bucket of this update."""
+        """Why a bucket of this update failed."""
         self._broken: Exception | None = None
         self._open = asyncio.Event()
         self._open.set()
@@ -52,14 +52,14 @@ class WeightGate:
 
     @contextlib.asynccontextmanager
     async def request(self) -> AsyncIterator[int]:
-        """Around a request: waits while weights are loaded. The version that samples it, all of it.
+        """Wrap a request: wait while weights are loaded, and yield the version that samples all of it.
 
         Raises:
-            RunError: the last update failed, so that the weights are none.
+            RunError: the last update failed, so that the engine has no complete weights.
         """
         await self._open.wait()
         if self._broken is not None:
-            raise RunError(f"{self._name} has no whole set of weights: {self._broken}")
+            raise RunError(f"{self._name} has no complete weights: {self._broken}")
         task = asyncio.current_task()
         assert task is not None
         self.running.add(task)
@@ -70,12 +70,11 @@ class WeightGate:
 
     @contextlib.asynccontextmanager
     async def loading(self, bucket: Bucket) -> AsyncIterator[None]:
-        """Around the load of a bucket. The first one of an update sends all requests back; new ones wait until
-        ``finish``.
+        """Wrap the load of a bucket. The first bucket of an update aborts all requests; new ones wait until ``finish``.
 
-        Buckets are loaded one at a time, in their order, whatever order they come in. Neither Ray nor the engines keep
-        it, and the bytes of a broadcast go to whoever receives next. An update may be given up without a word to this
-        engine, when another one dies: then the next begins in the middle of it.
+        Buckets are loaded one at a time, ordered by their numbers: neither Ray nor the engines keep the order of
+        calls, and a broadcast goes to whichever load receives next. An update may be given up without a message to
+        this engine, when another engine dies: the next update then begins in the middle of it.
 
         Raises:
             RunError: another update has begun.
@@ -87,7 +86,7 @@ class WeightGate:
                 if self._shapes.get(name) != shape:
                     raise WeightSyncError(f"the trainer sent {name} {shape}; the engine has {self._shapes.get(name)}")
             await self._turn(bucket.number)
-            async with self._loading:  # the last one of an update that was given up may still be at it
+            async with self._loading:  # the last bucket of an update that was given up may still be loading
                 self._check(bucket.update)
                 await self.close()
                 yield
@@ -99,7 +98,7 @@ class WeightGate:
                 turn.set_result(None)
 
     def _begin(self, update: str) -> None:
-        """Begin ``update``, if it is a new one: nothing of the one before counts any more."""
+        """Begin ``update`` if it is new, and forget the one before."""
         if update == self._update:
             return
         if update in self._past:
@@ -109,7 +108,7 @@ class WeightGate:
         self._update, self._failure = update, None
 
     def _forget(self, why: Exception) -> None:
-        """What the update has brought does not count, and buckets do not wait for their turn."""
+        """Forget what the update has loaded, and fail the buckets that wait for their turn."""
         self._loaded.clear()
         self._next = 0
         turns, self._turns = self._turns, {}
@@ -125,7 +124,7 @@ class WeightGate:
         return RunError(f"{self._name} got a bucket of an update that is over")
 
     async def _turn(self, number: int) -> None:
-        """Wait for the bucket before, as long as the driver waits for this one. Raises what that one did."""
+        """Wait until the bucket before is loaded; the caller has the deadline. Raises the error of that bucket."""
         if self._failure is not None:
             raise self._failure
         if number != self._next:
@@ -133,27 +132,29 @@ class WeightGate:
             await turn
 
     async def close(self) -> None:
-        """Requests that run come back as far as they are; new ones wait until ``finish``."""
-        async with self._closing:  # whoever comes second finds them back, too
+        """Abort the requests that run, and wait until they have returned. New ones wait until ``finish``."""
+        async with self._closing:  # a second caller returns after the requests have, too
             if not self._open.is_set():
                 return
             self._open.clear()
             if self.running:
                 await self._abort()
-            deadline = time.monotonic() + _QUIET_S
+            deadline = time.monotonic() + _ABORT_DEADLINE_S
             while self.running:
                 if time.monotonic() > deadline:
                     raise WeightSyncError(
-                        f"{self._name} still had {len(self.running)} requests {_QUIET_S:g} s after they were aborted"
+                        f"{self._name} still had {len(self.running)} requests {_ABORT_DEADLINE_S:g} s after they "
+                        "were aborted"
                     )
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
 
     @contextlib.asynccontextmanager
     async def finish(self, version: int) -> AsyncIterator[None]:
-        """Around what an engine does when all parameters are there. Then requests come in again, for ``version``.
+        """Wrap the engine's own work after all parameters were loaded. Afterwards requests are admitted, for
+        ``version``.
 
         Raises:
-            WeightSyncError: some are not.
+            WeightSyncError: a parameter was not loaded.
         """
         update = self._update
         with self._failures(update):
@@ -170,14 +171,14 @@ class WeightGate:
 
     @contextlib.contextmanager
     def _failures(self, update: str | None) -> Iterator[None]:
-        """Buckets and requests that wait for the end of ``update`` hear of its failure."""
+        """Pass a failure of ``update`` on to the buckets and requests that wait for its end."""
         try:
             yield
         except Exception as error:
             if update == self._update:
                 self._failure = error
                 self._forget(error)
-                if not isinstance(error, MemberLost):  # then it begins again, without the one that was lost
+                if not isinstance(error, RankLost):  # the update begins again without the lost rank
                     self._broken = error
                     self._open.set()
             raise

@@ -1,4 +1,5 @@
-"""The ways from trainers' weights to engines: on the GPUs that they share, through host memory, or by broadcast."""
+"""The transfers of weights from trainers to engines: on the GPUs that they share, through host memory, or by
+broadcast."""
 
 from __future__ import annotations
 
@@ -6,119 +7,108 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
-import ray
-
-from posttrain.cluster.samplers import RemoteSampler
-from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import ClusterConfig
+from posttrain.core.errors import PROCESS_FAILURES
 from posttrain.core.sizes import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES, SENT_BUCKET_BYTES
-from posttrain.rollout.pool import DEAD
-from posttrain.weight_sync.broadcast import Meeting, MemberLost
-from posttrain.weight_sync.buckets import Bucket, Where
+from posttrain.weight_sync.broadcast import BroadcastRendezvous, RankLost
+from posttrain.weight_sync.buckets import Bucket
+from posttrain.weight_sync.endpoints import Receivers, WeightReceiver, WeightSource
+from posttrain.weight_sync.sender import Transport
 
 
-class Loader(Protocol):
-    """Loads a bucket into one sampler."""
-
-    async def __call__(self, sampler: RemoteSampler) -> None: ...
-
-
-class Readers(Protocol):
-    """Those that read a bucket."""
-
-    async def each(self, call: Loader) -> None:
-        """Call all that live, at the same time; one that turns out to be dead does not live any more."""
-        ...
-
-
-class Route(ABC):
-    """A way from a trainer to some samplers."""
+class WeightTransfer(ABC):
+    """A way from trainers to some engines."""
 
     bucket_bytes: int
-    """Most bytes of a bucket: large, as each costs every process a message and an answer."""
+    """Most bytes of a bucket: large, as each bucket costs every process a message and an answer."""
 
-    def __init__(self, actor: TrainerGroup, samplers: Sequence[RemoteSampler]) -> None:
-        self.actor = actor
-        self.samplers = list(samplers)
+    def __init__(self, source: WeightSource, receivers: Sequence[WeightReceiver]) -> None:
+        self.source = source
+        self.receivers = list(receivers)
         self.broken: str | None = None
-        """Why the update of all has stopped: one was lost, or did not get what was sent."""
+        """Why the update of all engines has stopped: one was lost, or did not get what was sent."""
 
     @abstractmethod
-    def where(self) -> list[Where | None]:
-        """The buckets of each rank are read."""
+    def transports(self) -> list[Transport | None]:
+        """Return the transport of each trainer rank's buckets."""
 
     @abstractmethod
-    async def read(self, slot: int, buckets: Sequence[Bucket], readers: Readers) -> None:
-        """All load the buckets in place ``slot``, one of each rank with the same weights."""
+    async def deliver(self, slot: int, buckets: Sequence[Bucket], receivers: Receivers[Any]) -> None:
+        """Have all receivers load the buckets in buffer ``slot``, one bucket of each rank with the same weights."""
 
 
-class OnTheGPU(Route):
+class DeviceTransfer(WeightTransfer):
     """Engines read the buckets of the trainers whose GPUs they share (CUDA IPC)."""
 
     bucket_bytes = DEVICE_BUCKET_BYTES
 
-    def where(self) -> list[Where | None]:
-        used = {rank for sampler in self.samplers for rank in sampler.trainers}
-        return ["device" if rank in used else None for rank in range(len(self.actor.actors))]
+    def transports(self) -> list[Transport | None]:
+        used = {rank for receiver in self.receivers for rank in receiver.trainers}
+        return ["device" if rank in used else None for rank in range(self.source.world_size)]
 
-    async def read(self, slot: int, buckets: Sequence[Bucket], readers: Readers) -> None:
-        async def load(sampler: RemoteSampler) -> None:
-            mine = [buckets[rank] for rank in sampler.trainers]
-            await sampler.load_bucket(replace(mine[0], handles=tuple(bucket.handles[0] for bucket in mine)))
+    async def deliver(self, slot: int, buckets: Sequence[Bucket], receivers: Receivers[Any]) -> None:
+        async def load(receiver: WeightReceiver) -> None:
+            mine = [buckets[rank] for rank in receiver.trainers]
+            await receiver.load_bucket(replace(mine[0], handles=tuple(bucket.handles[0] for bucket in mine)))
 
-        await readers.each(load)
+        await receivers.each(load)
 
 
-class ThroughTheHost(Route):
-    """All read rank 0's buckets in the memory of its node; those on other nodes get a copy through Ray."""
+class HostTransfer(WeightTransfer):
+    """All engines read rank 0's buckets in the memory of its node; those on other nodes get a copy through Ray."""
 
     bucket_bytes = HOST_BUCKET_BYTES
 
-    def where(self) -> list[Where | None]:
-        return ["host", *[None] * (len(self.actor.actors) - 1)]
+    def transports(self) -> list[Transport | None]:
+        return ["host", *[None] * (self.source.world_size - 1)]
 
-    async def read(self, slot: int, buckets: Sequence[Bucket], readers: Readers) -> None:
-        elsewhere = {sampler for sampler in self.samplers if sampler.process.node != self.actor.node}
-        data = await self.actor.put_bucket(buckets[0]) if elsewhere else None
+    async def deliver(self, slot: int, buckets: Sequence[Bucket], receivers: Receivers[Any]) -> None:
+        elsewhere = {receiver for receiver in self.receivers if receiver.node != self.source.node}
+        data = await self.source.put_bucket(buckets[0]) if elsewhere else None
 
-        async def load(sampler: RemoteSampler) -> None:
-            await sampler.load_bucket(buckets[0], data if sampler in elsewhere else None)
+        async def load(receiver: WeightReceiver) -> None:
+            await receiver.load_bucket(buckets[0], data if receiver in elsewhere else None)
 
-        await readers.each(load)
+        await receivers.each(load)
 
 
-class ByBroadcast(Route):
-    """Rank 0 sends its buckets to all processes of all engines."""
+class BroadcastTransfer(WeightTransfer):
+    """Rank 0 broadcasts its buckets to all processes of all engines.
 
-    bucket_bytes = SENT_BUCKET_BYTES  # there is room for one more at each receiver
+    Args:
+        host: address of this process, at which the ranks of the group meet.
+        deadline_s: longest wait for one bucket.
+    """
 
-    def __init__(self, actor: TrainerGroup, samplers: Sequence[RemoteSampler], deadline_s: float) -> None:
-        super().__init__(actor, samplers)
-        self._first: dict[RemoteSampler, int] = {}
+    bucket_bytes = SENT_BUCKET_BYTES  # every receiver holds one more
+
+    def __init__(self, source: WeightSource, receivers: Sequence[WeightReceiver], host: str, deadline_s: float) -> None:
+        super().__init__(source, receivers)
+        self._first: dict[WeightReceiver, int] = {}
         size = 1
-        for sampler in samplers:
-            self._first[sampler] = size
-            size += sampler.ranks
-        self._meeting = Meeting(ray.util.get_node_ip_address(), size, deadline_s)
+        for receiver in receivers:
+            self._first[receiver] = size
+            size += receiver.ranks
+        self._rendezvous = BroadcastRendezvous(host, size, deadline_s)
 
-    def where(self) -> list[Where | None]:
-        return [self._meeting.group, *[None] * (len(self.actor.actors) - 1)]
+    def transports(self) -> list[Transport | None]:
+        return [self._rendezvous.group, *[None] * (self.source.world_size - 1)]
 
-    async def read(self, slot: int, buckets: Sequence[Bucket], readers: Readers) -> None:
-        async def load(sampler: RemoteSampler) -> None:
+    async def deliver(self, slot: int, buckets: Sequence[Bucket], receivers: Receivers[Any]) -> None:
+        async def load(receiver: WeightReceiver) -> None:
             try:
-                await sampler.load_bucket(replace(buckets[0], first_rank=self._first[sampler]))
-            except MemberLost as error:  # somebody else, or it cannot receive
-                self._stop(sampler.name, f"{sampler.name}: {error.message}")
-            except DEAD as error:
-                self._stop(sampler.name, error.message)
+                await receiver.load_bucket(replace(buckets[0], first_rank=self._first[receiver]))
+            except RankLost as error:  # another rank was lost, or this engine cannot receive
+                self._stop(receiver.name, f"{receiver.name}: {error.message}")
+            except PROCESS_FAILURES as error:
+                self._stop(receiver.name, error.message)
                 raise
 
-        sending = asyncio.create_task(self.actor.send_bucket(slot))  # it waits for those who load
+        sending = asyncio.create_task(self.source.send_bucket(slot))  # it waits for those who load
         try:
-            await readers.each(load)
+            await receivers.each(load)
             await sending
         except BaseException:  # an engine refuses the weights, or the run is stopped: nobody is to wait for the rest
             self._stop("the update", "it was given up")
@@ -126,28 +116,33 @@ class ByBroadcast(Route):
             raise
 
     def _stop(self, who: str, why: str) -> None:
-        """Nobody waits for the rest of the broadcast."""
+        """End the broadcast for all ranks."""
         self.broken = self.broken or why
-        self._meeting.announce_loss(who)
+        self._rendezvous.announce_loss(who)
 
 
-class Router:
-    """Chooses the route of an update."""
+class TransferChooser:
+    """Chooses the transfer of an update, and keeps the process group of broadcasts from one update to the next.
 
-    def __init__(self, cfg: ClusterConfig, device: str) -> None:
-        self._cfg, self._device = cfg, device
-        self._last: ByBroadcast | None = None
+    Args:
+        device: of trainers and engines, cpu or cuda.
+        host: address of this process for the ranks of a broadcast.
+    """
 
-    def route(self, actor: TrainerGroup, samplers: Sequence[RemoteSampler]) -> Route:
-        """From ``actor`` to ``samplers``. A group for broadcasts is used as long as it has the right members."""
+    def __init__(self, cfg: ClusterConfig, device: str, host: str) -> None:
+        self._cfg, self._device, self._host = cfg, device, host
+        self._last: BroadcastTransfer | None = None
+
+    def choose(self, source: WeightSource, receivers: Sequence[WeightReceiver]) -> WeightTransfer:
+        """Return the transfer from ``source`` to ``receivers`` that the config and their devices ask for."""
         if self._cfg.weight_transfer == "host":
-            return ThroughTheHost(actor, samplers)
+            return HostTransfer(source, receivers)
         if self._cfg.weight_transfer == "auto":
-            if samplers and all(sampler.trainers for sampler in samplers):
-                return OnTheGPU(actor, samplers)
+            if receivers and all(receiver.trainers for receiver in receivers):
+                return DeviceTransfer(source, receivers)
             if self._device == "cpu":
-                return ThroughTheHost(actor, samplers)
+                return HostTransfer(source, receivers)
         last = self._last
-        if last is None or last.broken or last.actor is not actor or last.samplers != list(samplers):
-            last = self._last = ByBroadcast(actor, samplers, self._cfg.silence_deadline_s)
+        if last is None or last.broken or last.source is not source or last.receivers != list(receivers):
+            last = self._last = BroadcastTransfer(source, receivers, self._host, self._cfg.silence_deadline_s)
         return last

@@ -279,7 +279,7 @@ def test_sampling_without_a_learning_rate_stays_on_policy(here, capsys):
         assert step["actor/pg_clipfrac"] == 0.0
         assert step["rollout_gap/mean_abs"] < 1e-5
         assert step["rollout_gap/outside"] == 0.0
-        assert step["sync/canary_gap"] < 1e-5
+        assert step["sync/check_gap"] < 1e-5
     assert len({step["val-core/test/any/acc/mean@1"] for step in metrics}) == 1
     assert len(re.findall(r"^validation: \d+ prompts$", capsys.readouterr().err, flags=re.MULTILINE)) == 11
     start = dict(load_model(ModelSource("builtin:tiny"), dtype=torch.float32, seed=0).named_parameters())

@@ -79,7 +79,7 @@ def test_a_run_whose_worker_dies_starts_it_again(place, calm, monkeypatch):
 
     async def watched(group, deadline_s):
         await start(group, deadline_s)
-        started.append(group.peers[0].process.pid)
+        started.append(group.handles[0].process.pid)
 
     monkeypatch.setattr(TrainerGroup, "start", watched)
     file = place / "runs" / "again" / "metrics.jsonl"

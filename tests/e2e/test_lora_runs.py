@@ -28,7 +28,6 @@ from posttrain.sft import command as sft
 from posttrain.train import checkpoint
 from posttrain.train.spec import LossSpec
 from posttrain.weight_sync.publish import publish
-from posttrain.weight_sync.transfers import Router
 from tests.e2e.run_commands import run_commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -160,7 +159,7 @@ def test_in_bfloat16_adapters_stay_in_float32(alone, workers):
 
 def test_an_engine_gets_merged_weights_from_two_workers(alone):
     """And proves it: those of a resumed run, after a forward pass that left the root unsharded."""
-    canary = [list(range(40)), [3, 1, 2]]
+    check = [list(range(40)), [3, 1, 2]]
 
     async def main():
         async with Cluster(config(2)) as cluster:
@@ -168,14 +167,14 @@ def test_an_engine_gets_merged_weights_from_two_workers(alone):
             samplers = await cluster.samplers(ModelSource("builtin:tiny"), [0])
             await group.load(str(alone[0] / "half"))
             await group.logprobs(next(batches()))
-            options = {"canary": canary, "tolerance": 1e-4}
-            router = Router(cluster.cfg.cluster, cluster.device)
-            first = await publish(group, samplers, router, version=1, **options)
+            options = {"check": check, "tolerance": 1e-4}
+            transfers = cluster.transfers()
+            first = await publish(group, samplers, transfers, version=1, **options)
             await steps(group, 10, 12)
-            return first, await publish(group, samplers, router, version=2, **options)
+            return first, await publish(group, samplers, transfers, version=2, **options)
 
     for found in asyncio.run(main()):
-        assert found["sync/canary_gap"] < 1e-5
+        assert found["sync/check_gap"] < 1e-5
 
 
 def test_resume_at_another_world_size(alone):
@@ -294,7 +293,7 @@ def test_rl_on_a_lora_run_with_its_base_as_reference(place, roles):
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-9)
     assert all(row["actor/kl_loss"] > 1e-4 for row in rows[1:])
-    assert all(row["sync/canary_gap"] < 1e-4 for row in rows)
+    assert all(row["sync/check_gap"] < 1e-4 for row in rows)
     source = locate(str(checkpoint.find(run).path))
     assert len(source.adapters) == 2
     model = load_model(source, dtype=torch.float32)

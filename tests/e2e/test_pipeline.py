@@ -134,7 +134,7 @@ def test_rl_with_vllm_learns_as_with_the_embedded_engine(
     ok(runs, *command, *sets, timeout=15 * MINUTE, python=vllm_python)
     embedded, steps = (metrics_of(runs / name)[:24] for name in ("rl", "vllm"))
     assert [step["step"] for step in steps] == [step["step"] for step in embedded] == list(range(1, 25))
-    assert all(step["sync/canary_gap"] < 1e-4 for step in steps)
+    assert all(step["sync/check_gap"] < 1e-4 for step in steps)
     assert all(step["rollout_gap/mean_abs"] < 1e-4 for step in steps)
     assert all(step["rollout/failed"] == 0 for step in steps)
     # A step's mean, of 16 prompts, is known to 0.07, and that of 12 steps to 0.02.
@@ -315,7 +315,7 @@ def long_update(optim, step, total_steps):
 
 
 async def long_generate(self, prompt_ids, params):
-    while self.gate.version >= 2 and FLAG.read_text() == "generate":
+    while self.guard.version >= 2 and FLAG.read_text() == "generate":
         await asyncio.sleep(0.1)
     return await generate(self, prompt_ids, params)
 

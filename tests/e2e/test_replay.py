@@ -131,7 +131,7 @@ def test_a_replay_from_the_same_start_repeats_the_run(here, original):
         assert got["actor/grad_norm"] > 0.01
         assert got["actor/pg_clipfrac"] == 0.0
         assert "timing_s/gen" not in got
-        assert "sync/canary_gap" not in got
+        assert "sync/check_gap" not in got
     # The weights moved, or the steps after the first would prove nothing.
     assert metrics[0]["actor/kl_loss"] < 1e-6 < 1e-3 < metrics[2]["actor/kl_loss"]
     assert not (again / "rollouts").exists()

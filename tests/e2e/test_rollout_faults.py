@@ -109,8 +109,8 @@ def test_a_sampler_that_is_killed_in_a_step_costs_nothing(start, replicas):
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert steps[-1]["rollout/samplers_lost"] == 1
     assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
-    # The new one has the current weights, as the canary and the sampled tokens' probabilities show.
-    assert max(row["sync/canary_gap"] for row in steps) < 1e-3
+    # The new one has the current weights, as the weight-sync check and the sampled tokens' probabilities show.
+    assert max(row["sync/check_gap"] for row in steps) < 1e-3
     assert max(row["rollout_gap/mean_abs"] for row in steps) < 1e-3
 
 

@@ -15,8 +15,8 @@ import ray
 from ray.cluster_utils import Cluster as RayNodes
 
 from posttrain.algos.reduce import token_weights
-from posttrain.cluster.actors import Peer, Supervised, actor_class
-from posttrain.cluster.calls import gather, meet
+from posttrain.cluster.actors import ActorHandle, Supervised, actor_class
+from posttrain.cluster.calls import gather, wait_until_up
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.config import Config
 from posttrain.core.errors import ConfigError, DeadlineError, PosttrainError, WorkerError
@@ -73,7 +73,7 @@ def run(actor, function):
 async def test_a_trainer_that_is_lost_in_an_update_is_named(ray_here, how, within_s):
     async with Cluster(config(workers=2, silence_deadline_s=10.0)) as cluster:
         group = await cluster.trainer("actor", SOURCE)
-        process = group.peers[1].process
+        process = group.handles[1].process
         await run(group.actors[1], lambda self: os.write(2, b"the last words of rank 1\n"))
         update = asyncio.create_task(outcome(group.update(long_batch(), LossSpec())))
         await asyncio.sleep(1.0)
@@ -127,7 +127,7 @@ async def test_work_that_keeps_python_from_answering_is_no_silence(ray_here):
             re.match("(a|a)*$", "a" * 28 + "b")  # about 17 s
             return True
 
-        assert await gather([run(group.actors[0], hold_the_lock)], group.peers, "a sum", 60.0) == [True]
+        assert await gather([run(group.actors[0], hold_the_lock)], group.handles, "a sum", 60.0) == [True]
 
 
 async def test_calls_run_in_one_thread_with_the_threads_that_were_asked_for(ray_here, monkeypatch):
@@ -142,7 +142,7 @@ async def test_calls_run_in_one_thread_with_the_threads_that_were_asked_for(ray_
 
         (actor,) = group.actors
         update = asyncio.create_task(group.update(long_batch(40), LossSpec()))
-        await asyncio.gather(*(actor.pulse.remote() for _ in range(20)))
+        await asyncio.gather(*(actor.heartbeat.remote() for _ in range(20)))
         found = set(await asyncio.gather(*(run(actor, where) for _ in range(20))))
         await update
         found |= set(await asyncio.gather(*(run(actor, where) for _ in range(20))))
@@ -173,23 +173,23 @@ def far(monkeypatch):
 
 async def test_processes_on_another_node_are_looked_at_there(far):
     nodes, second = far
-    peer = Peer("sleeper", actor_class(Sleeper).options(num_cpus=0, resources={"far": 0.1}).remote(), 60.0)
-    await meet([peer], 60.0)
-    assert peer.process.node != ray.get_runtime_context().get_node_id()
-    error, seconds = await outcome(gather([peer.actor.work.remote()], [peer], "a nap", 2.0))
+    handle = ActorHandle("sleeper", actor_class(Sleeper).options(num_cpus=0, resources={"far": 0.1}).remote(), 60.0)
+    await wait_until_up([handle], 60.0)
+    assert handle.process.node != ray.get_runtime_context().get_node_id()
+    error, seconds = await outcome(gather([handle.actor.work.remote()], [handle], "a nap", 2.0))
     assert seconds < 20
     assert "waiting here, innermost call first:\n  tests/e2e/test_supervision.py" in error.message.replace(
         os.getcwd() + "/", ""
     )
     assert "at work, far away" in error.message
 
-    call = asyncio.create_task(outcome(gather([peer.actor.work.remote()], [peer], "a nap", 60.0)))
+    call = asyncio.create_task(outcome(gather([handle.actor.work.remote()], [handle], "a nap", 60.0)))
     await asyncio.sleep(1.0)
     nodes.remove_node(second)
     error, seconds = await call
     assert seconds < 60
     assert error.message.startswith("sleeper died during a nap: its node has died")
-    assert f"its log: {peer.process.log} on node {peer.process.node}" in error.message
+    assert f"its log: {handle.process.log} on node {handle.process.node}" in error.message
 
 
 # ---------------------------------------------------------------------- room

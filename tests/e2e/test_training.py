@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from posttrain.algos.reduce import token_weights
-from posttrain.cluster.actors import Peer
+from posttrain.cluster.actors import ActorHandle
 from posttrain.cluster.calls import gather
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.cluster.samplers import RemoteSampler
@@ -41,7 +41,6 @@ from posttrain.train.model import PackedLM
 from posttrain.train.spec import LossSpec
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.publish import publish
-from posttrain.weight_sync.transfers import Router
 
 SOURCE = ModelSource("builtin:tiny")
 EOS = builtin_tokenizer("tiny").eos_token_id
@@ -429,41 +428,41 @@ def read_shards(folder):
 
 def test_weight_sync_is_proven(alone, start, tmp_path):
     cluster, group = alone
-    batch, canary = sft_batch(), sequences(4, seed=5)
-    everything = PackedBatch.from_sequences(canary, [[True] * len(s) for s in canary])
-    options = {"canary": canary, "tolerance": 1e-4}
+    batch, check = sft_batch(), sequences(4, seed=5)
+    everything = PackedBatch.from_sequences(check, [[True] * len(s) for s in check])
+    options = {"check": check, "tolerance": 1e-4}
 
     async def gap(sampler):
-        scored = torch.tensor([x for s in await sampler.score(canary) for x in s])
+        scored = torch.tensor([x for s in await sampler.score(check) for x in s])
         return float((scored - await group.logprobs(everything)).abs().max())
 
     async def work():
         await group.load(start)
         samplers = await cluster.samplers(SOURCE, [EOS])
         assert [await gap(s) for s in samplers] == [pytest.approx(0.0, abs=1e-4)] * 2
-        await group.open_outlet(["host"], 64 << 20)
+        await group.open_sender(["host"], 64 << 20)
         old = {}
         while (buckets := await group.next_bucket(0)) is not None:
             (one,) = buckets
             old[one.entries] = replace(one, path=str(shutil.copy(one.path, tmp_path / f"old-{len(old)}")))
         assert len(old) > 1  # so that one is gathered while another is read
-        await group.close_outlet()
+        await group.close_sender()
         for _ in range(3):
             await group.update(batch, LossSpec())
         assert min([await gap(s) for s in samplers]) > 1e-2
 
-        router = Router(cluster.cfg.cluster, cluster.device)
-        metrics = await publish(group, samplers, router, version=1, **options)
-        assert metrics["sync/canary_gap"] < 1e-5
+        transfers = cluster.transfers()
+        metrics = await publish(group, samplers, transfers, version=1, **options)
+        assert metrics["sync/check_gap"] < 1e-5
         assert max([await gap(s) for s in samplers]) < 1e-4
         params = SamplingParams(8)
         assert {(await s.generate([1, 2, 3], params)).version for s in samplers} == {1}
 
-        stale = Stale(samplers[1].peer, deadline_s=60.0)
+        stale = Stale(samplers[1].handle, deadline_s=60.0)
         stale.stale = old
         await group.update(batch, LossSpec())
         with pytest.raises(WeightSyncError, match=r"sampler 1 does not hold weight version 2") as error:
-            await publish(group, [samplers[0], stale], router, version=2, **options)
+            await publish(group, [samplers[0], stale], transfers, version=2, **options)
         assert "sync_tolerance" in error.value.hint
 
     asyncio.run(work())
@@ -473,7 +472,7 @@ def test_weight_sync_is_proven(alone, start, tmp_path):
 
 
 def test_a_killed_worker_is_named(clusters):
-    """Its peer fails too, in a collective; the one that died is the one to hear about."""
+    """Its handle fails too, in a collective; the one that died is the one to hear about."""
     cluster = clusters(config(cluster={"workers": 2, "step_deadline_s": 60.0}))
 
     async def work():
@@ -498,13 +497,13 @@ def test_a_killed_worker_is_named(clusters):
 
 
 def test_the_failure_that_explains_the_others_is_reported():
-    """A worker that dies makes its peers fail in a collective, and theirs may be the first error to arrive."""
+    """A worker that dies makes its handles fail in a collective, and theirs may be the first error to arrive."""
 
     @ray.remote(num_cpus=0)
     class Worker:
         def work(self, what):
             if what == "raise":
-                raise RuntimeError("connection closed by peer")
+                raise RuntimeError("connection closed by handle")
             if what == "ours":
                 time.sleep(0.3)
                 raise RunError("the gradient is not finite", hint="lower the rate")
@@ -515,10 +514,10 @@ def test_the_failure_that_explains_the_others_is_reported():
 
     async def outcome(*whats, deadline_s=20.0):
         actors = [Worker.remote() for _ in whats]
-        await gather([a.__ray_ready__.remote() for a in actors], [Peer("a"), Peer("b")], "start", 60.0)
+        await gather([a.__ray_ready__.remote() for a in actors], [ActorHandle("a"), ActorHandle("b")], "start", 60.0)
         refs = [a.work.remote(what) for a, what in zip(actors, whats, strict=True)]
         try:
-            await gather(refs, [Peer("worker a"), Peer("worker b")], "step 3", deadline_s)
+            await gather(refs, [ActorHandle("worker a"), ActorHandle("worker b")], "step 3", deadline_s)
         except PosttrainError as error:
             return error
         finally:
@@ -533,7 +532,7 @@ def test_the_failure_that_explains_the_others_is_reported():
         )
         raised = await outcome("hang", "raise")
         assert isinstance(raised, WorkerError)
-        assert raised.message.startswith("worker b failed in step 3: RuntimeError: connection closed by peer")
+        assert raised.message.startswith("worker b failed in step 3: RuntimeError: connection closed by handle")
         ours = await outcome("raise", "ours")
         assert (type(ours), ours.message, ours.hint) == (RunError, "the gradient is not finite", "lower the rate")
         late = await outcome("hang", "hang", deadline_s=0.2)

@@ -24,9 +24,10 @@ from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model
 from posttrain.prep import command as prep
 from posttrain.rollout.pool import SamplerPool
-from posttrain.weight_sync.buckets import Outlet, views
+from posttrain.weight_sync.buckets import views
 from posttrain.weight_sync.publish import publish
-from posttrain.weight_sync.transfers import ByBroadcast, Router
+from posttrain.weight_sync.sender import WeightSender
+from posttrain.weight_sync.transfers import BroadcastTransfer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 vllm = pytest.importorskip("vllm")
@@ -91,12 +92,12 @@ def logprobs_of(model, ids, temperature=1.0):
 
 
 async def send(sampler, version, weights):
-    outlet = Outlet(weights.items(), torch.float32, "host", bucket_bytes=1 << 20)
+    sender = WeightSender(weights.items(), torch.float32, "host", bucket_bytes=1 << 20)
     try:
-        while (bucket := outlet.next(0)) is not None:
+        while (bucket := sender.next(0)) is not None:
             await sampler.load_bucket(bucket)
     finally:
-        outlet.close()
+        sender.close()
     await sampler.finish_update(version)
 
 
@@ -169,7 +170,7 @@ async def test_cancelling_aborts_the_request(sampler):
 
 async def running(sampler):
     """Requests that vLLM has at work."""
-    return await sampler.actor.__ray_call__.remote(lambda self: len(self.engine.gate.running))
+    return await sampler.actor.__ray_call__.remote(lambda self: len(self.engine.guard.running))
 
 
 async def test_an_update_amid_generation(sampler):
@@ -244,10 +245,10 @@ async def test_weights_that_do_not_fit_or_are_missing_are_refused(sampler):
 async def test_the_proof_finds_one_wrong_tensor(sampler, cluster, monkeypatch):
     """The trainer sends all of its weights; one of them gets another sign on its way."""
     actor = await cluster.trainer("actor", SOURCE)
-    canary = [prompt(24, seed=4), prompt(60, seed=5)]
-    args = {"canary": canary, "tolerance": cluster.sync_tolerance}
-    router = Router(cluster.cfg.cluster, cluster.device)
-    assert (await publish(actor, [sampler], router, version=8, **args))["sync/canary_gap"] < 1e-5
+    check = [prompt(24, seed=4), prompt(60, seed=5)]
+    args = {"check": check, "tolerance": cluster.sync_tolerance}
+    transfers = cluster.transfers()
+    assert (await publish(actor, [sampler], transfers, version=8, **args))["sync/check_gap"] < 1e-5
     loaded = sampler.load_bucket
 
     async def flipped(bucket, data=None):
@@ -263,7 +264,7 @@ async def test_the_proof_finds_one_wrong_tensor(sampler, cluster, monkeypatch):
 
     monkeypatch.setattr(sampler, "load_bucket", flipped)
     with pytest.raises(WeightSyncError, match="sampler 0 does not hold weight version 9"):
-        await publish(actor, [sampler], router, version=9, **args)
+        await publish(actor, [sampler], transfers, version=9, **args)
 
 
 async def test_an_engine_of_two_processes(spread):
@@ -274,12 +275,12 @@ async def test_an_engine_of_two_processes(spread):
     assert close(sample.logprobs, logprobs_of(MODELS[0], [*ids, *sample.ids])[40:])
     spread.cfg = SPREAD.model_copy(update={"run": SPREAD.run.model_copy(update={"seed": 2})})
     actor = await spread.trainer("actor", SOURCE)
-    router = Router(spread.cfg.cluster, spread.device)
-    assert isinstance(router.route(actor, [sampler]), ByBroadcast)
-    canary = [prompt(24, seed=4), prompt(60, seed=5)]
+    transfers = spread.transfers()
+    assert isinstance(transfers.choose(actor, [sampler]), BroadcastTransfer)
+    check = [prompt(24, seed=4), prompt(60, seed=5)]
     for version in (1, 2):
-        metrics = await publish(actor, [sampler], router, version=version, canary=canary, tolerance=1e-4)
-        assert metrics["sync/canary_gap"] < 1e-5
+        metrics = await publish(actor, [sampler], transfers, version=version, check=check, tolerance=1e-4)
+        assert metrics["sync/check_gap"] < 1e-5
     [scored] = await sampler.score([ids])
     assert close(scored, logprobs_of(MODELS[1], ids))
     sample = await sampler.generate(ids, SamplingParams(32, 1.0))
@@ -296,7 +297,7 @@ async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced
     cluster = request.getfixturevalue(of)
     sampler = await cluster.sampler(SOURCE, [EOS], 0)
     pool = SamplerPool([sampler], lambda index: cluster.sampler(SOURCE, [EOS], index), restarts=1)
-    pid = sampler.process.pid
+    pid = sampler.handle.process.pid
     # Seen once: no child was found, although the engine was answering.
     while not (doomed := [p for p in psutil.Process(pid).children(recursive=True) if name in _title(p)]):
         await asyncio.sleep(0.1)

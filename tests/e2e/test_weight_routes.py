@@ -10,18 +10,18 @@ import psutil
 import pytest
 
 from posttrain.cluster.cluster import Cluster, local_ray
-from posttrain.cluster.trainers import canary_batch
+from posttrain.cluster.synced_samplers import SyncedSamplers
 from posttrain.config import Config
 from posttrain.core.errors import WeightSyncError
 from posttrain.core.types import SamplingParams
 from posttrain.models.load import ModelSource
-from posttrain.weight_sync.publish import WeightSync, publish
-from posttrain.weight_sync.transfers import ByBroadcast, Router, ThroughTheHost
+from posttrain.weight_sync.publish import publish
+from posttrain.weight_sync.transfers import BroadcastTransfer, HostTransfer
 
 pytestmark = pytest.mark.slow
 
 SOURCE = ModelSource("builtin:tiny")
-CANARY = [list(range(5, 45)), [3, 1, 2], list(range(90, 300, 2))]
+CHECK = [list(range(5, 45)), [3, 1, 2], list(range(90, 300, 2))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,27 +38,27 @@ def config(transfer="broadcast", seed=0, **more):
 
 async def gap(actor, samplers):
     """Largest difference of any sampler to the trainer."""
-    expected = (await actor.logprobs(canary_batch(CANARY), temperature=1.0)).tolist()
-    scored = [[x for s in await sampler.score(CANARY) for x in s] for sampler in samplers]
+    expected = (await actor.score(CHECK)).tolist()
+    scored = [[x for s in await sampler.score(CHECK) for x in s] for sampler in samplers]
     return max(abs(a - b) for found in scored for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("transfer", "kind"), [("host", ThroughTheHost), ("broadcast", ByBroadcast)])
+@pytest.mark.parametrize(("transfer", "kind"), [("host", HostTransfer), ("broadcast", BroadcastTransfer)])
 def test_two_workers_bring_their_weights_to_two_engines(transfer, kind):
     async def main():
         async with Cluster(config(transfer)) as cluster:
             actor = await cluster.trainer("actor", SOURCE)
             samplers = await other_weights(cluster, transfer)
             assert await gap(actor, samplers) > 0.1
-            router = Router(cluster.cfg.cluster, cluster.device)
+            transfers = cluster.transfers()
             for version in (1, 2):
-                metrics = await publish(actor, samplers, router, version=version, canary=CANARY, tolerance=1e-4)
-                assert metrics["sync/canary_gap"] < 1e-5
+                metrics = await publish(actor, samplers, transfers, version=version, check=CHECK, tolerance=1e-4)
+                assert metrics["sync/check_gap"] < 1e-5
             assert await gap(actor, samplers) < 1e-4
             assert [(await s.generate([1, 2, 3], SamplingParams(4))).version for s in samplers] == [2, 2]
-            route = router.route(actor, samplers)
+            route = transfers.choose(actor, samplers)
             assert isinstance(route, kind)
-            assert (route is router.route(actor, samplers)) == (kind is ByBroadcast)  # its group lives on
+            assert (route is transfers.choose(actor, samplers)) == (kind is BroadcastTransfer)  # its group lives on
             assert not reachable_from_elsewhere()
 
     asyncio.run(main())
@@ -93,26 +93,26 @@ def test_one_that_is_lost_in_a_broadcast_is_replaced(how, monkeypatch):
     async def main():
         async with Cluster(config(silence_deadline_s=10.0, step_deadline_s=15.0)) as cluster:
             actor = await cluster.trainer("actor", SOURCE)
-            sync = WeightSync(cluster, actor, [actor])
+            sync = SyncedSamplers(cluster, actor, [actor])
             pool = await sync.start(SOURCE, [0])
-            await sync.publish(1, CANARY)
+            await sync.publish(1, CHECK)
             doomed, other = pool.samplers
             load = doomed.load_bucket
 
             async def dying(bucket, data=None):
-                os.kill(doomed.process.pid, how)
+                os.kill(doomed.handle.process.pid, how)
                 await load(bucket, data)
 
             monkeypatch.setattr(doomed, "load_bucket", dying)
-            metrics = await sync.publish(2, CANARY)
-            assert metrics["sync/canary_gap"] < 1e-5
+            metrics = await sync.publish(2, CHECK)
+            assert metrics["sync/check_gap"] < 1e-5
             assert pool.deaths == 1
             replaced, same = pool.samplers
             assert same is other
             assert replaced is not doomed
             assert [(await s.generate([1, 2, 3], SamplingParams(4))).version for s in pool.samplers] == [2, 2]
             assert await gap(actor, pool.samplers) < 1e-4
-            await sync.publish(3, CANARY)
+            await sync.publish(3, CHECK)
             await pool.close()
 
     asyncio.run(main())
@@ -123,9 +123,9 @@ def test_an_engine_that_refuses_weights_leaves_nobody_waiting(monkeypatch):
         async with Cluster(config()) as cluster:
             actor = await cluster.trainer("actor", SOURCE)
             samplers = await cluster.samplers(SOURCE, [0])
-            router = Router(cluster.cfg.cluster, cluster.device)
-            options = {"canary": CANARY, "tolerance": 1e-4}
-            await publish(actor, samplers, router, version=1, **options)
+            transfers = cluster.transfers()
+            options = {"check": CHECK, "tolerance": 1e-4}
+            await publish(actor, samplers, transfers, version=1, **options)
 
             async def refuse(bucket, data=None):
                 raise WeightSyncError("no")
@@ -133,8 +133,8 @@ def test_an_engine_that_refuses_weights_leaves_nobody_waiting(monkeypatch):
             began = time.monotonic()
             with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match=r"^no$"):
                 patch.setattr(samplers[0], "load_bucket", refuse)
-                await publish(actor, samplers, router, version=2, **options)
-            await publish(actor, samplers, router, version=3, **options)
+                await publish(actor, samplers, transfers, version=2, **options)
+            await publish(actor, samplers, transfers, version=3, **options)
             assert time.monotonic() - began < 20  # and not cluster.silence_deadline_s
             assert await gap(actor, samplers) < 1e-4
 

@@ -22,11 +22,11 @@ import pytest
 import torch
 
 from posttrain.cluster.cluster import Cluster, local_ray
+from posttrain.cluster.synced_samplers import SyncedSamplers
 from posttrain.config import Config
 from posttrain.core.types import SamplingParams
 from posttrain.models.load import ModelSource
-from posttrain.weight_sync.publish import WeightSync
-from posttrain.weight_sync.transfers import ByBroadcast, OnTheGPU
+from posttrain.weight_sync.transfers import BroadcastTransfer, DeviceTransfer
 
 TOKENIZER = os.environ.get("POSTTRAIN_GPU_TOKENIZER", "")
 GSM8K = os.environ.get("POSTTRAIN_GPU_GSM8K", "")
@@ -45,7 +45,7 @@ pytestmark = [
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 NO_STOP = 151_935
 """A token that random weights hardly ever sample."""
-CANARY = [list(range(100, 164)), list(range(5000, 5200))]
+CHECK = [list(range(100, 164)), list(range(5000, 5200))]
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +123,9 @@ def test_an_engine_that_is_killed_amid_generation_is_replaced(model, ray_here):
     async def main():
         async with Cluster(config()) as cluster:
             actor = await cluster.trainer("actor", ModelSource(str(model)))
-            sync = WeightSync(cluster, actor, [actor])
+            sync = SyncedSamplers(cluster, actor, [actor])
             pool = await sync.start(ModelSource(str(model)), [NO_STOP])
-            await sync.publish(1, CANARY)
+            await sync.publish(1, CHECK)
             [sampler] = pool.samplers
 
             async def one(ids):
@@ -134,7 +134,7 @@ def test_an_engine_that_is_killed_amid_generation_is_replaced(model, ray_here):
 
             tasks = [asyncio.create_task(one(ids)) for ids in prompts(32)]
             await asyncio.sleep(2.0)
-            doomed = psutil.Process(sampler.process.pid).children(recursive=True)
+            doomed = psutil.Process(sampler.handle.process.pid).children(recursive=True)
             assert doomed
             began = time.monotonic()
             for process in doomed:
@@ -160,20 +160,20 @@ def test_an_engine_of_two_gpus_in_turns(model, ray_here):
             config(2, rollout={"tensor_parallel": 2, "sleep": True}, train={"offload": True})
         ) as cluster:
             actor = await cluster.trainer("actor", ModelSource(str(model)))
-            sync = WeightSync(cluster, actor, [actor])
+            sync = SyncedSamplers(cluster, actor, [actor])
             pool = await sync.start(ModelSource(str(model)), [NO_STOP])
             [sampler] = pool.samplers
             assert list(sampler.trainers) == [0, 1]
             seconds = []
             for version in (1, 2, 3):
                 began = time.monotonic()
-                metrics = await sync.publish(version, CANARY)
+                metrics = await sync.publish(version, CHECK)
                 seconds.append(time.monotonic() - began)
-                sample = await sampler.generate(CANARY[0], SamplingParams(64))
+                sample = await sampler.generate(CHECK[0], SamplingParams(64))
                 assert sample.version == version
                 await sync.to_trainers()
-            assert isinstance(sync.router.route(actor, [sampler]), OnTheGPU)
-            print(f"\n| {ENGINE}: tensor parallel 2 | updates {seconds} s | gap {metrics['sync/canary_gap']:.4f} |")
+            assert isinstance(sync.transfers.choose(actor, [sampler]), DeviceTransfer)
+            print(f"\n| {ENGINE}: tensor parallel 2 | updates {seconds} s | gap {metrics['sync/check_gap']:.4f} |")
 
     asyncio.run(main())
 
@@ -185,11 +185,11 @@ def test_updates_amid_generation_from_gpu_to_gpu(model, ray_here):
     async def main():
         async with Cluster(config(cluster={"placement": "separate"})) as cluster:
             actor = await cluster.trainer("actor", ModelSource(str(model)))
-            sync = WeightSync(cluster, actor, [actor])
+            sync = SyncedSamplers(cluster, actor, [actor])
             pool = await sync.start(ModelSource(str(model)), [NO_STOP])
-            await sync.publish(1, CANARY)
+            await sync.publish(1, CHECK)
             [sampler] = pool.samplers
-            assert isinstance(sync.router.route(actor, [sampler]), ByBroadcast)
+            assert isinstance(sync.transfers.choose(actor, [sampler]), BroadcastTransfer)
 
             async def episode(ids):
                 versions, left = [], 900
@@ -207,14 +207,14 @@ def test_updates_amid_generation_from_gpu_to_gpu(model, ray_here):
             for version in (2, 3, 4):
                 await asyncio.sleep(1.0)
                 began = time.monotonic()
-                metrics = await sync.publish(version, CANARY)
+                metrics = await sync.publish(version, CHECK)
                 seconds.append(time.monotonic() - began)
             episodes = await asyncio.gather(*tasks)
             assert all(versions == sorted(versions) for versions in episodes)
             mixed = sum(len(set(versions)) > 1 for versions in episodes)
             assert mixed > 0
             print(
-                f"\n| {ENGINE}: NCCL, amid generation | {seconds} s | gap {metrics['sync/canary_gap']:.4f} | {mixed} |"
+                f"\n| {ENGINE}: NCCL, amid generation | {seconds} s | gap {metrics['sync/check_gap']:.4f} | {mixed} |"
             )
 
     asyncio.run(main())

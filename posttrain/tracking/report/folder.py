@@ -14,6 +14,7 @@ import tomli
 from posttrain.config.aliases import RENAMED
 from posttrain.config.keys import current_keys, flatten_tree
 from posttrain.core.errors import ConfigError
+from posttrain.tracking.metrics import FILE_NAME, with_current_names
 from posttrain.tracking.warnings import newest, read_warnings
 
 MOST_POINTS = 1500
@@ -49,7 +50,7 @@ class RunFolder:
             raise ConfigError(f"{path} cannot be read: {error}", hint="is it the folder of a run?") from error
         config = current_keys(stored, str(path / "config.toml"))
         origins = {RENAMED.get(key, key): origin for key, origin in origins.items()}
-        return RunFolder(path, state, config, origins, _metrics(path / "metrics.jsonl"))
+        return RunFolder(path, state, config, origins, _metrics(path / FILE_NAME))
 
     @property
     def name(self) -> str:
@@ -130,7 +131,7 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-            rows[int(row["step"])] = row
+            rows[int(row["step"])] = with_current_names(row, file)
         except (ValueError, TypeError, KeyError):
             continue  # the last line of a process that was killed
     return [rows[step] for step in sorted(rows)]

@@ -18,7 +18,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from posttrain.cli import app
-from posttrain.cluster.actors import Home
+from posttrain.cluster.actors import ActorContext
 from posttrain.config import RewardConfig, SandboxConfig
 from posttrain.config.presets import resolve
 from posttrain.core.errors import CodeError, DataError
@@ -123,7 +123,7 @@ def test_a_plugin_that_cannot_be_imported_is_named_with_its_line(text: str) -> N
     for words in (("prep", "--list", "--plugin", plugin), ("eval", "--plugin", plugin), ("sft", *by_config)):
         refused(invoke(*words), PLUGINS[text])
     with pytest.raises(CodeError, match=re.escape(PLUGINS[text])):
-        Home(os.getcwd(), [plugin]).enter()  # an actor of Ray begins so
+        ActorContext(os.getcwd(), [plugin]).enter()  # an actor of Ray begins so
 
 
 def test_debug_shows_the_traceback_of_a_users_code() -> None:

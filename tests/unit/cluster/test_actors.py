@@ -12,7 +12,16 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from posttrain.cluster import calls
-from posttrain.cluster.actors import Home, Look, Peer, Process, _kill, examine, stack_in, tail_of
+from posttrain.cluster.actors import (
+    ActorContext,
+    ActorHandle,
+    Diagnosis,
+    Process,
+    _kill,
+    diagnose_process,
+    stack_in,
+    tail_of,
+)
 from posttrain.cluster.calls import cause_of_death
 from posttrain.core.errors import RunError
 
@@ -69,13 +78,13 @@ def test_shortens_stacks_to_busy_threads():
 
 
 def test_names_node_without_the_drivers_folder(tmp_path, monkeypatch):
-    home = Home(str(tmp_path / "project"), [])
+    home = ActorContext(str(tmp_path / "project"), [])
     with pytest.raises(RunError, match=rf"node [\d.]+ has no folder {home.folder}, where the command was started"):
         home.enter()
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path)
     home.enter()
-    assert os.getcwd() == home.folder == Home.of_driver([]).folder
+    assert os.getcwd() == home.folder == ActorContext.of_driver([]).folder
 
 
 @pytest.fixture
@@ -97,17 +106,17 @@ def child():
 
 def test_examines_a_process(child):
     for _ in range(2):  # each time only what is new
-        found = examine(child, ask=True)
-        assert found == Look(stack=found.stack)  # it lives, and waits
+        found = diagnose_process(child, True)
+        assert found == Diagnosis(stack=found.stack)  # it lives, and waits
         assert found.stack == ("<string>:4 in waiting", "<string>:5 in <module>")
-    assert not examine(child, ask=False).stack
+    assert not diagnose_process(child, False).stack
     os.kill(child.pid, signal.SIGSTOP)
     while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-    assert examine(child, ask=True).stopped
+    assert diagnose_process(child, True).stopped
     os.kill(child.pid, signal.SIGKILL)
     psutil.Process(child.pid).wait(10)
-    assert examine(child, ask=True).ended
+    assert diagnose_process(child, True).ended
 
 
 @pytest.mark.parametrize("ask", [False, True])
@@ -121,7 +130,7 @@ def test_process_that_ends_while_examined_has_ended(child, ask, monkeypatch):
         return found
 
     monkeypatch.setattr(Process, "find", find_and_lose)
-    assert examine(child, ask=ask).ended
+    assert diagnose_process(child, ask).ended
 
 
 def test_does_not_kill_a_process_that_has_ended(child, monkeypatch):
@@ -134,11 +143,11 @@ def test_does_not_kill_a_process_that_has_ended(child, monkeypatch):
 
 def test_does_not_take_a_reused_pid_for_the_process(child):
     other = Process("node", child.pid, child.created - 10, None, child.stacks, 0)
-    assert examine(other, ask=True).ended
+    assert diagnose_process(other, True).ended
     assert psutil.Process(child.pid).is_running()
 
 
-class Seen(Peer):
+class Seen(ActorHandle):
     """One that was looked at."""
 
     def __init__(self, name, pid, found):
@@ -146,15 +155,15 @@ class Seen(Peer):
         self.process = Process("node-7", pid, 0.0, f"/logs/{pid}.err", 3, 0)
         self.found = found
 
-    async def look(self, *, ask=True, within_s=8.0):
+    async def diagnose(self, *, stacks=True, within_s=8.0):
         return self.found
 
 
 def test_groups_processes_that_hang_at_the_same_line():
-    same = Look(stack=("torch/distributed.py:1 in all_reduce",), log=("a warning",))
-    peers = [Seen("worker 0", 10, same), Seen("worker 1", 11, Look(works=True, stack=("user.py:3 in f",)))]
-    peers += [Seen("worker 2", 12, same), Seen("worker 3", 13, None), Seen("worker 4", 14, Look(stopped=True))]
-    error = asyncio.run(calls._late(peers, "update", 5.0))
+    same = Diagnosis(stack=("torch/distributed.py:1 in all_reduce",), log=("a warning",))
+    handles = [Seen("worker 0", 10, same), Seen("worker 1", 11, Diagnosis(works=True, stack=("user.py:3 in f",)))]
+    handles += [Seen("worker 2", 12, same), Seen("worker 3", 13, None), Seen("worker 4", 14, Diagnosis(stopped=True))]
+    error = asyncio.run(calls._late(handles, "update", 5.0))
     assert error.message.splitlines() == [
         "worker 0, worker 1, worker 2, worker 3, worker 4 did not finish update within 5 s",
         "worker 0 (process 10), worker 2 (process 12): waiting here, innermost call first:",
@@ -167,12 +176,12 @@ def test_groups_processes_that_hang_at_the_same_line():
         "its log: /logs/13.err on node node-7",
         "worker 4 (process 14): stopped, by SIGSTOP or a debugger",
     ]
-    assert all(peer.missed for peer in peers)
+    assert all(handle.unresponsive for handle in handles)
 
 
 def test_reports_death_for_lack_of_memory():
-    peer = Seen("worker 0", 10, Look(ended=True, log=("last",), oom_kills=2))
-    error = asyncio.run(calls._failure(peer, ActorDiedError(), "update"))
+    handle = Seen("worker 0", 10, Diagnosis(ended=True, log=("last",), oom_kills=2))
+    error = asyncio.run(calls._failure(handle, ActorDiedError(), "update"))
     assert "ended processes for lack of memory" in error.message
     assert error.message.endswith("the end of its log, /logs/10.err:\n  last")
     assert "more memory" in error.hint

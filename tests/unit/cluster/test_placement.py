@@ -3,6 +3,7 @@
 import pytest
 
 from posttrain.cluster.cluster import _on_one_node, _threads
+from posttrain.config import RolloutConfig
 from posttrain.core.errors import ConfigError
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.external import arguments
@@ -32,7 +33,8 @@ def test_threads(monkeypatch, asked, expected):
 
 def test_engine_options_may_not_be_ours():
     def spec(**options):
-        return EngineSpec(ModelSource("builtin:tiny"), "cpu", "float32", 0, 64, 1, 0.5, [0], options=options)
+        rollout = RolloutConfig(engine="vllm", engine_options=options)
+        return EngineSpec(ModelSource("builtin:tiny"), "cpu", "float32", 0, rollout, [0])
 
     assert arguments(spec(extra=1), {"seed": 0}) == {"seed": 0, "extra": 1}
     with pytest.raises(ConfigError, match=r"rollout\.engine_options\.seed is what posttrain sets itself"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from posttrain.config import RolloutConfig
 from posttrain.core.errors import RunError, WeightSyncError
 from posttrain.core.types import SamplingParams
 from posttrain.data.pack import PackedBatch
@@ -16,7 +17,7 @@ from posttrain.engines.hf import EngineSpec, HFSampler
 from posttrain.models.attention import Ragged, choose, ragged_attention
 from posttrain.models.load import ModelSource, load_model
 from posttrain.train.model import PackedLM
-from posttrain.weight_sync.buckets import Outlet
+from posttrain.weight_sync.sender import WeightSender
 
 SDPA = choose("sdpa", torch.device("cpu"), torch.float32)
 VOCABULARY = 96
@@ -147,24 +148,18 @@ def test_what_it_cannot_do_is_an_error():
 
 
 def spec(folder, **changes):
-    values = {
-        "source": ModelSource(str(folder)),
-        "device": "cpu",
-        "dtype": "float32",
-        "seed": 0,
-        "kv_tokens": 8192,
-        "max_concurrent": 64,
-        "memory_fraction": 0.5,
-        "stop_token_ids": [STOP],
-    }
-    return EngineSpec(**(values | changes))
+    """Return the spec of an engine; ``changes`` are keys of `[rollout]`, ``truncates`` or ``replica``."""
+    own = {key: changes.pop(key) for key in ("truncates", "replica", "seed", "threads") if key in changes}
+    rollout = RolloutConfig(**({"kv_tokens": 8192, "max_concurrent": 64} | changes))
+    values = {"source": ModelSource(str(folder)), "device": "cpu", "dtype": "float32", "seed": 0}
+    return EngineSpec(**(values | own), rollout=rollout, stop_token_ids=[STOP])
 
 
 async def load(engine, weights):
-    outlet = Outlet(weights.items(), torch.float32, "host")
-    await engine.load_bucket(outlet.next(0))
-    assert outlet.next(1) is None
-    outlet.close()
+    sender = WeightSender(weights.items(), torch.float32, "host")
+    await engine.load_bucket(sender.next(0))
+    assert sender.next(1) is None
+    sender.close()
 
 
 def with_engine(engine_spec, body):
@@ -363,7 +358,7 @@ def test_wrong_or_missing_weights_are_errors(qwen2):
         await load(engine, {name: engine.parameters[name].clone() for name in names[1:]})
         with pytest.raises(WeightSyncError, match=f"1 parameter.*{names[0]}"):
             await engine.finish_update(1)
-        assert engine.gate.version == 0
+        assert engine.guard.version == 0
 
     with_engine(spec(qwen2), body)
 
@@ -440,13 +435,14 @@ def test_replicas_sample_differently_and_each_repeats_itself(qwen2):
 
 
 LEFT_OPEN = """
-from posttrain.weight_sync.buckets import Outlet
+from posttrain.weight_sync.sender import WeightSender
 from posttrain.models.load import ModelSource
+from posttrain.config import RolloutConfig
 from posttrain.engines.hf import EngineSpec, HFSampler
 
 source = ModelSource("builtin:tiny")
-engine = HFSampler(EngineSpec(source, "cpu", "float32", 0, kv_tokens=1024, max_concurrent=4,
-    memory_fraction=0.5, stop_token_ids=[0]))
+rollout = RolloutConfig(kv_tokens=1024, max_concurrent=4)
+engine = HFSampler(EngineSpec(source, "cpu", "float32", 0, rollout, stop_token_ids=[0]))
 print("open", flush=True)
 """
 

@@ -236,7 +236,7 @@ def test_the_refusal_of_a_run_is_bad_input(monkeypatch, tmp_path):
 def test_an_update_above_its_budget_is_told_of_once():
     said = []
     watch = plan.MemoryBudget(10.0, said.append)
-    assert watch.check({"sync/canary_gap": 0.0}) == {"sync/canary_gap": 0.0}  # on a CPU
+    assert watch.check({"sync/check_gap": 0.0}) == {"sync/check_gap": 0.0}  # on a CPU
     assert watch.check({"sync/gpu_used_gib": 10.4})["sync/gpu_budget_gib"] == 10.0
     assert said == []
     watch.check({"sync/gpu_used_gib": 10.6})

@@ -84,9 +84,8 @@ async def test_exact_log_probabilities_need_a_gpu(monkeypatch):
     with pytest.raises(ConfigError, match=r"rollout\.batch_invariant needs a GPU"):
         check_machine(cfg)
     spec = engines.EngineSpec(
-        ModelSource("builtin:tiny"), "cpu", "float32", seed=0, replica=0, stop_token_ids=[0], kv_tokens=64,
-        memory_fraction=0.5, max_concurrent=1, engine="vllm", batch_invariant=True,
-    )  # fmt: skip
+        ModelSource("builtin:tiny"), "cpu", "float32", seed=0, rollout=cfg.rollout, stop_token_ids=[0]
+    )
     with pytest.raises(ConfigError, match=r"rollout\.batch_invariant needs a GPU"):  # the cluster is another machine's
         await engines.open_engine(spec)
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from posttrain.cluster.actors import Peer
-from posttrain.cluster.trainers import TrainerGroup, canary_batch
+from posttrain.cluster.actors import ActorHandle
+from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import TrainConfig
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, DeadlineError, RunError, WorkerError
+from posttrain.data.pack import PackedBatch
 from posttrain.models.load import ModelSource
 from posttrain.runs.checkpoints import check_disk_space
 from posttrain.runs.early_stop import EarlyStop
@@ -31,7 +32,7 @@ from posttrain.train.checkpoint import Checkpoint
 from posttrain.train.spec import LossSpec, WorkerSpec
 from posttrain.train.worker import TrainWorker
 from posttrain.weight_sync.publish import publish
-from posttrain.weight_sync.transfers import Router
+from posttrain.weight_sync.transfers import TransferChooser
 
 
 def test_speed_counts_all_updates_and_workers() -> None:
@@ -40,7 +41,7 @@ def test_speed_counts_all_updates_and_workers() -> None:
         {"seconds": 2.0, "tokens_run": 300.0, "memory_gib": 3.0, "flops": 4.0},
         {"seconds": 6.0, "tokens_run": 500.0, "memory_gib": 2.0, "flops": 8.0},
     ]
-    group = TrainerGroup("actor", [Peer("first"), Peer("second")], 1.0, 1, facts={"peak_flops": 4.0})
+    group = TrainerGroup("actor", [ActorHandle("first"), ActorHandle("second")], 1.0, 1, metadata={"peak_flops": 4.0})
     speed = update_speed(results, 600, group)
     assert speed == {
         "perf/throughput": 75.0,
@@ -49,7 +50,7 @@ def test_speed_counts_all_updates_and_workers() -> None:
         "perf/memory_gib": 3.0,
         "perf/mfu": 12.0 / (2 * 8.0 * 4.0),
     }
-    group.facts["peak_flops"] = None
+    group.metadata["peak_flops"] = None
     assert "perf/mfu" not in update_speed(results, 600, group)
 
 
@@ -170,8 +171,8 @@ def group() -> Iterator[LocalGroup]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     worker = TrainWorker(WorkerSpec(ModelSource("builtin:tiny"), "cpu", "float32", 9, 1.0, TrainConfig()), 0, 1)
-    made = LocalGroup("actor", [Peer("actor worker 0", actor=object())], 60.0, 16384)
-    made.worker, made.facts = worker, worker.setup("127.0.0.1", port, 60.0)
+    made = LocalGroup("actor", [ActorHandle("actor worker 0", actor=object())], 60.0, 16384)
+    made.worker, made.metadata = worker, worker.setup("127.0.0.1", port, 60.0)
     yield made
     dist.destroy_process_group()
 
@@ -179,7 +180,7 @@ def group() -> Iterator[LocalGroup]:
 async def test_weights_that_are_not_finite_are_not_saved_sent_or_loaded(tmp_path: Path, group: LocalGroup) -> None:
     """Neither into a checkpoint nor to samplers, nor out of a checkpoint into a run; the sound one stays."""
     run, models = bare_run(tmp_path), {"actor": group}
-    checkpoints, batch = run.folder.checkpoints, canary_batch([[1, 2, 3, 4]])
+    checkpoints, batch = run.folder.checkpoints, PackedBatch.from_sequences([[1, 2, 3, 4]], [[True] * 4])
     batch.loss_weights = batch.loss_mask.float()
     await group.update(batch, LossSpec())
     await run.save(1, models, {})
@@ -193,11 +194,13 @@ async def test_weights_that_are_not_finite_are_not_saved_sent_or_loaded(tmp_path
         assert "lower train.optim.lr" in str(error.value.hint)
         assert sorted(path.name for path in checkpoints.iterdir()) == ["global_step_1", "latest"]
 
-    canary = [list(range(5, 69))]
+    check = [list(range(5, 69))]
+
+    transfers = TransferChooser(run.cfg.cluster, "cpu", "127.0.0.1")
 
     async def sending(message: str) -> None:
         with pytest.raises(RunError, match=message) as error:
-            await publish(group, [], Router(run.cfg.cluster, "cpu"), version=2, canary=canary, tolerance=1.0)
+            await publish(group, [], transfers, version=2, check=check, tolerance=1.0)
         assert "weight version 2 is" in error.value.message
 
     optimizer = group.worker.optimizer
@@ -229,13 +232,13 @@ async def test_weights_that_are_not_finite_are_not_saved_sent_or_loaded(tmp_path
 
 def test_rejects_full_disk_before_the_first_step(tmp_path: Path) -> None:
     run = bare_run(tmp_path)
-    group = TrainerGroup("actor", [None], 1.0, 1, facts={"checkpoint_bytes": 10**6, "parameters": 10**5})
+    group = TrainerGroup("actor", [None], 1.0, 1, metadata={"checkpoint_bytes": 10**6, "parameters": 10**5})
     assert check_disk_space(run.cfg, run.folder.checkpoints, {"actor": group}) is None
     assert list(run.folder.checkpoints.iterdir()) == []
-    group.facts["checkpoint_bytes"] = 10**18
+    group.metadata["checkpoint_bytes"] = 10**18
     with pytest.raises(ConfigError, match=r"a checkpoint takes 9\.31e\+08 GiB, and .* free"):
         check_disk_space(run.cfg, run.folder.checkpoints, {"actor": group})
-    group.facts["checkpoint_bytes"] = int(0.6 * shutil.disk_usage(tmp_path).free)
+    group.metadata["checkpoint_bytes"] = int(0.6 * shutil.disk_usage(tmp_path).free)
     warning = check_disk_space(run.cfg, run.folder.checkpoints, {"actor": group})
     assert warning is not None
     assert "checkpoint.keep" in warning

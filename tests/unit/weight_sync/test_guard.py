@@ -6,9 +6,9 @@ import pytest
 
 from posttrain.core.errors import RunError, WeightSyncError
 from posttrain.weight_sync import guard as module
-from posttrain.weight_sync.broadcast import MemberLost
+from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
-from posttrain.weight_sync.guard import WeightGate
+from posttrain.weight_sync.guard import UpdateGuard
 
 SHAPES = {"a": (2, 3), "b": (4,)}
 
@@ -22,7 +22,7 @@ class Engine:
     """Requests run until they are aborted or released."""
 
     def __init__(self):
-        self.gate = WeightGate("it", SHAPES, self.abort)
+        self.guard = UpdateGuard("it", SHAPES, self.abort)
         self.ends = asyncio.Event()
         self.aborts = 0
 
@@ -31,31 +31,31 @@ class Engine:
         self.ends.set()
 
     async def request(self):
-        async with self.gate.request() as version:
+        async with self.guard.request() as version:
             await self.ends.wait()
             return version
 
     async def update(self, version, shapes=SHAPES):
-        async with self.gate.loading(bucket(0, shapes, f"update {version}")):
+        async with self.guard.loading(bucket(0, shapes, f"update {version}")):
             self.ends.clear()
-        async with self.gate.finish(version):
-            assert not self.gate.running
+        async with self.guard.finish(version):
+            assert not self.guard.running
 
 
 async def test_update_aborts_requests_and_holds_new_ones():
     engine = Engine()
     old = [asyncio.create_task(engine.request()) for _ in range(3)]
     await asyncio.sleep(0)
-    assert len(engine.gate.running) == 3
-    async with engine.gate.loading(bucket(0, {"a": (2, 3)})):
+    assert len(engine.guard.running) == 3
+    async with engine.guard.loading(bucket(0, {"a": (2, 3)})):
         assert await asyncio.gather(*old) == [0, 0, 0]
         new = asyncio.create_task(engine.request())
         await asyncio.sleep(0.01)
-        assert not engine.gate.running
-    async with engine.gate.loading(bucket(1, {"b": (4,)})):
+        assert not engine.guard.running
+    async with engine.guard.loading(bucket(1, {"b": (4,)})):
         pass
     assert engine.aborts == 1
-    async with engine.gate.finish(7):
+    async with engine.guard.finish(7):
         assert not new.done()
     assert await new == 7
 
@@ -64,15 +64,15 @@ async def test_update_aborts_requests_and_holds_new_ones():
 async def test_loads_buckets_in_order_one_at_a_time(order):
     """Whatever order they come in: the first waits for requests to come back, and a load takes its time."""
     engine = Engine()
-    engine.gate = WeightGate("it", SHAPES, lambda: asyncio.sleep(0))  # it takes a while to send requests back
+    engine.guard = UpdateGuard("it", SHAPES, lambda: asyncio.sleep(0))  # it takes a while to send requests back
     old = asyncio.create_task(engine.request())
     await asyncio.sleep(0)
     loaded = []
 
     async def load(number):
         name = "ab"[number]
-        async with engine.gate.loading(bucket(number, {name: SHAPES[name]})):
-            loaded.append(f"{name} begins, {len(engine.gate.running)} run")
+        async with engine.guard.loading(bucket(number, {name: SHAPES[name]})):
+            loaded.append(f"{name} begins, {len(engine.guard.running)} run")
             await asyncio.sleep(0.01 * (2 - number))
             loaded.append(f"{name} ends")
 
@@ -89,17 +89,17 @@ async def test_loads_buckets_in_order_one_at_a_time(order):
 async def test_bucket_fails_at_once_after_one_that_failed():
     """Whether it came before the failure or after it; and the next update begins with its own first bucket."""
     engine = Engine()
-    with pytest.raises(MemberLost):
-        async with engine.gate.loading(bucket(0, {"a": (2, 3)})):
-            second = asyncio.create_task(engine.gate.loading(bucket(1, {"b": (4,)})).__aenter__())
+    with pytest.raises(RankLost):
+        async with engine.guard.loading(bucket(0, {"a": (2, 3)})):
+            second = asyncio.create_task(engine.guard.loading(bucket(1, {"b": (4,)})).__aenter__())
             await asyncio.sleep(0)
-            raise MemberLost("sampler 1 was lost")
-    with pytest.raises(MemberLost):
+            raise RankLost("sampler 1 was lost")
+    with pytest.raises(RankLost):
         await second
-    with pytest.raises(MemberLost):
-        await engine.gate.loading(bucket(2, {})).__aenter__()
+    with pytest.raises(RankLost):
+        await engine.guard.loading(bucket(2, {})).__aenter__()
     await engine.update(4)
-    assert engine.gate.version == 4
+    assert engine.guard.version == 4
 
 
 async def test_new_update_replaces_one_that_was_abandoned():
@@ -110,7 +110,7 @@ async def test_new_update_replaces_one_that_was_abandoned():
 
     async def load(number, update, until=None):
         name = "ab"[number % 2]
-        async with engine.gate.loading(bucket(number, {name: SHAPES[name]}, update)):
+        async with engine.guard.loading(bucket(number, {name: SHAPES[name]}, update)):
             loaded.append(f"{update} {name} begins")
             await (until.wait() if until else asyncio.sleep(0.01))
             loaded.append(f"{update} {name} ends")
@@ -131,9 +131,9 @@ async def test_new_update_replaces_one_that_was_abandoned():
     for late in (stuck, load(2, "old")):
         with pytest.raises(RunError, match="of an update that is over"):
             await late
-    async with engine.gate.finish(5):
+    async with engine.guard.finish(5):
         pass
-    assert engine.gate.version == 5
+    assert engine.guard.version == 5
     with pytest.raises(RunError, match="of an update that is over"):
         await load(0, "new")
 
@@ -142,7 +142,7 @@ async def test_aborts_nothing_without_requests():
     engine = Engine()
     await engine.update(1)
     assert engine.aborts == 0
-    assert engine.gate.version == 1
+    assert engine.guard.version == 1
 
 
 @pytest.mark.parametrize(("shapes", "message"), [
@@ -155,7 +155,7 @@ async def test_rejects_incomplete_update_until_a_complete_one(shapes, message):
     engine.ends.set()
     with pytest.raises(WeightSyncError, match=message):
         await engine.update(1, shapes)
-    with pytest.raises(RunError, match=f"it has no whole set of weights: {message}"):
+    with pytest.raises(RunError, match=f"it has no complete weights: {message}"):
         await engine.request()
     with pytest.raises(WeightSyncError, match="were not sent"):  # what came before the failure does not count
         await engine.update(2, {"a": (2, 3)} if "b" in shapes else {"b": (4,)})
@@ -166,23 +166,23 @@ async def test_rejects_incomplete_update_until_a_complete_one(shapes, message):
 
 async def test_failed_update_fails_waiting_requests():
     engine = Engine()
-    async with engine.gate.loading(bucket(0, {"a": (2, 3)})):
+    async with engine.guard.loading(bucket(0, {"a": (2, 3)})):
         waiting = asyncio.create_task(engine.request())
         await asyncio.sleep(0)
     with pytest.raises(WeightSyncError):
         await engine.update(1, {"c": (1,)})
-    with pytest.raises(RunError, match="no whole set of weights"):
+    with pytest.raises(RunError, match="no complete weights"):
         await waiting
 
 
 async def test_requests_keep_waiting_while_an_update_restarts():
     """Another engine was lost in the middle of a broadcast: the living get all weights once more."""
     engine = Engine()
-    with pytest.raises(MemberLost):
-        async with engine.gate.loading(bucket(0, {"a": (2, 3)})):
+    with pytest.raises(RankLost):
+        async with engine.guard.loading(bucket(0, {"a": (2, 3)})):
             waiting = asyncio.create_task(engine.request())
             await asyncio.sleep(0)
-            raise MemberLost("sampler 1 was lost")
+            raise RankLost("sampler 1 was lost")
     await asyncio.sleep(0.01)
     assert not waiting.done()
     await engine.update(4)
@@ -190,10 +190,10 @@ async def test_requests_keep_waiting_while_an_update_restarts():
     assert await waiting == 4
 
 
-async def test_update_fails_if_requests_do_not_return(monkeypatch):
-    monkeypatch.setattr(module, "_QUIET_S", 0.05)
+async def test_requests_that_do_not_come_back_end_the_update(monkeypatch):
+    monkeypatch.setattr(module, "_ABORT_DEADLINE_S", 0.05)
     engine = Engine()
-    engine.gate = WeightGate("it", SHAPES, lambda: asyncio.sleep(0))
+    engine.guard = UpdateGuard("it", SHAPES, lambda: asyncio.sleep(0))
     task = asyncio.create_task(engine.request())
     await asyncio.sleep(0)
     with pytest.raises(WeightSyncError, match=r"it still had 1 requests 0\.05 s after they were aborted"):
