@@ -119,7 +119,7 @@ class TrainingResult:
     checkpoint: Path | None
     """The newest checkpoint; None where the run writes none (``rollout_only``)."""
     metrics: Mapping[str, float] = field(repr=False)
-    """Of the last step."""
+    """Metrics of the last step."""
 
     @property
     def name(self) -> str:

@@ -96,14 +96,14 @@ def qwen_tokenizer(folder: Path) -> Any:
 
 def first_fit(lengths: Sequence[int], budget: int) -> int:
     """Bins that first fit needs."""
-    rooms: list[int] = []
+    left: list[int] = []
     for n in lengths:
-        at = next((i for i, room in enumerate(rooms) if room >= n), None)
+        at = next((i for i, room in enumerate(left) if room >= n), None)
         if at is None:
-            rooms.append(budget - n)
+            left.append(budget - n)
         else:
-            rooms[at] -= n
-    return len(rooms)
+            left[at] -= n
+    return len(left)
 
 
 def in_order(lengths: Sequence[int], budget: int) -> int:

@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     train = TrainConfig.model_validate({"param_dtype": "float32", "compile": "off", "gather_weights": "step"})
     spec = WorkerSpec(ModelSource(str(args.model)), args.device, args.dtype, 0, 1.0, train, total_steps=1000)
     worker = TrainWorker(spec, rank, args.gpus)
-    facts = worker.setup("127.0.0.1", args.port, 600.0)
+    metadata = worker.setup("127.0.0.1", args.port, 600.0)
     rows = torch.randint(10_000, (args.gpus, args.length), generator=torch.Generator().manual_seed(0)).tolist()
     batch = PackedBatch.from_sequences(rows, [[True] * args.length] * args.gpus)
     batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     prepared = []
     while time.perf_counter() < start + 20.0 * (args.device == "cuda"):
         prepared.append(step())
-    size = facts["checkpoint_bytes"]
+    size = metadata["checkpoint_bytes"]
     result: dict[str, Any] = {"GB": size / 1e9, "step_s": statistics.median(before)}
     result["step_prepared_s"] = max(prepared or [0.0])
 

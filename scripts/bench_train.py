@@ -111,7 +111,7 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     )
     worker = TrainWorker(spec, rank, args.gpus)
     start = time.perf_counter()
-    facts = worker.setup("127.0.0.1", args.port, 300.0)
+    metadata = worker.setup("127.0.0.1", args.port, 300.0)
     loaded = time.perf_counter() - start
     torch.cuda.reset_peak_memory_stats()
     seconds, losses, tokens, flops = [], [], [], []
@@ -137,9 +137,9 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     rates = [n / s for n, s in zip(tokens, seconds, strict=True)][WARM_UP:]
     work = [f / s for f, s in zip(flops, seconds, strict=True)][WARM_UP:]
     return {
-        "what": f"posttrain, {facts['attention']}",
+        "what": f"posttrain, {metadata['attention']}",
         "tokens_per_s_gpu": statistics.median(rates) / args.gpus,
-        "mfu": statistics.median(work) / facts["peak_flops"],
+        "mfu": statistics.median(work) / metadata["peak_flops"],
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         "losses": losses,
         "seconds": seconds,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-RENAMES: dict[str, str] = {"traces": "rollouts"}
+RENAMES: dict[str, str] = {"traces": "rollouts", "sync/canary_gap": "sync/check_gap"}
 """Names that have changed on purpose since BEFORE was recorded: a metric, a column, a file or a folder, old to new. A
 folder's entry renames what lies in it, too."""
 

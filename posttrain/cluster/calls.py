@@ -107,9 +107,9 @@ async def _failure(actor: ActorHandle, error: BaseException | None, what: str) -
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     if cause is not None and isinstance(told := explained(cause), RunError):  # a full disk is no fault of the worker
         return RunError(f"{actor.name} failed in {what}: {told.message}", hint=told.hint)
-    trace = _last_lines(str(error)) if isinstance(error, ray.exceptions.RayTaskError) else ""
+    traceback = _last_lines(str(error)) if isinstance(error, ray.exceptions.RayTaskError) else ""
     message = f"{actor.name} failed in {what}: {type(cause).__name__}: {cause}"
-    return WorkerError(_paragraphs(message, trace, _log(actor, found)))
+    return WorkerError(_paragraphs(message, traceback, _log(actor, found)))
 
 
 def cause_of_death(error: ray.exceptions.RayActorError) -> str:

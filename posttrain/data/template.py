@@ -157,7 +157,7 @@ def instrument(source: str) -> Template:
 
 def parse(source: str) -> tuple[Environment, nodes.Template]:
     """Return the environment in which transformers renders chat templates, and a template's syntax tree."""
-    # Private, but the only door to that environment: its filters, its whitespace rules, its sandbox. That it is still
+    # Private, but the only way to that environment: its filters, its whitespace rules, its sandbox. That it is still
     # the same one is proven by comparisons with what transformers renders.
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -171,7 +171,7 @@ class Learner:
 
     @property
     def _reads_own(self) -> bool:
-        """Whether the algorithm reads the actor's log-probabilities before its first update."""
+        """Return whether the algorithm reads the actor's log-probabilities before its first update."""
         algo = self.run.cfg.algo
         loss = POLICY_LOSSES.get(algo.policy_loss)
         return loss.reads_current or algo.correction.active or algo.kl_in == "reward" or self.teacher is not None

@@ -279,7 +279,7 @@ class StopSignal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._timer is not None:
             signal.setitimer(signal.ITIMER_REAL, *self._timer)

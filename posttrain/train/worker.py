@@ -37,7 +37,7 @@ from posttrain.train import checkpoint, saver
 from posttrain.train.flops import model_flops, peak_flops
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM, PackedValues
-from posttrain.train.offload import HostParking
+from posttrain.train.offload import CpuOffload
 from posttrain.train.optim import (
     build_optimizer,
     clip_gradients,
@@ -72,7 +72,7 @@ class TrainWorker:
 
     def setup(self, master_addr: str, master_port: int, timeout_s: float) -> dict[str, Any]:
         """Join the process group, whose rank 0 listens at the address; load the model into this rank's shard. Returns
-        facts about the model."""
+        metadata of the model."""
         spec = self.spec
         if spec.device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
@@ -91,7 +91,7 @@ class TrainWorker:
         self.parameters = dict(self.lm.model.named_parameters())
         self.flops = model_flops(self.lm.model)
         self.profiler = Profiler(self.device)
-        self.parking = HostParking()
+        self.cpu_offload = CpuOffload()
         self.saver = saver.ShardSaver(timeout_s)
         return {
             "parameters": sum(p.numel() for p in self.parameters.values()),
@@ -366,12 +366,12 @@ class TrainWorker:
             states = self.optimizer.state.values() if self.optimizer is not None else ()
             moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
             on_gpu = [t for t in (*self.lm.parameters(), *moments) if t.device.type == "cuda"]
-            self.parking.park(on_gpu)
+            self.cpu_offload.offload(on_gpu)
             self.free_cache()
 
     def onload(self) -> None:
         """Bring them back."""
-        self.parking.fetch()
+        self.cpu_offload.onload()
 
     def free_cache(self) -> None:
         """Give memory that torch keeps for later back to the GPU's other processes."""

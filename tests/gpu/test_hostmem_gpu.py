@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from posttrain.train.hostmem import host_memory
-from posttrain.train.offload import HostParking
+from posttrain.train.offload import CpuOffload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,9 +36,9 @@ def test_more_tensors_are_parked_than_before():
     """As with the optimizer's state, which is there after the first step only."""
     tensors = [torch.randn(5 * MIB, device="cuda") for _ in range(4)]
     expected = [tensor.clone() for tensor in tensors]
-    parking = HostParking()
+    offloaded = CpuOffload()
     for count in (1, 4, 2, 3, 4):
-        parking.park(tensors[:count])
-        parking.fetch()
+        offloaded.offload(tensors[:count])
+        offloaded.onload()
     for tensor, value in zip(tensors, expected, strict=True):
         assert torch.equal(tensor, value)

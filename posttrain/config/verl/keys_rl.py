@@ -333,8 +333,8 @@ RL = (
             f"the agent loop {value!r} is verl's own code"),
     no_need("trainers and engines share their GPUs, which is the default", "actor_rollout_ref.hybrid_engine",
          unless=only(True)),
-    no_need("every validation episode is in the run's traces/", "trainer.log_val_generations"),
-    no_need("every episode is in the run's traces/", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
+    no_need("every validation episode is in the run's rollouts/", "trainer.log_val_generations"),
+    no_need("every episode is in the run's rollouts/", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
     no_need("it is switched off", A + "shuffle", A + "use_prefix_grouper", A + "freeze_vision_tower",
          "*router_replay.mode",
             R + "ignore_eos", R + "skip_rollout", "trainer.val_only", M + "enable_activation_offload",
@@ -351,4 +351,4 @@ RL = (
          "critic.model.override_config*"),
     missing("the chat template is that of the tokenizer", M + "custom_chat_template"),
 )  # fmt: skip
-"""In this order: the updates a step are known when the schedule asks for them."""
+"""Rules in the order in which they apply: the updates a step are known when the schedule asks for them."""

@@ -138,4 +138,4 @@ SFT_ENGINE = tuple(
     else rule
     for rule in SFT
 )
-"""Of ``sft_trainer``, whose schedule has another name."""
+"""Rules of ``sft_trainer``, whose schedule has another name."""

@@ -142,7 +142,7 @@ def test_load_run_gives_metrics_and_rollouts_as_frames(tmp_path: Path) -> None:
     assert rollouts["reward_parts"][1] == {"score": 0.0, "format": 1.0}
     assert posttrain.load_run(path).status == "finished"
 
-    (path / "traces" / "step_000002.parquet").write_bytes(b"cut")
+    (path / "rollouts" / "step_000002.parquet").write_bytes(b"cut")
     with pytest.raises(DataError, match=r"step_000002.parquet: unreadable"):
         _ = posttrain.load_run(path).rollouts
     with pytest.raises(ConfigError, match="no run 'frst'") as error:

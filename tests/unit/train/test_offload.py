@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.train.offload import HostParking
+from posttrain.train.offload import CpuOffload
 
 
 def test_tensors_leave_and_come_back_in_place():
@@ -15,11 +15,11 @@ def test_tensors_leave_and_come_back_in_place():
     scalar, nothing = torch.tensor(3.0), torch.empty(0)
     tensors = [model.weight, model.bias, tied, view, scalar, nothing]
     expected = [t.detach().clone() for t in tensors]
-    parking = HostParking()
+    offloaded = CpuOffload()
     for _ in range(3):
-        parking.park(tensors)
+        offloaded.offload(tensors)
         assert model.weight.untyped_storage().nbytes() == padded.untyped_storage().nbytes() == 0
-        parking.fetch()
+        offloaded.onload()
         for tensor, wanted in zip(tensors, expected, strict=True):
             assert torch.equal(tensor, wanted)
         with torch.no_grad():
@@ -41,11 +41,11 @@ def test_an_optimizer_steps_on_afterwards():
             optimizer.step()
             optimizer.zero_grad()
             if parking is not None:
-                parking.park([*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())])
-                parking.fetch()
+                offloaded.offload([*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())])
+                offloaded.onload()
         return model.weight
 
-    assert torch.equal(steps(HostParking()), steps(None))
+    assert torch.equal(steps(CpuOffload()), steps(None))
 
 
 @pytest.mark.slow
@@ -57,12 +57,12 @@ def test_eight_bit_state():
     optimizer.step()
     moment = optimizer.state[weight]["exp_avg"]
     before = moment.dequantize()
-    parking = HostParking()
-    parking.park([moment])
+    offloaded = CpuOffload()
+    offloaded.offload([moment])
     assert moment.codes.untyped_storage().nbytes() == moment.scale.untyped_storage().nbytes() == 0
-    parking.fetch()
+    offloaded.onload()
     assert torch.equal(moment.dequantize(), before)
 
 
 def test_nothing_parked_is_nothing_fetched():
-    HostParking().fetch()
+    CpuOffload().onload()
