@@ -70,12 +70,12 @@ def run(
     if not adapter:  # the checkpoint itself is known to be sound; those that it is an adapter of are not
         checkpoint.check_all(source.manifests[:-1])
     written = dtype or MERGED_DTYPE
-    proof = _proof(probe.read(place), source, written, adapter=adapter) if check else None
+    matches = _numeric_check(probe.read(place), source, written, adapter=adapter) if check else None
     if adapter:
-        export_adapter(source, Path(out), overwrite=overwrite, check=proof)
+        export_adapter(source, Path(out), overwrite=overwrite, check=matches)
     else:
         size = max_shard_size or MERGED_SHARD_SIZE
-        export(source, Path(out), overwrite=overwrite, dtype=written, max_shard_size=size, check=proof)
+        export(source, Path(out), overwrite=overwrite, dtype=written, max_shard_size=size, check=matches)
     if push:
         pushed = hub.upload(Path(out), push, private=private is not False)
         print(printable(f"pushed: {pushed}"), file=sys.stderr)
@@ -109,7 +109,7 @@ def check_size(text: str) -> None:
 # ---------------------------------------------------------------------- --check
 
 
-def _proof(said: probe.Probe, source: ModelSource, dtype: str, *, adapter: bool) -> Check:
+def _numeric_check(said: probe.Probe, source: ModelSource, dtype: str, *, adapter: bool) -> Check:
     """Return whether a folder is the model of which the trainer ``said`` this."""
 
     def check(folder: Path) -> None:

@@ -8,7 +8,7 @@ its chat template. The folder (``POSTTRAIN_TEST_DATA``, else ``../shared/data``)
 the row `as they are` has no such step, and the last bin then costs a large part.
 
     best fit    posttrain.data.pack.best_fit
-    first fit   in the order of the file, each into the first bin with room
+    first fit   in the order of the file, each into the first bin that has space
     in order    each into the last bin, or else a new one: concatenation without cutting
     padding     as many rows at once as the budget holds when each is padded to the longest of them, in file order
     sorted      the same, after sorting by length
@@ -98,7 +98,7 @@ def first_fit(lengths: Sequence[int], budget: int) -> int:
     """Bins that first fit needs."""
     left: list[int] = []
     for n in lengths:
-        at = next((i for i, room in enumerate(left) if room >= n), None)
+        at = next((i for i, free in enumerate(left) if free >= n), None)
         if at is None:
             left.append(budget - n)
         else:
@@ -108,11 +108,11 @@ def first_fit(lengths: Sequence[int], budget: int) -> int:
 
 def in_order(lengths: Sequence[int], budget: int) -> int:
     """Bins of conversations laid end to end, a new one wherever the next does not fit."""
-    bins, room = 0, 0
+    bins, free = 0, 0
     for n in lengths:
-        if n > room:
-            bins, room = bins + 1, budget
-        room -= n
+        if n > free:
+            bins, free = bins + 1, budget
+        free -= n
     return bins
 
 

@@ -100,7 +100,7 @@ class Batch:
 
     def episodes(self, index: np.ndarray | None = None, **columns: Any) -> Episodes:
         groups = torch.from_numpy(self.index if index is None else index)
-        return Episodes(self.rewards, groups, self.pack(self.bool_mask), segments.owners(self.offsets), **columns)
+        return Episodes(self.rewards, groups, self.pack(self.bool_mask), segments.segment_ids(self.offsets), **columns)
 
 
 # ---------------------------------------------------------------------- advantages
@@ -252,7 +252,7 @@ def our_loss(
     old, advantages, mask = (batch.pack(x) for x in (batch.old, batch.advantages, batch.bool_mask))
     policy_loss, column = POLICY_LOSSES.get(name), None
     if policy_loss.prepare is not None:
-        sequence = segments.owners(batch.offsets)
+        sequence = segments.segment_ids(batch.offsets)
         update = UpdateTokens(logprobs.detach(), old, advantages, sequence, mask, torch.Generator())
         column = policy_loss.column(update, options)
     tokens = TokenInputs(advantages, old, column)
@@ -348,7 +348,7 @@ REJECTIONS = {
 def correction_rows(seed: int) -> Iterator[Row]:
     batch = Batch(seed)
     gap = batch.logprobs - batch.old
-    arguments = batch.pack(gap), segments.owners(batch.offsets), batch.pack(batch.bool_mask)
+    arguments = batch.pack(gap), segments.segment_ids(batch.offsets), batch.pack(batch.bool_mask)
     for name, (options, settings) in CORRECTIONS.items():
         weights, metrics = correct(*arguments, **NO_CORRECTION | options)
         theirs, their_metrics = rollout_corr_helper.compute_rollout_correction_weights(gap, batch.mask, **settings)

@@ -62,20 +62,21 @@ class Episodes:
     """[T] log-probability under the teacher less that under the policy (``teacher``)"""
 
     @property
-    def owners(self) -> Tensor:
+    def segment_ids(self) -> Tensor:
         """Return the episode [P] of each policy token."""
         return self.sequence[self.mask]
 
     def token_rewards(self) -> Tensor:
         """Return the rewards of tokens, [P] float64: less the penalty, plus the episode's reward on its last token."""
-        rewards = torch.where(segments.last_tokens(self.owners), self.rewards.double()[self.owners], 0.0)
+        rewards = torch.where(segments.last_tokens(self.segment_ids), self.rewards.double()[self.segment_ids], 0.0)
         return rewards if self.penalties is None else rewards - self.penalties[self.mask].double()
 
     def scores(self) -> Tensor:
         """Return the reward of each episode less all penalties, [B] float64."""
         if self.penalties is None:
             return self.rewards.double()
-        return self.rewards.double() - segments.totals(self.penalties[self.mask], self.owners, len(self.rewards))
+        penalties = segments.segment_sum(self.penalties[self.mask], self.segment_ids, len(self.rewards))
+        return self.rewards.double() - penalties
 
     def by_group(self) -> Groups:
         """Return the statistics of the groups."""
@@ -83,15 +84,15 @@ class Episodes:
 
     def following(self, values: Tensor) -> Tensor:
         """Return the value [P] of the next policy token of the episode; 0 after the last."""
-        return segments.following(values, self.owners)
+        return segments.following(values, self.segment_ids)
 
     def discounted_sums(self, values: Tensor, discount: float) -> Tensor:
         """Return y_t = x_t + discount * y_(t+1), [P], within each episode."""
-        return segments.discounted_sums(values, self.owners, discount)
+        return segments.discounted_sums(values, self.segment_ids, discount)
 
     def advantages(self, per_episode: Tensor, *, whiten: bool = False) -> Advantages:
         """Return [B] advantages as ``Advantages``: all policy tokens of an episode have its advantage."""
-        return self.token_advantages(per_episode[self.owners], whiten=whiten)
+        return self.token_advantages(per_episode[self.segment_ids], whiten=whiten)
 
     def token_advantages(self, per_token: Tensor, returns: Tensor | None = None, *, whiten: bool = False) -> Advantages:
         """Return advantages, and returns for a critic, of the policy's tokens, both [P], as ``Advantages``.
@@ -122,7 +123,7 @@ class Groups:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum [G] of values [B] in each group."""
-        return segments.totals(values, self.member, len(self.size))
+        return segments.segment_sum(values, self.member, len(self.size))
 
     def centered(self, values: Tensor) -> Tensor:
         """Return values [B] less the mean of their group; exactly 0 in a group of equal values."""

@@ -19,7 +19,7 @@ def opo(episodes: Episodes) -> Advantages:
     That is the baseline of least variance where the norm of a gradient grows with the number of tokens.
     """
     scores, group = episodes.scores(), episodes.by_group()
-    lengths = episodes.owners.bincount(minlength=len(scores)).double()
+    lengths = episodes.segment_ids.bincount(minlength=len(scores)).double()
     baselines = group.sum(lengths * scores) / group.sum(lengths).clamp(min=1)
     return episodes.advantages((scores - baselines[group.member]).where(group.unequal(scores), 0.0))
 

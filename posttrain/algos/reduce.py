@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from posttrain.algos.segments import owners, totals
+from posttrain.algos.segments import segment_ids, segment_sum
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
@@ -27,8 +27,8 @@ def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str, *, no
     Sequences without a token that carries loss do not count as sequences. A batch without any gives zeros.
     """
     mask = loss_mask.double()
-    sequence = owners(cu_seqlens)
-    tokens = totals(mask, sequence, len(cu_seqlens) - 1)
+    sequence = segment_ids(cu_seqlens)
+    tokens = segment_sum(mask, sequence, len(cu_seqlens) - 1)
     sequences = (tokens > 0).sum().clamp(min=1)
     if aggregation == "token-mean":
         weights = mask / tokens.sum().clamp(min=1)

@@ -21,7 +21,7 @@ def remax(episodes: Episodes) -> Advantages:
     if episodes.baselines is None:
         raise ValueError("remax needs the reward of a greedy episode of each prompt")
     returns = episodes.discounted_sums(episodes.token_rewards(), 1.0)
-    return episodes.token_advantages(returns - episodes.baselines.double()[episodes.owners], returns)
+    return episodes.token_advantages(returns - episodes.baselines.double()[episodes.segment_ids], returns)
 
 
 bundle("remax", advantage="remax", loss_agg="seq-mean-token-sum-norm")

@@ -1,8 +1,8 @@
 """Sums, means and scans over the sequences of a packed batch.
 
-Shape legend: T tokens of all sequences. ``sequence`` [T] int64 names the owner of each token; the tokens of a sequence
-stand side by side and in order. ``mask`` [T] bool is true on the tokens that count (the policy's). Sums are taken in
-float64, and results have the type of the values.
+Shape legend: T tokens of all sequences. ``sequence`` [T] int64 holds the segment id of each token, which numbers its
+sequence; the tokens of a sequence stand side by side and in order. ``mask`` [T] bool is true on the tokens that count
+(the policy's). Sums are taken in float64, and results have the type of the values.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 
 
-def owners(cu_seqlens: Tensor) -> Tensor:
+def segment_ids(cu_seqlens: Tensor) -> Tensor:
     """Return the sequence [T] of each token, from offsets [B + 1]."""
     lengths = cu_seqlens.diff().long()
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
-def totals(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """Return the sum of the values of each owner, [count] float64."""
-    return torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(0, owner, values.double())
+def segment_sum(values: Tensor, segment_ids: Tensor, count: int) -> Tensor:
+    """Return the sum of the values of each segment, [count] float64."""
+    return torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(0, segment_ids, values.double())
 
 
 def sequence_sum(values: Tensor, sequence: Tensor, mask: Tensor) -> Tensor:
     """Return the sum [T] over the masked tokens of a token's sequence."""
-    return totals(torch.where(mask, values, 0.0), sequence, _count(sequence))[sequence].to(values.dtype)
+    return segment_sum(torch.where(mask, values, 0.0), sequence, _count(sequence))[sequence].to(values.dtype)
 
 
 def sequence_mean(values: Tensor, sequence: Tensor, mask: Tensor) -> Tensor:
     """Return the mean [T] over the masked tokens of a token's sequence; 0 where it has none."""
-    tokens = totals(mask, sequence, _count(sequence)).clamp(min=1)
-    sums = totals(torch.where(mask, values, 0.0), sequence, _count(sequence))
+    tokens = segment_sum(mask, sequence, _count(sequence)).clamp(min=1)
+    sums = segment_sum(torch.where(mask, values, 0.0), sequence, _count(sequence))
     return (sums / tokens)[sequence].to(values.dtype)
 
 

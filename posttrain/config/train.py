@@ -120,7 +120,7 @@ class TrainConfig(Section):
     relative to the weight unless `train.optim.stochastic_rounding` is on. Reductions stay in float32."""
     attention: Literal["auto", "flash4", "flash3", "flash2", "torch", "sdpa"] = "auto"
     """Attention implementation for packed rows. auto: the fastest that is installed and runs on the device: flash-attn
-    4, 3 or 2, torch's varlen attention, or padded scaled dot-product attention. None is an approximation."""
+    4, 3 or 2, torch's varlen attention, or padded scaled dot-product attention. All are exact."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile each decoder layer, and the steps of torchao's optimizers, with `torch.compile`. auto: on GPUs only."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -29,7 +29,7 @@ class Gpu:
     link: float
     """To its neighbours in the machine, one way, bytes a second"""
     measured: bool = False
-    """True where the calibration of this room comes from it."""
+    """True where the calibration of this package comes from it."""
 
 
 _TB, _GB, _TERA = 1e12, 1e9, 1e12

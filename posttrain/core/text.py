@@ -75,8 +75,8 @@ def markdown_code(text: str) -> str:
     """``text`` in one line of Markdown, as code."""
     line = printable(" ".join(text.split()), "")
     fence = "`" * (1 + longest_run("`", line))
-    room = " " if line.startswith("`") or line.endswith("`") else ""
-    return f"{fence}{room}{line}{room}{fence}"
+    pad = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{fence}{pad}{line}{pad}{fence}"
 
 
 def markdown_block(text: str) -> str:

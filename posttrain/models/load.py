@@ -262,7 +262,7 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without weights, on the meta device, with packed attention installed. Buffers are real. See ``fill``.
+    """Build the model without weights, on the meta device; buffers are real. See ``load_weights``.
 
     Raises:
         ModelError: there is no such model, or buffers are part of its weights.
@@ -296,15 +296,16 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
 def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
     """The model with its weights, on the CPU, with packed attention installed.
 
-    ``seed`` initialises a built-in model, which has no weights of its own. Raises ``ModelError`` as ``fill`` does.
+    ``seed`` initialises a built-in model, which has no weights of its own. Raises ``ModelError`` as
+    ``load_weights`` does.
     """
     import torch
 
-    from posttrain.models.weights import fill, materialize
+    from posttrain.models.weights import load_weights, materialize
 
     model = build(source, dtype=dtype)
     materialize(model, torch.device("cpu"))
-    fill(model, source, seed)
+    load_weights(model, source, seed)
     model.eval()
     return model
 

@@ -1,8 +1,8 @@
 """Give a model on the meta device its weights: each process reads what it holds, and no more.
 
-A model is built without memory (``load.build``), sharded, made real (``materialize``) and filled (``fill``). Weights
-come straight out of memory-mapped safetensors, one file at a time: of a sharded parameter only this process's rows are
-read, so a process needs memory for its shard and for the pages of one file.
+A model is built without memory (``load.build``), sharded, made real (``materialize``) and loaded (``load_weights``).
+Weights come straight out of memory-mapped safetensors, one file at a time: of a sharded parameter only this process's
+rows are read, so a process needs memory for its shard and for the pages of one file.
 
 Names on disk need not be the model's: transformers renames and merges them while it loads (experts of a mixture come
 one by one and live in one parameter). Its own rules are used here.
@@ -48,7 +48,9 @@ def materialize(model: nn.Module, device: torch.device, *, parameters_on: torch.
                 module._buffers[name] = buffer.to(device)
 
 
-def fill(model: PreTrainedModel, source: ModelSource, seed: int, *, leave: frozenset[str] = frozenset()) -> None:
+def load_weights(
+    model: PreTrainedModel, source: ModelSource, seed: int, *, leave: frozenset[str] = frozenset()
+) -> None:
     """Load the weights of ``source`` into the model's parameters, which may be sharded. A collective where they are.
 
     Adapters that are trained beside them (``lora.inject``) get their first values.
@@ -61,7 +63,7 @@ def fill(model: PreTrainedModel, source: ModelSource, seed: int, *, leave: froze
         ModelError: a weight is missing, of another shape or not finite, or a file cannot be read.
     """
     parameters = {n: p for n, p in lora.base_names(dict(model.named_parameters())).items() if n not in leave}
-    _fill(model, parameters, source, seed, shards.reader(source.shards) if source.shards else None)
+    _load(model, parameters, source, seed, shards.reader(source.shards) if source.shards else None)
     for parameter, value in lora.initial(model, seed):
         copy_held(parameter, value)
 
@@ -84,13 +86,13 @@ def stream(
         chunk_bytes: so much is read at once, or one weight.
 
     Raises:
-        ModelError: as ``fill``.
+        ModelError: as ``load_weights``.
     """
     names = renamed or {}
     read = shards.reader(source.shards) if source.shards else None
 
-    def filled() -> Iterator[tuple[str, Tensor]]:
-        _fill(model, {names.get(name, name): tensor for name, tensor in chunk.items()}, source, seed, read)
+    def loaded() -> Iterator[tuple[str, Tensor]]:
+        _load(model, {names.get(name, name): tensor for name, tensor in chunk.items()}, source, seed, read)
         while chunk:  # each is let go of before the next is asked for
             name = next(iter(chunk))
             yield name, chunk.pop(name)
@@ -100,14 +102,14 @@ def stream(
     for name, parameter in model.named_parameters():
         nbytes = parameter.numel() * dtype.itemsize
         if chunk and size + nbytes > chunk_bytes:
-            yield from filled()
+            yield from loaded()
             size = 0
         chunk[name] = torch.empty(parameter.shape, dtype=dtype)
         size += nbytes
-    yield from filled()
+    yield from loaded()
 
 
-def _fill(
+def _load(
     model: PreTrainedModel,
     parameters: Mapping[str, Tensor],
     source: ModelSource,
@@ -125,7 +127,7 @@ def _fill(
         read(parameters)
     else:
         try:
-            _fill_from_files(model, parameters, _Files(_safetensors(source)), source)
+            _load_files(model, parameters, _Files(_safetensors(source)), source)
         except (OSError, ValueError) as error:
             raise not_loadable(source, error) from error
     _merge_adapters(model, parameters, source)
@@ -149,7 +151,7 @@ def check_files(model: PreTrainedModel, source: ModelSource, *, leave: frozenset
         leave: names of parameters that ``source`` has nothing for.
 
     Raises:
-        ModelError: as ``fill``, but for weights that are not finite.
+        ModelError: as ``load_weights``, but for weights that are not finite.
     """
     parameters = {name: p for name, p in model.named_parameters() if name not in leave}
     if source.shards:
@@ -159,7 +161,7 @@ def check_files(model: PreTrainedModel, source: ModelSource, *, leave: frozenset
             _check_shape(name, parameter, stored[name], source.shards)
     elif Path(source.path).is_dir():
         with loading(source):
-            _fill_from_files(model, parameters, _Headers(_safetensors(source)), source)
+            _load_files(model, parameters, _Headers(_safetensors(source)), source)
     _merge_adapters(model, {}, source)
 
 
@@ -260,11 +262,9 @@ class _Target:
         return self.converter is None or len(self.converter.target_patterns) == 1
 
 
-def _fill_from_files(
-    model: PreTrainedModel, parameters: Mapping[str, Tensor], reader: _Files, source: ModelSource
-) -> None:
+def _load_files(model: PreTrainedModel, parameters: Mapping[str, Tensor], reader: _Files, source: ModelSource) -> None:
     targets = _targets(model, reader.file_of)
-    filled: set[str] = set()
+    loaded: set[str] = set()
     for name in sorted(targets, key=lambda name: reader.file_of[targets[name].sources[-1][0]]):
         if name not in parameters and targets[name].alone:
             continue
@@ -273,8 +273,8 @@ def _fill_from_files(
                 shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
                 _check_shape(full, parameters[full], shape, source.path)
                 copy_held(parameters[full], tensor)
-                filled.add(full)
-    _check_missing([name for name in parameters if name not in filled], source.path)
+                loaded.add(full)
+    _check_missing([name for name in parameters if name not in loaded], source.path)
 
 
 def _check_missing(names: list[str], place: str) -> None:

@@ -12,7 +12,7 @@ from posttrain.plan.batch import longest_of
 from posttrain.plan.estimate import Plan
 from posttrain.plan.layout import CHECKED_AT_START
 
-_NO_ROOM = "use more or larger GPUs, or a smaller model"
+_TOO_LARGE = "use more or larger GPUs, or a smaller model"
 
 
 def problems(plan: Plan, replan: Replan) -> list[Problem]:
@@ -22,19 +22,19 @@ def problems(plan: Plan, replan: Replan) -> list[Problem]:
 
 def found(plan: Plan) -> list[Problem]:
     """Everything found, with settings that nobody has tried yet."""
-    parts = (_room, _memory, _heads, _engine, _cache, _batches, _lengths, _warm_up, _speed, _notes)
+    parts = (_gpus, _memory, _heads, _engine, _cache, _batches, _lengths, _warm_up, _speed, _notes)
     return [problem for part in parts for problem in part(plan)]
 
 
 # ---------------------------------------------------------------------- GPUs and their memory
 
 
-def _room(plan: Plan) -> Iterator[Problem]:
+def _gpus(plan: Plan) -> Iterator[Problem]:
     machine, needed = plan.question.machine, plan.layout.gpus_needed
     if machine.total and needed > machine.total:
         message = f"the run needs {needed} GPUs, and there are {machine.total}"
         settings = tuple(remedies.fewer_gpus(plan))
-        yield Problem("gpus", "error", message, settings, needed / machine.total, _NO_ROOM)
+        yield Problem("gpus", "error", message, settings, needed / machine.total, _TOO_LARGE)
     elif machine.total and needed < machine.total:
         message = f"the run uses {needed} of {machine.total} GPUs"
         yield Problem("gpus", "note", message, tuple(remedies.more_gpus(plan)), machine.total - needed)
@@ -48,7 +48,7 @@ def _memory(plan: Plan) -> Iterator[Problem]:
     if over > 0:
         names = ", ".join(m.name for m in plan.moments if m.total > memory)
         message = f"does not fit by {over / GIB:.1f} GiB, at: {names}"
-        yield Problem(MEMORY, "error", message, remedies.memory(plan, over), worst.total, _NO_ROOM)
+        yield Problem(MEMORY, "error", message, remedies.memory(plan, over), worst.total, _TOO_LARGE)
     elif worst.total > 0.95 * memory:
         message = f"only {-over / GIB:.1f} GiB of a GPU are left at: {worst.name}"
         settings = remedies.memory(plan, worst.total - 0.95 * memory)
@@ -112,7 +112,7 @@ def _cache(plan: Plan) -> Iterator[Problem]:
         shorter = engine.tokens - rollout.max_prompt_tokens
         last = ({"rollout.max_response_tokens": shorter},) if shorter > 0 else ()
         settings = (*remedies.cache(plan, longest), *last)
-        yield Problem("cache", "error", message, settings, longest - engine.tokens, _NO_ROOM)
+        yield Problem("cache", "error", message, settings, longest - engine.tokens, _TOO_LARGE)
         return
     episodes = -(-cfg.data.batch_size * rollout.n // rollout.replicas)
     wanted = min(episodes, rollout.max_concurrent)
@@ -261,7 +261,7 @@ def _impossible(plan: Plan) -> list[Problem]:
         f"no room on a GPU at: {worst.name}: {size / GIB:.1f} GiB ({_terms(worst.terms)}) of {memory / GIB:.1f} GiB"
     )
     over = max(needed.values()) - memory
-    return [Problem(MEMORY, "error", message, remedies.memory(plan, over), max(needed.values()), _NO_ROOM)]
+    return [Problem(MEMORY, "error", message, remedies.memory(plan, over), max(needed.values()), _TOO_LARGE)]
 
 
 def _terms(terms: dict[str, float]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from posttrain import launch
 from posttrain.algos.preference import PairResult, bradley_terry, dpo, pair_metrics, token_weights
-from posttrain.algos.segments import owners, totals
+from posttrain.algos.segments import segment_ids, segment_sum
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
 from posttrain.config.presets import Resolved
@@ -111,7 +111,7 @@ class PairLearner:
     async def weigh(self, batch: PackedBatch) -> dict[str, float]:
         """Give a batch the derivative of its loss as weights; returns metrics of the pairs before the update."""
         scores = await self.score(batch)
-        batch.loss_weights = token_weights(scores.result.slopes, owners(batch.cu_seqlens), batch.loss_mask)
+        batch.loss_weights = token_weights(scores.result.slopes, segment_ids(batch.cu_seqlens), batch.loss_mask)
         return scores.metrics("train/loss")
 
     async def validate(self, done: Callable[[int], None]) -> dict[str, float]:
@@ -158,8 +158,8 @@ def _add(sums: dict[str, float], means: Mapping[str, float], count: int) -> None
 
 
 def _per_sequence(column: Tensor, batch: PackedBatch) -> Tensor:
-    """Return the sum over each sequence, [B] float64, of a column [T] that is 0 where no loss is carried."""
-    return totals(column, owners(batch.cu_seqlens), batch.num_sequences)
+    """Return the sum over each sequence, [B] float64, of a column [T] that is 0 at tokens without loss."""
+    return segment_sum(column, segment_ids(batch.cu_seqlens), batch.num_sequences)
 
 
 def pack(pairs: Samples) -> PackedBatch:

@@ -19,7 +19,7 @@ from torch import Tensor
 from posttrain.algos import ADVANTAGES, POLICY_LOSSES
 from posttrain.algos.episodes import Episodes
 from posttrain.algos.reduce import token_weights
-from posttrain.algos.segments import owners
+from posttrain.algos.segments import segment_ids
 from posttrain.algos.tokens import UpdateTokens
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
@@ -86,7 +86,7 @@ def fill_advantages(
         rewards,
         torch.tensor(group_numbers),
         batch.loss_mask,
-        owners(batch.cu_seqlens),
+        segment_ids(batch.cu_seqlens),
         penalties=penalties,
         parts=parts,
         part_weights=cfg.reward.weights,
@@ -165,7 +165,7 @@ def prepared_column(part: PackedBatch, current: Tensor | None, algo: AlgoConfig,
         current,
         current if part.old_logprobs is None else part.old_logprobs,
         part.advantages,
-        owners(part.cu_seqlens),
+        segment_ids(part.cu_seqlens),
         part.loss_mask,
         torch.Generator().manual_seed(seed),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.algos import ADVANTAGES, POLICY_LOSSES
 from posttrain.algos.corrections import correct
 from posttrain.algos.kl import AdaptiveKl, FixedKl, kl_penalty
-from posttrain.algos.segments import owners
+from posttrain.algos.segments import segment_ids
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import LoraConfig
 from posttrain.data.pack import PackedBatch
@@ -157,7 +157,7 @@ class Learner:
             assert own is not None
             # The ratio of a stale token is taken to the engine, and has the correction in it.
             gap = torch.where(stale, 0.0, own - engine)
-            sequence = owners(batch.cu_seqlens)
+            sequence = segment_ids(batch.cu_seqlens)
             batch.correction, metrics = correct(gap, sequence, batch.loss_mask, **algo.correction.model_dump())
         if algo.kl_coef > 0:
             with tracker.phase("ref"):

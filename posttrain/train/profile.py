@@ -1,4 +1,4 @@
-"""Traces of a worker by torch.profiler: where the time of an update goes."""
+"""Record a worker with torch.profiler: where the time of an update goes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TABLE_ROWS = 20
 
 
 class Profiler:
-    """Traces what its thread does between ``start`` and ``stop``."""
+    """Records what its thread does between ``start`` and ``stop``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

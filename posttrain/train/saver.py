@@ -103,7 +103,7 @@ class HostCopies:
         """Make memory for copies of these, if there is none yet."""
         tensors = list(_tensors(states))
         if [_kind(tensor) for tensor in tensors] != [_kind(copy) for copy in self._kept]:
-            self._kept = _room(tensors)
+            self._kept = _buffers(tensors)
 
     def take(self, states: Mapping[str, State]) -> Mapping[str, State]:
         """The same nested dicts with copies, sharded as the tensors are."""
@@ -120,17 +120,17 @@ class HostCopies:
 
 
 @torch.no_grad()
-def _room(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors in host memory like these."""
     sizes = [local(tensor).numel() * tensor.element_size() for tensor in tensors]
-    room = []
+    buffers = []
     memory = pieces(sizes, pinned=any(local(tensor).is_cuda for tensor in tensors))
     for tensor, place in zip(tensors, memory, strict=True):
         copy = torch.empty_like(tensor, device="cpu")  # of a sharded one this rank's part
         part = local(copy)
         part.set_(place.untyped_storage(), place.storage_offset() // tensor.element_size(), part.shape, part.stride())
-        room.append(copy)
-    return room
+        buffers.append(copy)
+    return buffers
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.Size, torch.dtype]:

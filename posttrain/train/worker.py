@@ -32,7 +32,7 @@ from posttrain.models.load import build, dropout_settings
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.shards import nonfinite
 from posttrain.models.ulysses import SequenceParallel, check_heads
-from posttrain.models.weights import fill, materialize
+from posttrain.models.weights import load_weights, materialize
 from posttrain.train import checkpoint, saver
 from posttrain.train.flops import model_flops, peak_flops
 from posttrain.train.microbatch import MicroBatch
@@ -106,7 +106,7 @@ class TrainWorker:
         }
 
     def _load(self) -> PackedLM:
-        """The model: first without memory, then shared out among the workers, then filled."""
+        """The model: first without memory, then shared out among the workers, then its weights are loaded."""
         spec, train = self.spec, self.spec.train
         self.adapted = spec.trainable and train.lora.rank is not None
         self.compiled = train.compile == "on" or (train.compile == "auto" and spec.device == "cuda")
@@ -134,7 +134,9 @@ class TrainWorker:
             cpu_offload=train.cpu_offload,
         )
         materialize(lm, self.device, parameters_on=torch.device("cpu") if train.cpu_offload else None)
-        fill(lm.model, spec.source, spec.seed, leave=frozenset({PackedValues.HEAD}) if spec.values else frozenset())
+        load_weights(
+            lm.model, spec.source, spec.seed, leave=frozenset({PackedValues.HEAD}) if spec.values else frozenset()
+        )
         if isinstance(lm, PackedValues):
             lm.zero_head()
         return lm
@@ -144,8 +146,8 @@ class TrainWorker:
     def logprobs(
         self, shard: Sequence[PackedBatch], adapter: bool = True, temperature: float | None = None
     ) -> list[Tensor]:
-        """Log-probabilities under the current weights, or a critic's values, a [T] column a micro-batch; 0 where no
-        loss is carried.
+        """Log-probabilities under the current weights, or a critic's values, a [T] column a micro-batch; 0 at tokens
+        without loss.
 
         Without ``adapter`` they are of the weights that a LoRA run started from. ``temperature`` stands for that of
         the ``WorkerSpec``.

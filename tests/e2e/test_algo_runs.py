@@ -23,7 +23,7 @@ from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import write_rows
 from posttrain.models.builtin import builtin_tokenizer, create_builtin
 from posttrain.models.load import ModelSource, load_model, locate
-from posttrain.models.weights import fill
+from posttrain.models.weights import load_weights
 from posttrain.rl import command as rl
 from posttrain.rl.batch import pack, usable
 from posttrain.rl.learner import Learner, kl_in_reward
@@ -99,7 +99,7 @@ def weights(folder, part="actor"):
     model = load_model(ModelSource("builtin:tiny"), dtype=torch.float32)
     if part == "critic":
         model.set_output_embeddings(nn.Linear(model.config.hidden_size, 1, bias=False))
-    fill(model, ModelSource("", shards=str(checkpoint.find(folder).path / part / "model")), 0)
+    load_weights(model, ModelSource("", shards=str(checkpoint.find(folder).path / part / "model")), 0)
     return dict(model.named_parameters())
 
 

@@ -30,7 +30,7 @@ from posttrain.data.parquet import Conversation, sft_row, write_rows
 from posttrain.models.attention import Ragged, choose
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model
-from posttrain.models.weights import fill
+from posttrain.models.weights import load_weights
 from posttrain.rl import command as rl
 from posttrain.runs.run import RunTarget, StopSignal
 from posttrain.runs.training_run import TrainingRun
@@ -338,7 +338,7 @@ def test_saved_by_two_loaded_by_one(alone, pair, start, tmp_path):
         assert its_third[name] == pytest.approx(third[name], rel=1e-4)
     # The whole model out of the same shards, as merging and sampling read it.
     lm = PackedLM(load_model(ModelSource("builtin:tiny"), dtype=torch.float32))
-    fill(lm.model, ModelSource("", shards=str(tmp_path / "model")), 0)
+    load_weights(lm.model, ModelSource("", shards=str(tmp_path / "model")), 0)
     predict = batch.loss_mask.nonzero().flatten()
     ragged = Ragged.build(batch.cu_seqlens, torch.device("cpu"), SDPA)
     with torch.no_grad():

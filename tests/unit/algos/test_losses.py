@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from posttrain.algos import POLICY_LOSSES, losses
 from posttrain.algos.reduce import token_weights
-from posttrain.algos.segments import owners
+from posttrain.algos.segments import segment_ids
 from posttrain.algos.tokens import TokenInputs, UpdateTokens
 from posttrain.models import logprobs as logprobs_module
 
@@ -63,7 +63,7 @@ def token_inputs(name, logprobs, old, advantages, selected):
     column = selected if name in SELECTING else None
     if name in BY_SEQUENCE:
         columns = (packed(x.tolist()) for x in (logprobs, old, advantages))
-        column = prepared(name, *columns, owners(OFFSETS), MASK)[MASK]
+        column = prepared(name, *columns, segment_ids(OFFSETS), MASK)[MASK]
     return TokenInputs(advantages, old, column)
 
 
@@ -219,7 +219,7 @@ def test_chunks_micro_batches_and_packing_do_not_matter(lengths, name, seed, ran
     mask = torch.rand(total, generator=generator) < 0.7
     # Of two tokens both have the same covariance, and the one that comes first is selected.
     assume(not (name in SELECTING and mask.sum() == 2))
-    sequence = owners(torch.tensor([0, *lengths]).cumsum(0))
+    sequence = segment_ids(torch.tensor([0, *lengths]).cumsum(0))
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)[sequence]
     logprobs = old + 0.3 * step
 
@@ -233,7 +233,7 @@ def test_chunks_micro_batches_and_packing_do_not_matter(lengths, name, seed, ran
         column = torch.zeros_like(old)
         if name in (*BY_SEQUENCE, *SELECTING):
             preparing = "kl_cov" if name in SELECTING else name  # clip_cov draws at random
-            column = prepared(preparing, *packed, owners(offsets), mask[place], kl_cov_share=0.3)[back]
+            column = prepared(preparing, *packed, segment_ids(offsets), mask[place], kl_cov_share=0.3)[back]
         return [x[mask] for x in (logprobs, advantages, old, column, weights)]
 
     def sums_of(tokens):

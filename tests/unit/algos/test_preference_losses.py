@@ -16,7 +16,7 @@ from posttrain.algos.preference import (
     sigmoid_loss,
     token_weights,
 )
-from posttrain.algos.segments import owners, totals
+from posttrain.algos.segments import segment_ids, segment_sum
 
 MARGINS = torch.tensor([-40.0, -2.0, -0.3, 0.0, 0.5, 3.0, 40.0], dtype=torch.float64)
 LOSSES = {
@@ -105,8 +105,8 @@ def test_the_weighted_sum_has_the_gradient_of_the_plain_formula(params, seed):
     generator = torch.Generator().manual_seed(seed)
     logprobs = -3 * torch.rand(14, generator=generator, dtype=torch.float64)
     ref = logprobs + torch.randn(14, generator=generator, dtype=torch.float64)
-    sequence = owners(OFFSETS)
-    tokens = totals(MASK, sequence, 4)
+    sequence = segment_ids(OFFSETS)
+    tokens = segment_sum(MASK, sequence, 4)
 
     def sums(column):
         return torch.zeros(4, dtype=torch.float64).index_add(0, sequence, torch.where(MASK, column, 0.0))

@@ -68,7 +68,7 @@ def test_tokens_are_picked_by_their_probability(monkeypatch):
     found = torch.bincount(pick(rows, keys).flatten(), minlength=6) / 200_000
     error = (probabilities * (1 - probabilities) / 200_000).sqrt()
     assert ((found - probabilities).abs() <= 4 * error).all()
-    monkeypatch.setattr("posttrain.engines.hf_sampling._AT_ONCE", 600)
+    monkeypatch.setattr("posttrain.engines.hf_sampling._CHUNK", 600)
     one_by_one = torch.cat([pick(rows[:1], key[None]) for key in keys[:500]])
     assert torch.equal(pick(rows[:500], keys[:500]), one_by_one)
 

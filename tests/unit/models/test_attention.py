@@ -148,11 +148,12 @@ def test_what_it_cannot_do_is_an_error():
 
 
 def spec(folder, **changes):
-    """Return the spec of an engine; ``changes`` are keys of `[rollout]`, ``truncates`` or ``replica``."""
-    own = {key: changes.pop(key) for key in ("truncates", "replica", "seed", "threads") if key in changes}
+    """Return the spec of an engine; ``changes`` are keys of `[rollout]` or of the spec itself."""
+    of_spec = ("stop_token_ids", "truncates", "replica", "seed", "threads")
+    own = {key: changes.pop(key) for key in of_spec if key in changes}
     rollout = RolloutConfig(**({"kv_tokens": 8192, "max_concurrent": 64} | changes))
     values = {"source": ModelSource(str(folder)), "device": "cpu", "dtype": "float32", "seed": 0}
-    return EngineSpec(**(values | own), rollout=rollout, stop_token_ids=[STOP])
+    return EngineSpec(**(values | {"stop_token_ids": [STOP]} | own), rollout=rollout)
 
 
 async def load(engine, weights):

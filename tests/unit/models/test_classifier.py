@@ -12,7 +12,7 @@ from posttrain.models.classifier import classifier_config, is_classifier
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource, build, load_config, load_tokenizer
 from posttrain.models.reward import RewardModel
-from posttrain.models.weights import fill, materialize
+from posttrain.models.weights import load_weights, materialize
 from posttrain.runs.preflight import find_model, open_model
 from posttrain.train import checkpoint, saver
 from posttrain.train.model import PackedValues
@@ -28,7 +28,7 @@ def trained(tmp_path):
     """A checkpoint as a reward model's run writes it, and the model."""
     lm = PackedValues(build(TINY, dtype=torch.float32))
     materialize(lm, torch.device("cpu"))
-    fill(lm.model, TINY, 3, leave=frozenset({PackedValues.HEAD}))
+    load_weights(lm.model, TINY, 3, leave=frozenset({PackedValues.HEAD}))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         lm.model.get_output_embeddings().weight.normal_(generator=generator)
@@ -70,7 +70,7 @@ def test_a_critic_may_start_from_a_reward_model(trained):
     assert is_classifier(load_config(source))
     critic = PackedValues(build(source, dtype=torch.float32))
     materialize(critic, torch.device("cpu"))
-    fill(critic.model, source, 0, leave=frozenset({PackedValues.HEAD}))
+    load_weights(critic.model, source, 0, leave=frozenset({PackedValues.HEAD}))
     for name, parameter in critic.model.named_parameters():
         if name != PackedValues.HEAD:
             torch.testing.assert_close(parameter, lm.model.get_parameter(name), rtol=0, atol=0)

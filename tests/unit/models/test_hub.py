@@ -179,12 +179,12 @@ def test_paths_of_this_machine_stay_here(hub, tmp_path):
     from posttrain.config import LoraConfig
     from posttrain.models import lora
     from posttrain.models.load import build
-    from posttrain.models.weights import fill, materialize
+    from posttrain.models.weights import load_weights, materialize
 
     model = build(TINY, dtype=torch.float32)
     lora.inject(model, LoraConfig(rank=2), dtype=torch.float32)
     materialize(model, torch.device("cpu"))
-    fill(model, TINY, 3)
+    load_weights(model, TINY, 3)
     made = checkpoint.begin(tmp_path / "checkpoints", 1)
     saver.save_shards(made / "actor", model, None, 1)
     lora.save(model, made / "actor" / "adapter", TINY, 3, write=True)

@@ -28,7 +28,7 @@ from posttrain.models.attention import Ragged, choose
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource, build, load_model, locate
-from posttrain.models.weights import fill, materialize
+from posttrain.models.weights import load_weights, materialize
 from posttrain.runs.preflight import open_model
 from posttrain.train import checkpoint, saver
 from posttrain.train.flops import model_flops
@@ -70,7 +70,7 @@ def adapted(source=TINY, seed=3, dtype=torch.float32, shaken=False, **settings):
     model = build(source, dtype=dtype)
     lora.inject(model, LoraConfig(**{"rank": 4, "alpha": 8} | settings), dtype=torch.float32)
     materialize(model, CPU)
-    fill(model, source, seed)
+    load_weights(model, source, seed)
     if shaken:
         generator = torch.Generator().manual_seed(7)
         for name, parameter in model.named_parameters():
@@ -352,7 +352,7 @@ def test_what_is_loaded_is_base_and_adapter(tmp_path):
     assert_same_weights(state(load_model(source, dtype=torch.float32, seed=99)), merged, rtol=0, atol=0)
     trainer = build(source, dtype=torch.float32)
     materialize(trainer, CPU)
-    fill(trainer, source, 99)
+    load_weights(trainer, source, 99)
     assert_same_weights(state(trainer), merged, rtol=0, atol=0)
     assert locate(str(tmp_path / "actor" / "adapter")) == source
 

@@ -21,7 +21,7 @@ from posttrain.core.errors import ConfigError, ModelError
 from posttrain.models.attention import available, choose
 from posttrain.models.load import ModelSource, build
 from posttrain.models.ulysses import check_heads
-from posttrain.models.weights import fill, materialize
+from posttrain.models.weights import load_weights, materialize
 from posttrain.train.flops import model_flops
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def test_loads_the_weights_that_were_saved(kind, tmp_path):
     model = build(source, dtype=torch.float32)
     assert all(p.is_meta for p in model.parameters())
     materialize(model, CPU)
-    fill(model, source, 0)
+    load_weights(model, source, 0)
     wanted = dict(expected.named_parameters())
     assert dict(model.named_parameters()).keys() == wanted.keys()
     for name, parameter in model.named_parameters():
@@ -84,7 +84,7 @@ def test_loads_weights_in_the_requested_dtype(tmp_path):
     expected = saved("qwen2", tmp_path)
     model = build(ModelSource(str(tmp_path)), dtype=torch.bfloat16)
     materialize(model, CPU)
-    fill(model, ModelSource(str(tmp_path)), 0)
+    load_weights(model, ModelSource(str(tmp_path)), 0)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected.get_parameter(name).bfloat16())
 
@@ -102,7 +102,7 @@ def test_rejects_missing_or_misshaped_weight(tmp_path):
     model = build(source, dtype=torch.float32)
     materialize(model, CPU)
     with pytest.raises(ModelError, match=r"has no weights for .*layers\.1\.mlp\.up_proj\.weight"):
-        fill(model, source, 0)
+        load_weights(model, source, 0)
 
     saved("qwen2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -110,7 +110,7 @@ def test_rejects_missing_or_misshaped_weight(tmp_path):
     model = build(source, dtype=torch.float32)
     materialize(model, CPU)
     with pytest.raises(ModelError, match=r"mlp\.\w+\.weight is \(.*80.*\), and the config makes it \(.*96.*\)"):
-        fill(model, source, 0)
+        load_weights(model, source, 0)
 
 
 def test_rejects_truncated_weight_file(tmp_path):
@@ -120,13 +120,13 @@ def test_rejects_truncated_weight_file(tmp_path):
     model = build(ModelSource(str(tmp_path)), dtype=torch.float32)
     materialize(model, CPU)
     with pytest.raises(ModelError, match="cannot read") as error:
-        fill(model, ModelSource(str(tmp_path)), 0)
+        load_weights(model, ModelSource(str(tmp_path)), 0)
     assert "download" in error.value.hint
 
 
 LOAD = """
 import pathlib, sys, torch
-from posttrain.models.weights import fill, materialize
+from posttrain.models.weights import load_weights, materialize
 from posttrain.models.load import ModelSource, build
 
 def kib(name):
@@ -137,7 +137,7 @@ source = ModelSource(sys.argv[1])
 model = build(source, dtype=torch.bfloat16)
 before = kib("VmRSS:")
 materialize(model, torch.device("cpu"))
-fill(model, source, 0)
+load_weights(model, source, 0)
 print(before, kib("VmHWM:"), kib("RssAnon:"), kib("VmRSS:"))
 """
 

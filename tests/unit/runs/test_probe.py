@@ -11,7 +11,7 @@ from posttrain.models import lora
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource, build
-from posttrain.models.weights import fill, materialize
+from posttrain.models.weights import load_weights, materialize
 from posttrain.train import checkpoint, saver
 from posttrain.train.model import PackedValues
 
@@ -101,7 +101,7 @@ def test_adapters_go_through_peft(tmp_path):
     model = build(TINY, dtype=torch.float32)
     lora.inject(model, LoraConfig(rank=2, alpha=64), dtype=torch.float32)
     materialize(model, torch.device("cpu"))
-    fill(model, TINY, 3)
+    load_weights(model, TINY, 3)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -126,7 +126,7 @@ def test_adapters_go_through_peft(tmp_path):
 def test_a_reward_model_says_its_scores(tmp_path, capsys, off, passes):
     lm = PackedValues(build(TINY, dtype=torch.float32))
     materialize(lm, torch.device("cpu"))
-    fill(lm.model, TINY, 3, leave=frozenset({PackedValues.HEAD}))
+    load_weights(lm.model, TINY, 3, leave=frozenset({PackedValues.HEAD}))
     with torch.no_grad():
         lm.model.get_output_embeddings().weight.normal_(generator=torch.Generator().manual_seed(0))
     silent = merge_ckpt.run(checkpointed(tmp_path / "a", lm.model, None, reward_model=True), str(tmp_path / "first"))

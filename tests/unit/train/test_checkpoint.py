@@ -11,7 +11,7 @@ from posttrain.core.errors import ModelError, UserError
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource, load_model, locate
-from posttrain.models.weights import fill
+from posttrain.models.weights import load_weights
 from posttrain.train import checkpoint, saver
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -272,7 +272,7 @@ def test_shards_hold_the_model(tmp_path):
     saver.save_shards(tmp_path, model, None, 0)
     assert not (tmp_path / "optim").exists()
     other = create_builtin("tiny", 4)
-    fill(other, ModelSource("", shards=str(tmp_path / "model")), 0)
+    load_weights(other, ModelSource("", shards=str(tmp_path / "model")), 0)
     expected = dict(model.named_parameters())
     assert all(torch.equal(p, expected[name]) for name, p in other.named_parameters())
 
@@ -281,7 +281,7 @@ def test_rejects_shards_that_lack_a_parameter(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     saver.save_shards(tmp_path, model, None, 0)
     with pytest.raises(ModelError, match="cannot read the checkpoint shards"):
-        fill(create_builtin("tiny", 0), ModelSource("", shards=str(tmp_path / "model")), 0)
+        load_weights(create_builtin("tiny", 0), ModelSource("", shards=str(tmp_path / "model")), 0)
 
 
 def test_restores_optimizer_state(tmp_path):

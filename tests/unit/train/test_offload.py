@@ -31,7 +31,7 @@ def test_tensors_leave_and_come_back_in_place():
 def test_an_optimizer_steps_on_afterwards():
     """As one whose state never left."""
 
-    def steps(parking):
+    def steps(offloaded):
         torch.manual_seed(0)
         model = nn.Linear(7, 5)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
@@ -40,7 +40,7 @@ def test_an_optimizer_steps_on_afterwards():
             model(torch.ones(2, 7)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if parking is not None:
+            if offloaded is not None:
                 offloaded.offload([*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())])
                 offloaded.onload()
         return model.weight
