@@ -130,7 +130,7 @@ def test_stored_config_of_a_run_with_a_plugin_can_be_read_elsewhere(tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPO, capture_output=True, text=True)
     assert done.stdout == "dro\n", done.stderr
     (tmp_path / "config.toml").write_text(tree)
-    with pytest.raises(ConfigError, match="'dro'.*a name that a plugin registers"):
+    with pytest.raises(ConfigError, match=r"'dro'.*a name that a plugin registers"):
         stored_config(tmp_path)
 
 
