@@ -127,11 +127,11 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
             continue
         torch.cuda.synchronize()
         result = worker.update(shards[rank // args.sequence_parallel], LossSpec())
-        seconds.append(result["seconds"])
-        loss = torch.tensor(result["loss"], device="cuda")
+        seconds.append(result.maxima["seconds"])
+        loss = torch.tensor(result.sums["loss"], device="cuda")
         torch.distributed.all_reduce(loss)  # each rank has a part of the sum
         losses.append(float(loss))
-        flops.append(result["flops"])
+        flops.append(result.sums["flops"])
         tokens.append(batch.num_tokens)
     torch.distributed.destroy_process_group()
     rates = [n / s for n, s in zip(tokens, seconds, strict=True)][WARM_UP:]

@@ -16,14 +16,9 @@ from posttrain.core.errors import diverged
 from posttrain.core.registry import some
 from posttrain.core.types import Ids
 from posttrain.data.pack import PackedBatch, Placement, place
-from posttrain.train.spec import LossSpec, WorkerSpec
+from posttrain.train.spec import LossSpec, WorkerSpec, over_ranks
 from posttrain.weight_sync.buckets import Bucket, mapped
 from posttrain.weight_sync.sender import Transport
-
-_EQUAL_METRICS = {"grad_norm", "lr", "skipped"}
-"""Metrics of an update that all workers share."""
-_MAX_METRICS = {"seconds", "memory_gib"}
-"""Metrics of an update of which the largest counts. All others are sums over workers."""
 
 WorkerMethod = Literal[
     "setup",
@@ -154,16 +149,9 @@ class TrainerGroup:
         return float(sum(m["loss"] for m in await self._on_shards("evaluate", shards)))
 
     async def update(self, batch: PackedBatch, loss: LossSpec) -> dict[str, float]:
-        """Take one optimizer step on the batch, and return the metrics over all workers (``TrainWorker.update``)."""
+        """Take one optimizer step on the batch, and return its metrics (``UpdateMetrics``) over all workers."""
         per_worker = await self._on_shards("update", self._place(batch).shards(batch), loss)
-        merged = dict(per_worker[0])
-        for metrics in per_worker[1:]:
-            for key, value in metrics.items():
-                if key in _MAX_METRICS:
-                    merged[key] = max(merged[key], value)
-                elif key not in _EQUAL_METRICS:
-                    merged[key] = merged.get(key, 0.0) + value
-        return merged
+        return over_ranks(per_worker)
 
     async def nonfinite_gradients(self) -> list[str]:
         """Return the parameters whose gradient was not finite in the last update that was skipped."""

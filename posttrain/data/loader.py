@@ -82,7 +82,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Window:
+class RowWindow:
     """Rows that are in memory together."""
 
     pieces: list[Piece]
@@ -112,7 +112,7 @@ class WindowOrder:
         self.seed = seed
         self.shuffle = shuffle
 
-    def windows(self, position: int) -> Iterator[tuple[Window, int]]:
+    def windows(self, position: int) -> Iterator[tuple[RowWindow, int]]:
         """Yield the windows from the one that holds ``position`` (rows handed out so far, over all epochs) on, each
         with the number of its rows that are to be passed over. Never ends."""
         epoch, offset = divmod(position, self.rows)
@@ -120,7 +120,7 @@ class WindowOrder:
             first, skip = divmod(offset, self.window)
             for number, pieces in enumerate(_cut(self._pieces(epoch), self.window)):
                 if number >= first:
-                    yield Window(pieces, self._order(epoch, number, pieces)), skip
+                    yield RowWindow(pieces, self._order(epoch, number, pieces)), skip
                     skip = 0
             epoch, offset = epoch + 1, 0
 

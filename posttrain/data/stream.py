@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrain.core.errors import DataError
-from posttrain.data.loader import INTERLEAVE, Order, Window, WindowOrder
+from posttrain.data.loader import INTERLEAVE, Order, RowWindow, WindowOrder
 from posttrain.data.prefetch import Ahead, Render, Rendered, Renderer, Row
 from posttrain.data.shards import ShardReader, Shards
 
@@ -39,7 +39,7 @@ CHECK_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Sample:
+class TokenRow:
     """A row in tokens."""
 
     row: int
@@ -84,7 +84,7 @@ class Counts:
 class Batch:
     """The samples of one step, and where the stream stands after them."""
 
-    samples: list[Sample]
+    samples: list[TokenRow]
     position: int
     counts: Counts
 
@@ -198,7 +198,7 @@ class SampleStream:
     def _assemble(self) -> Iterator[Batch]:
         """Yield the batches from the current position on."""
         position, counts = self.position, self.counts
-        samples: list[Sample] = []
+        samples: list[TokenRow] = []
         left_out = 0
         rows = self._in_memory(position) if self.rendered is not None else self._streamed(position)
         for row, rendered in rows:
@@ -208,7 +208,7 @@ class SampleStream:
             if left_out == self.shards.rows:
                 raise _nothing_left(self.shards)
             if not rendered.left_out:
-                samples.append(Sample(row, rendered.ids, rendered.mask, rendered.second))
+                samples.append(TokenRow(row, rendered.ids, rendered.mask, rendered.second))
             if len(samples) == self.batch_size:
                 yield Batch(samples, position, counts)
                 samples = []
@@ -253,7 +253,7 @@ class SampleStream:
                 )
             del content  # before the next window is read
 
-    def _read(self, reader: ShardReader, window: Window) -> _Content:
+    def _read(self, reader: ShardReader, window: RowWindow) -> _Content:
         content = _Content()
         for piece in window.pieces:
             self._renderer.waiting_for = f"{self.shards.groups[piece.group].path} to be read"
@@ -261,7 +261,7 @@ class SampleStream:
                 content.append(batch)
         return content
 
-    def _numbers(self, window: Window) -> Order:
+    def _numbers(self, window: RowWindow) -> Order:
         """Return the [rows] numbers of a window's rows over all shards, in the order in which they are handed out."""
         firsts = [self.shards.groups[piece.group].first for piece in window.pieces]
         laid = [np.arange(first + p.start, first + p.stop) for first, p in zip(firsts, window.pieces, strict=True)]

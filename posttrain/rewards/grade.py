@@ -12,8 +12,6 @@ import multiprocessing
 import os
 import queue
 import resource
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from typing import Any
 import psutil
 
 from posttrain.config import RewardConfig, SandboxConfig
+from posttrain.core.child_process import ChildProcess
 from posttrain.core.registry import load_plugins
 from posttrain.core.types import Score
 from posttrain.rewards import compute_score, failed, is_cheap, raised, set_item_deadline
@@ -165,8 +164,7 @@ class _Grader:
 
     def __init__(self, spec: GraderSpec) -> None:
         self._spec = spec
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._process: ChildProcess | None = None
 
     def ask(self, items: Sequence[GradeItem], deadline_s: float) -> list[Score]:
         """The verdicts on the first items: on all, or up to one that ended the process. At least one.
@@ -176,10 +174,10 @@ class _Grader:
         """
         verdicts: list[Score] = []
         try:
-            pipe = self._pipe or self._start()
-            pipe.send(list(items))
+            process = self._process or self._start()
+            process.pipe.send(list(items))
             for _ in items:
-                verdict = self._wait_verdict(pipe, deadline_s)
+                verdict = self._wait_verdict(process, deadline_s)
                 if isinstance(verdict, str):
                     self.kill()
                     return [*verdicts, failed(verdict, unfinished=True)]
@@ -187,7 +185,7 @@ class _Grader:
                     verdict if isinstance(verdict, Score) else failed(f"the grader sent {type(verdict).__name__}")
                 )
         except (EOFError, OSError):
-            code = self._wait_code()
+            code = process.exit_code()
             self.kill()
             return [*verdicts, failed(f"the grader process died (exit code {code})", unfinished=True)]
         except Exception as error:  # an item that cannot be pickled, a process that does not come up
@@ -197,68 +195,55 @@ class _Grader:
             return [*verdicts, failed(f"the grader could not be asked: {type(error).__name__}: {error}")]
         return verdicts
 
-    def _wait_verdict(self, pipe: Connection, deadline_s: float) -> object:
+    def _wait_verdict(self, process: ChildProcess, deadline_s: float) -> object:
         """Return the verdict; or, as a string, why the process has to be replaced instead.
 
         Raises:
             EOFError, OSError: the process has died.
         """
         end = time.monotonic() + deadline_s
-        while not pipe.poll(max(0.0, min(_LOOK_S, end - time.monotonic()))):
+        while not process.pipe.poll(max(0.0, min(_LOOK_S, end - time.monotonic()))):
             # With a verdict there by now, the process may have been seen at work on the next item.
-            if self._resident() > self._spec.memory_mb << 20 and not pipe.poll():
+            if _resident(process) > self._spec.memory_mb << 20 and not process.pipe.poll():
                 return _too_much(self._spec)
             if time.monotonic() >= end:
                 return f"timed out after {deadline_s:g} s"
-        return pipe.recv()
-
-    def _resident(self) -> int:
-        """Bytes of the process's resident set; 0 where it has ended."""
-        process = self._process
-        if process is None:
-            return 0
-        try:
-            return int(psutil.Process(process.pid).memory_info().rss)
-        except psutil.NoSuchProcess:
-            return 0
+        return process.receive()
 
     def kill(self) -> None:
-        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
+        process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.join()
-        if pipe is not None:
-            pipe.close()
+            process.pipe.close()
 
-    def _start(self) -> Connection:
-        context = multiprocessing.get_context("spawn")
-        pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._spec), daemon=True)
-        self._pipe = pipe
-        self._process.start()
-        theirs.close()
-        if not pipe.poll(START_DEADLINE_S):
-            raise TimeoutError(f"the grader process did not start within {START_DEADLINE_S:g} s")
+    def _start(self) -> ChildProcess:
+        """Start a process, and wait until it is ready. What fails is not the doing of the first item.
+
+        Raises:
+            RuntimeError: it does not come up.
+        """
         try:
-            ready = pipe.recv()
-        except EOFError:  # which is not the doing of the first item
-            raise RuntimeError(f"the grader process died as it started (exit code {self._wait_code()})") from None
+            process = self._process = ChildProcess(_serve, self._spec)
+            ready = process.receive(START_DEADLINE_S)
+        except EOFError:
+            raise RuntimeError(f"the grader process died as it started (exit code {process.exit_code()})") from None
+        except OSError as error:  # a TimeoutError is one
+            raise RuntimeError(f"the grader process did not start: {error}") from error
         if isinstance(ready, str):
             raise RuntimeError(ready)
-        return pipe
+        return process
 
-    def _wait_code(self) -> int | None:
-        process = self._process
-        if process is None:
-            return None
-        process.join(timeout=1.0)
-        return process.exitcode
+
+def _resident(process: ChildProcess) -> int:
+    """Return the bytes of the process's resident set; 0 where it has ended."""
+    try:
+        return int(psutil.Process(process.pid).memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _serve(pipe: Connection, spec: GraderSpec) -> None:
     """Body of a grader process: items in, verdicts out, until the pool closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
-    sys.stdout = sys.stderr  # stdout is for the command's data
     threading.Thread(target=_die_with_parent, daemon=True).start()
     function: RewardFunction | None = None
     try:

@@ -11,7 +11,7 @@ from posttrain.config import Config
 from posttrain.data.pack import PackedBatch
 from posttrain.data.prefetch import Render, Rendered
 from posttrain.data.shards import Shards
-from posttrain.data.stream import Sample
+from posttrain.data.stream import TokenRow
 from posttrain.runs.training_run import TrainingRun
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
     from posttrain.models.load import ModelSource
 
-Samples = Sequence[Sample] | Sequence[Rendered]
+Samples = Sequence[TokenRow] | Sequence[Rendered]
 
 
 class SampleLearner(Protocol):

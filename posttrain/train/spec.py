@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,3 +46,25 @@ class LossSpec:
     """Another policy sampled the batch: the gap to ``rollout_logprobs`` is the drift from it."""
     value_clip: float = float("inf")
     """See ``algos.losses.value``."""
+
+
+@dataclass(frozen=True)
+class UpdateMetrics:
+    """What a rank measured in an optimizer step, by how the ranks' values are combined."""
+
+    sums: dict[str, float]
+    """Parts of the whole batch's value: ``loss``, ``pg_loss``, ``entropy``, ``flops``, ``tokens_run``, ..."""
+    shared: dict[str, float]
+    """The same on every rank: ``grad_norm``, ``skipped``, ``lr``"""
+    maxima: dict[str, float]
+    """The largest counts: ``seconds``, ``memory_gib``"""
+
+
+def over_ranks(found: Sequence[UpdateMetrics]) -> dict[str, float]:
+    """Return the metrics of an update over all ranks. Not every rank has every sum."""
+    sums: dict[str, float] = {}
+    for metrics in found:
+        for key, value in metrics.sums.items():
+            sums[key] = sums[key] + value if key in sums else value
+    maxima = {key: max(metrics.maxima[key] for metrics in found) for key in found[0].maxima}
+    return sums | found[0].shared | maxima

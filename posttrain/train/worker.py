@@ -47,7 +47,7 @@ from posttrain.train.optim import (
 from posttrain.train.parallel import parallelize, reshard, sharding_mesh
 from posttrain.train.profile import Profiler
 from posttrain.train.schedule import learning_rate
-from posttrain.train.spec import LossSpec, WorkerSpec
+from posttrain.train.spec import LossSpec, UpdateMetrics, WorkerSpec
 from posttrain.weight_sync.broadcast import BroadcastConnection
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.sender import Transport, WeightSender
@@ -175,12 +175,10 @@ class TrainWorker:
                 total += float(losses.nll(values, micro.weights)[0])
         return {"loss": total}
 
-    def update(self, shard: Sequence[PackedBatch], loss: LossSpec) -> dict[str, float]:
-        """One optimizer step over the shard's micro-batches.
+    def update(self, shard: Sequence[PackedBatch], loss: LossSpec) -> UpdateMetrics:
+        """Take one optimizer step over the shard's micro-batches.
 
-        Returns sums to add up over ranks (``loss``, ``pg_loss``, ..., ``entropy``, ``flops``, ``tokens_run``),
-        ``grad_norm`` and ``skipped`` (the same on every rank) and this rank's ``seconds`` and ``memory_gib``. With
-        ``skipped`` 1 the gradient was not finite, and the weights are unchanged; see ``nonfinite_gradients``.
+        With ``skipped`` 1 the gradient was not finite, and the weights are unchanged; see ``nonfinite_gradients``.
         """
         if self.optimizer is None:
             raise RunError("a frozen model cannot be updated")
@@ -207,15 +205,15 @@ class TrainWorker:
         self.optimizer.zero_grad(set_to_none=True)  # now: a sampler may need the memory
         self.step += 1
         share = self.spec.train.sequence_parallel  # of ranks that count the same tokens
-        return {key: float(value) for key, value in sums.items()} | {
-            "grad_norm": float(grad_norm),
-            "skipped": float(skipped),
-            "lr": rate,
+        computed = {
             "flops": sum(self.flops.training(batch.lengths) for batch in shard) / share,
             "tokens_run": float(sum(len(micro.input_ids) for micro in micros)),
-            "seconds": time.perf_counter() - start,
-            "memory_gib": self._memory_gib(),
         }
+        return UpdateMetrics(
+            sums={key: float(value) for key, value in sums.items()} | computed,
+            shared={"grad_norm": float(grad_norm), "skipped": float(skipped), "lr": rate},
+            maxima={"seconds": time.perf_counter() - start, "memory_gib": self._memory_gib()},
+        )
 
     def start_profile(self) -> None:
         """Trace what this worker does from now on."""

@@ -61,18 +61,18 @@ def train(folder, **options):
         worker.offload()
         worker.onload()
         after, off = worker.logprobs(batches(0))[0], worker.logprobs(batches(0), adapter=False)[0]
-        worker.open_outlet("host", 64 << 20)
+        worker.open_sender("host", 64 << 20)
         sent = set()
         while (bucket := worker.next_bucket(0)) is not None:
             sent |= bucket.shapes.keys()
-        worker.close_outlet()
+        worker.close_sender()
     finally:
         dist.destroy_process_group()
         del worker
         gc.collect()
         torch.cuda.empty_cache()
     assert not any("lora" in name or "base_layer" in name for name in sent)
-    return [(r["loss"], r["grad_norm"]) for r in found], before, after, off
+    return [(r.sums["loss"], r.shared["grad_norm"]) for r in found], before, after, off
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

@@ -200,7 +200,7 @@ def curve(folder, steps=4, **train):
         del worker
         gc.collect()
         torch.cuda.empty_cache()
-    return facts, [(r["loss"], r["grad_norm"]) for r in results]
+    return facts, [(r.sums["loss"], r.shared["grad_norm"]) for r in results]
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
@@ -249,6 +249,6 @@ def test_offload_frees_the_gpu_and_brings_everything_back(folder):
         assert torch.cuda.memory_allocated() - workspaces < 0.1 * (held - workspaces)
         worker.onload()
         assert torch.equal(worker.logprobs(batch)[0], before)
-        assert worker.update(batch, LossSpec())["skipped"] == 0.0
+        assert worker.update(batch, LossSpec()).shared["skipped"] == 0.0
     finally:
         dist.destroy_process_group()

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from posttrain.config import DataConfig
 from posttrain.data.prefetch import Rendered, Row
 from posttrain.data.shards import Shards
-from posttrain.data.stream import Sample, SampleStream
+from posttrain.data.stream import SampleStream, TokenRow
 
 BATCH = 8
 SAVE_EVERY = 5
@@ -68,7 +68,7 @@ def open_stream(folder: Path, workers: int, pause_s: float = 0.0, **settings: ob
     return SampleStream(shards, Numbers(pause_s), cfg, batch_size=BATCH, seed=7)
 
 
-def digest(samples: Sequence[Sample]) -> str:
+def digest(samples: Sequence[TokenRow]) -> str:
     content = hashlib.sha256()
     for sample in samples:
         content.update(sample.ids.tobytes())

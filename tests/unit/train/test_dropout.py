@@ -56,10 +56,10 @@ def test_no_pass_of_a_worker_has_dropout(tmp_path, make, kind):
         assert torch.equal(first, second)
         updates = [worker.update([batch()], LossSpec()) for _ in range(2)]
         expected = -float((first * batch().loss_weights).sum())  # of a policy and of a reward model alike
-        assert updates[0]["loss"] == updates[1]["loss"] == pytest.approx(expected, abs=1e-5)
+        assert updates[0].sums["loss"] == updates[1].sums["loss"] == pytest.approx(expected, abs=1e-5)
         if kind != "critic":
             assert worker.evaluate([batch()])["loss"] == pytest.approx(expected, abs=1e-5)
-        assert updates[0]["grad_norm"] == updates[1]["grad_norm"] > 0
+        assert updates[0].shared["grad_norm"] == updates[1].shared["grad_norm"] > 0
         assert facts["dropout"] == asked
     finally:
         dist.destroy_process_group()
