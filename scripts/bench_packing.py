@@ -7,7 +7,7 @@ its chat template. The folder (``POSTTRAIN_TEST_DATA``, else ``../shared/data``)
 ``tokenizer``. As the files are small, a data set of 20,000 conversations is drawn from their lengths with a fixed seed;
 the row `as they are` has no such step, and the last bin then costs a large part.
 
-    best fit    posttrain.data.pack.best_fit
+    best fit    posttrain.data.bins.best_fit
     first fit   in the order of the file, each into the first bin that has space
     in order    each into the last bin, or else a new one: concatenation without cutting
     padding     as many rows at once as the budget holds when each is padded to the longest of them, in file order

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.tracking.metrics import RENAMED_METRICS
 from tests.e2e.run_commands import run_commands
 
 REPO = Path(__file__).resolve().parents[2]
@@ -94,7 +95,7 @@ BY_OTHERS: dict[str, str] = {
     "posttrain merge-ckpt tiny-lora-sft --out adapter --adapter --check":
         "e2e/test_lora_runs.py:test_the_commands_of_the_guide",
     "posttrain merge-ckpt tiny-gsm8k --out merged-public --check --push my-team/tiny-gsm8k --public":
-        "unit/test_hub.py:test_what_arrives_is_what_is_written",
+        "unit/models/test_hub.py:test_what_arrives_is_what_is_written",
     "posttrain sft --preset tiny-code-sft": "e2e/test_code_rl.py:test_rl_with_the_code_interpreter_beats_sft",
     "posttrain rl --preset tiny-code": "e2e/test_code_rl.py:test_rl_with_the_code_interpreter_beats_sft",
     "posttrain generate --preset tiny-code-generate --model run:tiny-code":
@@ -103,9 +104,9 @@ BY_OTHERS: dict[str, str] = {
         "e2e/test_code_rl.py:test_rl_with_the_code_interpreter_beats_sft",
     "posttrain rl --preset tiny-gsm8k --examine 2":
         "e2e/test_reward_runs.py:test_conversations_are_shown_with_their_parts",
-    "posttrain eval --examine 5": "unit/test_evaluate.py:test_examined_conversations_go_to_stderr",
+    "posttrain eval --examine 5": "unit/evaluation/test_evaluate.py:test_examined_conversations_go_to_stderr",
     "posttrain generate --preset tiny-generate --tools my_tools.py:word_count":
-        "unit/test_tools_page.py:test_the_functions",
+        "unit/tools/test_tools_page.py:test_the_functions",
     "posttrain rl --preset tiny-gsm8k --replay 'runs/tiny-gsm8k/rollouts/step_00000*.parquet' --name first-nine "
     "--steps 9":
         "e2e/test_replay.py:test_a_replay_from_the_same_start_repeats_the_run",
@@ -114,7 +115,7 @@ BY_OTHERS: dict[str, str] = {
     "posttrain sft --preset tiny-arith-sft --steps 12 --profile 10:12":
         "e2e/test_sft_runs.py:test_traces_and_speed_of_the_steps_asked_for",
     "posttrain import-verl run_grpo.sh --out mine.toml":
-        "unit/test_import_verl.py:test_command_writes_a_preset_once",
+        "unit/interop/verl/test_import_verl.py:test_command_writes_a_preset_once",
     "posttrain rl --preset tiny-arith --set rollout.engine=vllm":
         "e2e/test_pipeline.py:test_rl_with_vllm_learns_as_with_the_embedded_engine",
     "posttrain generate --endpoint http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-0.5B-Instruct "
@@ -221,7 +222,7 @@ def test_metrics_in_the_code_are_described() -> None:
         source += text
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and literal.fullmatch(node.value):
-                name = node.value
+                name = RENAMED_METRICS.get(node.value, node.value)
                 if not any(p.fullmatch(name) or p.fullmatch(f"{name}/mean") for p in patterns):
                     missing.add(f"{name} ({file.name})")
     assert sorted(missing) == []

@@ -71,7 +71,7 @@ def test_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"posttrain/_presets/{file.name}" for file in (REPO / "presets").glob("*.toml")} <= set(names)
     tiny = [file.relative_to(REPO) for file in (REPO / "posttrain/models/tiny").iterdir() if file.is_file()]
-    page = [file.relative_to(REPO) for file in (REPO / "posttrain/reporting/assets").iterdir()]
+    page = [file.relative_to(REPO) for file in (REPO / "posttrain/tracking/report/assets").iterdir()]
     assert {str(file) for file in (*tiny, *page)} <= set(names)
     assert not [name for name in names if not name.startswith("posttrain")]
 

@@ -422,7 +422,7 @@ def test_killed_twice_it_writes_the_rows_of_a_calm_run(tmp_path, monkeypatch):
         given = flags(endpoint.url, data, out, **more)
         sets = [word for key, value in given.items() for word in ("--set", f"{key}={json.dumps(value)}")]
         program = (
-            "import sys; from posttrain import generate; generate._FLUSH_S = 0.05\n"
+            "import sys; from posttrain.generation import command; command._FLUSH_S = 0.05\n"
             "from posttrain.cli import main; main()"
         )
         line = [sys.executable, "-c", program, "generate", "--preset", "tiny-arith-generate", *sets]
