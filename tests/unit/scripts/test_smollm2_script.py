@@ -1,4 +1,4 @@
-"""The script that makes a folder of a real model: its template, and what it refuses. tests/e2e/test_smollm2.py runs the model."""
+"""What the script of a real model refuses, and its chat template. The model itself: tests/e2e/test_smollm2.py."""
 
 import importlib.util
 import sys
