@@ -202,7 +202,8 @@ def documented() -> list[str]:
     rows = re.findall(r"^\| (`[^|]*) \|", text, flags=re.M)
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row) if "/" in name]
     return [
-        re.sub(r"NAME|SOURCE|N$", lambda found: r"\d+" if found[0] == "N" else ".+", re.escape(name)) for name in names
+        re.sub(r"NAME|SOURCE|(?<=@)N\b", lambda found: r"\d+" if found[0] == "N" else ".+", re.escape(name))
+        for name in names
     ]
 
 
