@@ -41,6 +41,7 @@ class Gsm8kTool(Tool):
 
     name = FUNCTION
     schema = SCHEMA
+    tells_answer = True
 
     async def create(self, prompt: Prompt) -> Gsm8kState:
         """Raises ``DataError`` when the row's ground truth is not a number."""

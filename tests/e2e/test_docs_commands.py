@@ -201,10 +201,8 @@ def documented() -> list[str]:
     text = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]*) \|", text, flags=re.M)
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row) if "/" in name]
-    return [
-        re.sub(r"NAME|SOURCE|(?<=@)N\b", lambda found: r"\d+" if found[0] == "N" else ".+", re.escape(name))
-        for name in names
-    ]
+    stands = re.compile(r"NAME|SOURCE|(?<=@)N\b")
+    return [stands.sub(lambda found: r"\d+" if found[0] == "N" else ".+", re.escape(name)) for name in names]
 
 
 PREFIXES = ("actor", "correction", "critic", "logps", "num_turns", "perf", "prompt_length", "response_length",
