@@ -36,7 +36,7 @@ class Tool(Protocol):
     name: str
     schema: ToolSchema
     tells_answer: bool = False
-    """Whether it tells the model if an answer is right: scores sampled with it are none of a benchmark."""
+    """True for one that tells the model whether an answer is right: scores sampled with it are none of a benchmark."""
 
     def check(self) -> None:
         """Called once, before a run exists. Raises ``ConfigError`` where the tool cannot work in it."""

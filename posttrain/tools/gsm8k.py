@@ -37,7 +37,7 @@ class Gsm8kState:
 
 class Gsm8kTool(Tool):
     """Checks an answer against the row's ground truth; the model calls it ``calc_gsm8k_reward``. Its reward is 1 once
-    an answer was right."""
+    an answer was right. Scores sampled with it are no scores of a benchmark."""
 
     name = FUNCTION
     schema = SCHEMA

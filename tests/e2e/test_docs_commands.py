@@ -128,7 +128,11 @@ BY_OTHERS: dict[str, str] = {
         "e2e/test_multi_node.py:test_the_commands_of_the_guide",
 }  # fmt: skip
 """Command -> file:test that runs it, perhaps at another size, in its own process, or against a hub of its own."""
-GUIDES = {"lora.md": "e2e/test_lora_runs.py", "preference.md": "e2e/test_prefer_runs.py"}
+GUIDES = {
+    "lora.md": "e2e/test_lora_runs.py",
+    "preference.md": "e2e/test_prefer_runs.py",
+    "smollm2.md": "e2e/test_smollm2.py",
+}
 """Pages whose commands are all run by `test_the_commands_of_the_guide` of a file."""
 NOT_RUN: dict[str, str] = {
     "sbatch --nodes 4 --gpus-per-node 8 scripts/slurm_rl.sbatch rl --preset mine.toml":

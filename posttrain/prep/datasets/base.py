@@ -324,7 +324,7 @@ class WordProblems(Dataset):
     system: str | None = None
     """System message of the prompt; None: the question alone."""
     answer_tool: bool = True
-    """Whether an episode may hand its answer to the tool that knows the right one (``posttrain.tools.gsm8k``)."""
+    """True where an episode may hand its answer to the tool that knows the right one (``posttrain.tools.gsm8k``)."""
 
     def to_rlhf(self, row: RawRow, index: int, split: str) -> dict[str, Any]:
         gold = self.gold(row)
