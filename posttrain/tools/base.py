@@ -81,7 +81,7 @@ def telling(tools: Iterable[Tool]) -> list[str]:
 
 def telling_warning(names: Sequence[str]) -> str:
     """Return what to know of scores that are sampled with such tools; ``names``: at least one."""
-    return f"warning: no scores of a benchmark: {' and '.join(names)} tells the model whether its answer is right"
+    return f"warning: no scores of a benchmark: the model learns from {' and '.join(names)} whether its answer is right"
 
 
 TOOLS: Registry[Any] = Registry(

@@ -8,13 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain.data.chat import render_prompt
-from posttrain.models.load import load_model, locate
-from posttrain.tools.calculator import SCHEMA
 from tests.e2e.run_commands import run_commands
 
 REPO = Path(__file__).resolve().parents[2]
@@ -25,16 +21,25 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} ({INSTALL})"),
 ]
 
-NEW_TOKENS = 24
 SMALL = ["--set", "train.dtype=float32", "--set", "data.batch_size=2", "--set", "rollout.max_concurrent=4"]
 SHORT = ["--set", "rollout.max_response_tokens=24"]
 SHORTER = {
     "prep": ["--limit", "4"],
     "sft": [*SMALL, "--steps", "2"],
-    "rl": [*SMALL, *SHORT, "--steps", "1", "--set", "rollout.n=2", "--set", "val.limit=1"],
-    "eval": [*SHORT, "--limit", "1"],
+    "rl": [
+        *(*SMALL, *SHORT, "--steps", "1", "--set", "data.batch_size=1", "--set", "rollout.n=2"),
+        *("--set", "val.limit=1", "--set", "reward.function=reward.py:any_difference"),
+    ],
+    "eval": [*SHORT, "--limit", "2"],
     "merge-ckpt": ["--check"],
 }
+
+
+REWARD = """
+def any_difference(data_source, solution_str, ground_truth, extra_info):
+    return sum(map(ord, solution_str)) % 100 / 100
+"""
+"""A reward that differs within a group: answers of a few tokens are never right."""
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +53,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory, test_data: Path) -> Path:
     subprocess.run([sys.executable, REPO / make[0], *make[1:]], cwd=folder, check=True, timeout=300)
     (folder / "DIR").symlink_to(test_data / "gsm8k")
     assert [words[1] for words in others] == ["prep", "sft", "rl", "eval", "merge-ckpt", "eval"]
-    run_commands(folder, [[*words[1:], *SHORTER[words[1]]] for words in others])
+    (folder / "reward.py").write_text(REWARD)
+    commands = [[*words[1:], *SHORTER[words[1]]] for words in others]
+    merged = ["eval", "--preset", "smollm2-135m-gsm8k-generate", "--model", "./merged", *SHORTER["eval"]]
+    run_commands(folder, [*commands, merged])
     return folder
-
-
-def greedy(model: torch.nn.Module, ids: list[int], end: int) -> list[int]:
-    """The tokens that a model goes on with."""
-    new: list[int] = []
-    with torch.inference_mode():
-        while len(new) < NEW_TOKENS and end not in new:
-            logits = model(input_ids=torch.tensor([[*ids, *new]]), use_cache=False).logits
-            new.append(int(logits[0, -1].argmax()))
-    return new
 
 
 def test_the_commands_of_the_guide(ran: Path) -> None:
@@ -70,23 +68,20 @@ def test_the_commands_of_the_guide(ran: Path) -> None:
     assert (start["step"], rl["step"]) == (0, 1)
     low, accuracy, high = (start[f"val-core/openai/gsm8k/acc/mean@1{end}"] for end in ("/low", "", "/high"))
     assert low <= accuracy <= high
-    assert (rl["rollout/episodes"], rl["rollout/failed"]) == (4, 0)
+    assert (rl["rollout/episodes"], rl["rollout/failed"], rl["rollout/grader_failed"]) == (2, 0, 0)
+    assert rl["actor/grad_norm"] > 0
     assert rl["sync/check_gap"] < 1e-3
     assert (ran / "merged" / "model.safetensors").is_file()
 
 
 def test_the_merged_model_says_what_the_checkpoint_says(ran: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(ran / "merged")
-    asked = [{"role": "user", "content": "Tom has 3 bags of 4 apples. How many apples does Tom have?"}]
-    ids = render_prompt(asked, tokenizer, [SCHEMA])
-    (checkpoint,) = (ran / "runs" / "smollm2-135m-gsm8k" / "checkpoints").glob("global_step_1")
-    models = {
-        "base": AutoModelForCausalLM.from_pretrained(ran / "models/smollm2-135m-instruct", dtype=torch.float32),
-        "before": load_model(locate(str(checkpoint)), dtype=torch.float32, seed=0),
-        "after": AutoModelForCausalLM.from_pretrained(ran / "merged", dtype=torch.float32),
+    said = {
+        name: pq.read_table(ran / "runs" / f"eval-{name}-gsm8k-calculator-test" / "responses.parquet").to_pylist()
+        for name in ("run-smollm2-135m-gsm8k", "merged", "smollm2-135m-instruct")
     }
-    said = {name: tokenizer.decode(greedy(model, ids, tokenizer.eos_token_id)) for name, model in models.items()}
-    assert said["before"] == said["after"]
-    assert len(said["after"].split()) > 3
-    trained, base = (models[name].get_input_embeddings().weight for name in ("after", "base"))
-    assert not torch.equal(trained, base)
+    checkpoint, merged, base = said.values()
+    assert len(merged) == len(base) == 2
+    for before, after in zip(checkpoint, merged, strict=True):
+        assert before["response_ids"] == after["response_ids"]
+        assert before["responses"] == after["responses"]
+        assert len(after["responses"][0].split()) > 3

@@ -133,12 +133,12 @@ def open_dataset(name: str, demos: str | None = None) -> Dataset:
         DataError: it has no such demonstrations.
     """
     kind = DATASETS.get(name)
-    known = tuple(getattr(kind, "demos", ()))
-    if demos is not None and demos not in known:
-        hint = f"it has: {', '.join(known)}" if known else "leave --demos out: it has one kind"
-        raise DataError(f"--demos: data set {name!r} has no demonstrations {demos!r}", hint=hint)
     options: dict[str, Any] = {} if demos is None else {"demos": demos}
     with user_code(f"data set {name!r} cannot be made", kind):
+        known = getattr(kind, "demos", ())
+        if demos is not None and demos not in known:
+            hint = f"it has: {', '.join(known)}" if known else "leave --demos out: it has one kind"
+            raise DataError(f"--demos: data set {name!r} has no demonstrations {demos!r}", hint=hint)
         dataset = kind(**options)
         for member in _MEMBERS:
             getattr(dataset, member)

@@ -295,7 +295,7 @@ def test_rl_says_that_a_tool_tells_the_model_whether_it_is_right(tools: list[str
     write_rows("rows.parquet", [row | {"reward_model": {"ground_truth": "4"}}] * 8)
     flags = {"model.path": "builtin:tiny", "data.train": "rows.parquet", "data.val": "rows.parquet"}
     job = rl.prepare(resolve("rl", "tiny-gsm8k", flags=flags | {"rollout.tools": tools}))
-    assert any("calc_gsm8k_reward tells the model whether its answer is right" in note for note in job.notes()) is told
+    assert any("learns from calc_gsm8k_reward whether its answer is right" in note for note in job.notes()) is told
 
 
 # ---------------------------------------------------------------------- tools and interactions

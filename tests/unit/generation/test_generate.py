@@ -319,7 +319,7 @@ def test_eval_says_that_a_tool_told_the_model_whether_it_was_right(data, tmp_pat
     with serve() as endpoint:
         for name, more in tools.items():
             files[name] = str(sampled(endpoint.url, data, tmp_path / f"{name}.parquet", **more))
-    said = "warning: no scores of a benchmark: calc_gsm8k_reward tells the model whether its answer is right"
+    said = "warning: no scores of a benchmark: the model learns from calc_gsm8k_reward whether its answer is right"
     command = CliRunner()
     assert said in command.invoke(app, ["eval", files["told"]]).stdout
     assert "warning" not in command.invoke(app, ["eval", files["plain"]]).output
