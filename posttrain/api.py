@@ -104,6 +104,7 @@ class PrepOptions(TypedDict, total=False):
     template: str
     tokenizer: str
     tools: Sequence[str]
+    demos: str
     val_fraction: float
     decontaminate: Sequence[str]
 

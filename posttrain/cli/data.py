@@ -37,6 +37,10 @@ def prep(
     tools: Annotated[
         str | None, typer.Option(help="Tools, separated by commas, to add to SFT rows and tools_kwargs.")
     ] = None,
+    demos: Annotated[
+        str | None,
+        typer.Option(metavar="KIND", help="Demonstrations of gsm8k: check (the default), calculator or plain."),
+    ] = None,
     decontaminate: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="Drop training rows whose prompt overlaps this parquet or set; repeatable."),
@@ -68,6 +72,7 @@ def prep(
         template=template,
         tokenizer=tokenizer,
         tools=names_in(tools or ""),
+        demos=demos,
         decontaminate=decontaminate or (),
         overwrite=overwrite,
     )

@@ -22,9 +22,11 @@ from posttrain.evaluation.failures import FailuresFile, examined
 from posttrain.evaluation.grading import Failure, Graded, GradedProblem, failure_of, grade
 from posttrain.evaluation.rows import read_responses
 from posttrain.evaluation.tables import Report, make_report, print_report
+from posttrain.generation.output import telling_tools
 from posttrain.rewards import grader_name
 from posttrain.rewards.custom import load_function
 from posttrain.rewards.grade import GraderPool
+from posttrain.tools.base import telling_warning
 from posttrain.tracking.console import Mode
 from posttrain.tracking.tracker import Tracker
 
@@ -77,6 +79,8 @@ def run_comparison(a: Path, b: Path, cfg: Config, as_json: bool, out: Path | Non
     _check_reward(cfg.reward)
     console = _progress_of(cfg)
     of_a, of_b = (_grade(file, cfg.reward, cfg.sandbox, cfg.plugins, None, console)[0] for file in (a, b))
+    if names := sorted({name for file in (a, b) for name in telling_tools(file)}):
+        typer.echo(printable(telling_warning(names)), err=True)
     found = compare((str(a), str(b)), of_a, of_b, resamples=cfg.eval.resamples, seed=cfg.run.seed)
     _print(found.as_dict(), as_json, out)
     if not as_json:
@@ -165,6 +169,7 @@ def evaluate(
     return make_report(
         str(file), problems, pass_at, resamples, seed,
         first_error=first.get("grader_failed"), first_unfinished=first.get("unfinished"),
+        tells_answer=telling_tools(file),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from posttrain.core.statistics import Floats, intervals, majority, mean_of, pass_at_k
 from posttrain.core.text import printable, table
 from posttrain.evaluation.grading import GradedProblem
+from posttrain.tools.base import telling_warning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +35,8 @@ class Report:
     """Message of the first grader that failed."""
     first_unfinished: str | None
     """Message of the first that did not finish."""
+    tells_answer: list[str]
+    """Tools that told the model whether its answer was right: the scores are none of a benchmark then."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -42,6 +45,7 @@ class Report:
             "overall": self.overall,
             "sources": self.sources,
             "levels": self.levels,
+            "tells_answer": self.tells_answer,
         }
 
 
@@ -54,6 +58,7 @@ def make_report(
     *,
     first_error: str | None,
     first_unfinished: str | None,
+    tells_answer: list[str],
 ) -> Report:
     """The numbers of graded problems.
 
@@ -87,6 +92,7 @@ def make_report(
         levels,
         first_error,
         first_unfinished,
+        tells_answer,
     )
 
 
@@ -149,7 +155,7 @@ def print_report(report: Report, pass_at: Sequence[int], console: Console) -> No
         parts.append(("all", report.overall))
     rows = [(title, str(numbers["problems"]), *(_cell(numbers, name) for name in names)) for title, numbers in parts]
     console.print(table(("data source", "problems", *names), rows, title=report.file))
-    for line in _left_out(report, pass_at):
+    for line in _remarks(report, pass_at):
         console.print(printable(line), markup=False, highlight=False)
 
 
@@ -163,9 +169,12 @@ def _cell(numbers: Mapping[str, Any], name: str) -> str:
     return percent(numbers[name]) + ("" if ends is None else f"\n{100 * ends[0]:.1f} - {100 * ends[1]:.1f}")
 
 
-def _left_out(report: Report, pass_at: Sequence[int]) -> Iterator[str]:
-    """One line for each reason why a response or a problem does not count, or is wrong unseen."""
+def _remarks(report: Report, pass_at: Sequence[int]) -> Iterator[str]:
+    """One line for each reason why scores are none of a benchmark, or why a response or a problem does not count, or
+    is wrong unseen."""
     numbers = report.overall
+    if report.tells_answer:
+        yield telling_warning(report.tells_answer)
     if numbers["unfinished"]:
         yield (
             f"{numbers['unfinished']} responses count as wrong: their grader did not finish, "

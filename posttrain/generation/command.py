@@ -26,7 +26,15 @@ from posttrain.core.errors import DataError, RunError
 from posttrain.core.registry import load_plugins
 from posttrain.data.parquet import open_parquet, stream_prompts
 from posttrain.engines.remote import open_server
-from posttrain.generation.output import MANIFEST, ResponseParts, differences, manifest_in, manifest_of, parts_folder
+from posttrain.generation.output import (
+    MANIFEST,
+    TELLING,
+    ResponseParts,
+    differences,
+    manifest_in,
+    manifest_of,
+    parts_folder,
+)
 from posttrain.models.load import mark_of
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.window import Window
@@ -39,6 +47,7 @@ from posttrain.runs.preflight import (
     sampling_of,
 )
 from posttrain.runs.run import StopSignal
+from posttrain.tools.base import telling
 from posttrain.tools.sets import close_tools
 from posttrain.tracking.rules import rules_of
 from posttrain.tracking.tracker import Tracker
@@ -95,6 +104,7 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
     if out.exists() and not cfg.run.overwrite and not parts_folder(out).exists():
         return _reused(out, manifest, count)
     env = build_environment(cfg, source, tokenizer)
+    manifest |= {TELLING: telling(env.tools.values())}
     with (
         StopSignal() as stop,
         Tracker(

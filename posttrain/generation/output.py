@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 KEY = b"posttrain.generation.command"
 """The manifest in the metadata of the finished file."""
+TELLING = "tells_answer"
+"""Key of the manifest: names of the tools that told the model whether its answer was right."""
 _BATCH_BYTES = 64 << 20
 """About the most bytes of responses in memory while the file is put together."""
 _TABLES = 8
@@ -112,6 +114,11 @@ def manifest_in(file: Path) -> dict[str, Any] | None:
     except (OSError, pa.ArrowException, KeyError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def telling_tools(file: Path) -> list[str]:
+    """The tools that told the model whether its answers in ``file`` were right; none where the file does not say."""
+    return list((manifest_in(file) or {}).get(TELLING, ()))
 
 
 class ResponseParts:

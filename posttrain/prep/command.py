@@ -94,6 +94,8 @@ class Options:
     tools: Sequence[str] = ()
     """Tools, named as in `rollout.tools`: their schemas go into SFT and preference rows, their ``tools_kwargs`` into
     RLHF rows."""
+    demos: str | None = None
+    """What the demonstrations of a set that has several kinds show (``Dataset.demos``); None: its default."""
     val_fraction: float = 0.0
     """Share of the train split that goes into ``val`` files instead, chosen by a hash of the prompt."""
     decontaminate: Sequence[str] = ()
@@ -155,7 +157,7 @@ def _prepare(
     name: str, source: str | None, folder: Path, overwrite: bool, asked: Options
 ) -> tuple[dict[str, int], dict[str, int], list[str]]:
     """What ``run`` does; (rows by file, dropped rows by reason, how splits overlap)."""
-    dataset = open_dataset(name)
+    dataset = open_dataset(name, asked.demos)
     tools = _opened(asked.tools)
     splits = _chosen(dataset, source, asked)
     written = [*splits, "val"] if asked.val_fraction else splits

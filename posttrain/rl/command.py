@@ -34,6 +34,7 @@ from posttrain.runs.preflight import (
     validation_note,
 )
 from posttrain.runs.training_run import Loop
+from posttrain.tools.base import telling, telling_warning
 from posttrain.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class RlJob(TrainingJob):
         yield f"{count:,} prompts, {batch} a step x {cfg.rollout.n} episodes, {self.steps} steps"
         if not cfg.rollout.only:
             yield validation_note(self.resolved, len(self.val), "prompts")
+            if self.val and (names := telling(self.env.tools.values())):
+                yield telling_warning(names)
         elif cfg.data.val:
             yield "data.val is not used: rollout.only trains nothing that would be validated"
         yield from self.data_notes

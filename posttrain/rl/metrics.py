@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from posttrain.core.statistics import majority
+from posttrain.core.statistics import intervals, majority
 from posttrain.rollout.source import RolloutStats, TrajectorySource
+from posttrain.tracking.progress import INTERVAL
 
 if TYPE_CHECKING:
     from posttrain.core.types import Failure, Trajectory
@@ -79,19 +80,27 @@ def validation_failure(stats: RolloutStats) -> dict[Failure, str]:
     return {} if stats.first_failure is None else {"validation": stats.first_failure}
 
 
-def validation_metrics(groups: Sequence[Sequence[Trajectory]], n: int, stats: RolloutStats) -> dict[str, float]:
+def validation_metrics(
+    groups: Sequence[Sequence[Trajectory]], n: int, stats: RolloutStats, *, resamples: int, seed: int
+) -> dict[str, float]:
     """Return the accuracy on validation episodes, and how many of them do not count in it."""
-    return accuracy_metrics(groups, n) | {
+    return accuracy_metrics(groups, n, resamples=resamples, seed=seed) | {
         "rollout/val_episodes": float(stats.started),
         "rollout/val_failed": float(stats.failed + stats.grader_failed),
     }
 
 
-def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int) -> dict[str, float]:
+def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int, *, resamples: int, seed: int) -> dict[str, float]:
     """Return the accuracy of validation episodes by data source, as means over prompts, like `posttrain eval`.
 
-    The names are ``val-core/<source>/acc/mean@n`` and for n > 1 ``best@n``, whether any episode of a prompt is correct,
-    and ``maj@n``, whether the answer that most of its episodes give is correct."""
+    The names are ``val-core/<source>/acc/mean@n``, which is pass@1, with the ends of its interval, and for n > 1
+    ``best@n``, whether any episode of a prompt is correct, and ``maj@n``, whether the answer that most of its episodes
+    give is correct.
+
+    Args:
+        resamples: of the bootstrap of the interval; 0: no interval.
+        seed: of the bootstrap.
+    """
     by_source: dict[str, list[list[Trajectory]]] = {}
     for group in groups:
         played = [t for t in group if t.error is None or t.unfinished]
@@ -100,7 +109,11 @@ def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int) -> dict[str
     metrics = {}
     for name, of_source in by_source.items():
         key = f"val-core/{name}/acc"
-        metrics[f"{key}/mean@{n}"] = float(np.mean([_share(group, lambda t: t.correct) for group in of_source]))
+        shares = np.array([_share(group, lambda t: t.correct) for group in of_source])
+        metrics[f"{key}/mean@{n}"] = float(shares.mean())
+        if resamples:
+            ends = intervals(shares[:, None], resamples, seed)[:, 0].tolist()
+            metrics |= {f"{key}/mean@{n}{end}": value for end, value in zip(INTERVAL, ends, strict=True)}
         if n > 1:
             metrics[f"{key}/best@{n}"] = float(np.mean([any(t.correct for t in group) for group in of_source]))
             votes = [majority([t.extracted for t in group], [t.correct for t in group]) for group in of_source]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from posttrain.tools.sets import close_tools
 from posttrain.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
-    from posttrain.core.types import Ids, Prompt, Sampling, Trajectory
+    from posttrain.core.types import Ids, Prompt
     from posttrain.rewards.base import EpisodeScorer
     from posttrain.rollout.episode import Environment
 
@@ -158,7 +158,10 @@ class SampledRollouts:
             tracker.rewind(-1)  # an attempt that ended before its first checkpoint may have validated already
         sampling = sampling_of(run.cfg.val)
         with tracker.phase("testing"), tracker.counting("validation", len(val), "prompts") as played:
-            groups, metrics = await validate(self.source, val, run.cfg.val.n, sampling, played)
+            groups = await self.source.sample(val, run.cfg.val.n, sampling, played=played)
+        metrics = validation_metrics(
+            groups, run.cfg.val.n, self.source.stats, resamples=run.cfg.eval.resamples, seed=run.cfg.run.seed
+        )
         tracker.failed(validation_failure(self.source.stats))
         await self.writer.write(step, groups, temperature=sampling.temperature, kind="val")
         return metrics
@@ -241,16 +244,3 @@ async def greedy_rewards(source: TrajectorySource, groups: Groups) -> dict[int, 
         errors = {t.error for (t,) in greedy if t.error}
         raise RunError(f"every greedy episode of this step failed: {'; '.join(sorted(errors)[:3])}")
     return found
-
-
-async def validate(
-    source: TrajectorySource,
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: Sampling,
-    played: Callable[[int], None] | None = None,
-) -> tuple[list[list[Trajectory]], dict[str, float]]:
-    """Sample ``n`` episodes of each held-out prompt; returns them and their metrics. ``played`` is called with 1 for
-    each prompt that is done."""
-    groups = await source.sample(prompts, n, sampling, played=played)
-    return groups, validation_metrics(groups, n, source.stats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Union, get_args, get_origin
 
@@ -35,6 +35,8 @@ class Tool(Protocol):
 
     name: str
     schema: ToolSchema
+    tells_answer: bool = False
+    """True for one that tells the model whether an answer is right: scores sampled with it are none of a benchmark."""
 
     def check(self) -> None:
         """Called once, before a run exists. Raises ``ConfigError`` where the tool cannot work in it."""
@@ -70,6 +72,16 @@ def cut(text: str, limit: int, where: Literal["left", "middle", "right"] = "midd
     tail = {"left": limit, "middle": limit // 2, "right": 0}[where]
     note = f"... {len(text) - head - tail} characters cut ..."
     return "\n".join(part for part in (text[:head], note, text[len(text) - tail :]) if part)
+
+
+def telling(tools: Iterable[Tool]) -> list[str]:
+    """Return the names of the tools that tell the model whether an answer is right."""
+    return [tool.name for tool in tools if getattr(tool, "tells_answer", False)]  # a user's need not derive from Tool
+
+
+def telling_warning(names: Sequence[str]) -> str:
+    """Return what to know of scores that are sampled with such tools; ``names``: at least one."""
+    return f"warning: no scores of a benchmark: the model learns from {' and '.join(names)} whether its answer is right"
 
 
 TOOLS: Registry[Any] = Registry(

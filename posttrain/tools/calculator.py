@@ -70,10 +70,14 @@ class Calculator(Tool):
         if not isinstance(expression, str):
             return ToolResult("error: 'expression' must be a string", error=True)
         try:
-            value = calculate(expression)
+            return ToolResult(self.work_out(expression))
         except CalculatorError as error:
             return ToolResult(f"error: {error}", error=True)
-        return ToolResult(str(value) if isinstance(value, int) else format(value + 0.0, f".{self.digits}g"))
+
+    def work_out(self, expression: str) -> str:
+        """Return the value of an expression as the model reads it. Raises ``CalculatorError``."""
+        value = calculate(expression)
+        return str(value) if isinstance(value, int) else format(value + 0.0, f".{self.digits}g")
 
 
 def calculate(expression: str) -> Number:

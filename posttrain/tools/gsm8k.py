@@ -37,10 +37,11 @@ class Gsm8kState:
 
 class Gsm8kTool(Tool):
     """Checks an answer against the row's ground truth; the model calls it ``calc_gsm8k_reward``. Its reward is 1 once
-    an answer was right."""
+    an answer was right. Scores sampled with it are no scores of a benchmark."""
 
     name = FUNCTION
     schema = SCHEMA
+    tells_answer = True
 
     async def create(self, prompt: Prompt) -> Gsm8kState:
         """Raises ``DataError`` when the row's ground truth is not a number."""

@@ -108,7 +108,7 @@ class LivePanel:
         validated = "validation"
         for label, text in list(self._progress.shown.items()):
             if label.startswith("val"):
-                yield validated, f"{text:<{_VALUE}}{label.removeprefix('val-core/').removeprefix('val/')}"
+                yield validated, f"{text:<{_VALUE - 1}} {label.removeprefix('val-core/').removeprefix('val/')}"
                 validated = ""
             else:
                 curve = list(self._progress.curves.get(label, ()))[-max(width - _VALUE, 1) :]

@@ -20,6 +20,8 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """(label, the metric names that may fill it, format)."""
 CURVES = ("reward", "loss", "length")
 """Labels of which the panel shows the course."""
+INTERVAL = ("/low", "/high")
+"""What the names of the ends of a metric's interval have after its own."""
 
 
 @dataclass
@@ -88,7 +90,8 @@ class Progress:
                 self.shown[label] = style.format(float(metrics[name]))
                 if label in CURVES:
                     self.curves.setdefault(label, deque(maxlen=150)).append(float(metrics[name]))
-        self.shown |= {name: f"{float(v):.3f}" for name, v in metrics.items() if name.startswith("val")}
+        validated = [name for name in metrics if name.startswith("val") and not name.endswith(INTERVAL)]
+        self.shown |= {name: _with_interval(name, metrics) for name in validated}
 
     def took(self, name: str, seconds: float) -> None:
         """Add the seconds of a phase that has ended to the present step."""
@@ -124,6 +127,12 @@ class Progress:
     @property
     def counter(self) -> str:
         return f"{self.step}/{self.total_steps}" if self.total_steps else str(self.step)
+
+
+def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
+    """Return a metric as text, with its interval where it has one."""
+    ends = [float(metrics[name + end]) for end in INTERVAL if name + end in metrics]
+    return f"{float(metrics[name]):.3f}" + (f" ({ends[0]:.3f} - {ends[1]:.3f})" if len(ends) == 2 else "")
 
 
 def clock(seconds: float) -> str:

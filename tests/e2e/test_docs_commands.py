@@ -129,7 +129,11 @@ BY_OTHERS: dict[str, str] = {
         "e2e/test_multi_node.py:test_the_commands_of_the_guide",
 }  # fmt: skip
 """Command -> file:test that runs it, perhaps at another size, in its own process, or against a hub of its own."""
-GUIDES = {"lora.md": "e2e/test_lora_runs.py", "preference.md": "e2e/test_prefer_runs.py"}
+GUIDES = {
+    "lora.md": "e2e/test_lora_runs.py",
+    "preference.md": "e2e/test_prefer_runs.py",
+    "smollm2.md": "e2e/test_smollm2.py",
+}
 """Pages whose commands are all run by `test_the_commands_of_the_guide` of a file."""
 NOT_RUN: dict[str, str] = {
     "sbatch --nodes 4 --gpus-per-node 8 scripts/slurm_rl.sbatch rl --preset mine.toml":
@@ -202,9 +206,8 @@ def documented() -> list[str]:
     text = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]*) \|", text, flags=re.M)
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row) if "/" in name]
-    return [
-        re.sub(r"NAME|SOURCE|N$", lambda found: r"\d+" if found[0] == "N" else ".+", re.escape(name)) for name in names
-    ]
+    stands = re.compile(r"NAME|SOURCE|(?<=@)N\b")
+    return [stands.sub(lambda found: r"\d+" if found[0] == "N" else ".+", re.escape(name)) for name in names]
 
 
 PREFIXES = ("actor", "correction", "critic", "logps", "num_turns", "perf", "prompt_length", "response_length",

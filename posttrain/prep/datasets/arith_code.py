@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from posttrain.core.types import Message
 from posttrain.data.parquet import Conversation
@@ -19,12 +18,7 @@ class ArithCode(Arith):
     and answers. As in ``arith``, some training conversations leave the last step out."""
 
     name = "arith-code"
-
-    def to_rlhf(self, row: RawRow, index: int, split: str) -> dict[str, Any]:
-        rlhf = super().to_rlhf(row, index, split)
-        for field in ("need_tools_kwargs", "tools_kwargs"):  # those of the tool that knows the answer
-            del rlhf["extra_info"][field]
-        return rlhf
+    answer_tool = False
 
     def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
         steps = _STEP.findall(row["answer"])

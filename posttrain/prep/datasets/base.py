@@ -48,6 +48,9 @@ class Dataset(Protocol):
     """Which rows it can give. ``to_rlhf``, ``to_sft`` and ``to_preference`` give none of a kind that is not named."""
     size: Mapping[str, int] = {}
     """Rows of each split, as published; empty where that is not known, or any number can be generated."""
+    demos: tuple[str, ...] = ()
+    """Kinds of demonstrations that `--demos` may ask for, the default first; the class takes one as the keyword
+    argument ``demos``. Empty: it has one kind."""
 
     @property
     def data_sources(self) -> tuple[str, ...]:
@@ -119,15 +122,24 @@ _NO_ROWS_FAULT = (SystemExit, NameError, ImportError)
 """What a data set's own code raises, whatever the row is."""
 
 
-def open_dataset(name: str) -> Dataset:
+def open_dataset(name: str, demos: str | None = None) -> Dataset:
     """Return a new data set of this name.
+
+    Args:
+        demos: the kind of its demonstrations; None: its default.
 
     Raises:
         ConfigError: there is none. As ``CodeError``: a user's class cannot be made, or lacks something.
+        DataError: it has no such demonstrations.
     """
     kind = DATASETS.get(name)
+    options: dict[str, Any] = {} if demos is None else {"demos": demos}
     with user_code(f"data set {name!r} cannot be made", kind):
-        dataset = kind()
+        known = getattr(kind, "demos", ())
+        if demos is not None and demos not in known:
+            hint = f"it has: {', '.join(known)}" if known else "leave --demos out: it has one kind"
+            raise DataError(f"--demos: data set {name!r} has no demonstrations {demos!r}", hint=hint)
+        dataset = kind(**options)
         for member in _MEMBERS:
             getattr(dataset, member)
     return dataset
@@ -311,9 +323,12 @@ class WordProblems(Dataset):
 
     system: str | None = None
     """System message of the prompt; None: the question alone."""
+    answer_tool: bool = True
+    """True where an episode may hand its answer to the tool that knows the right one (``posttrain.tools.gsm8k``)."""
 
     def to_rlhf(self, row: RawRow, index: int, split: str) -> dict[str, Any]:
         gold = self.gold(row)
+        kwargs = {tool.FUNCTION: {"create_kwargs": {"ground_truth": gold}}}
         return {
             "data_source": self.data_source,
             "prompt": self._prompt(row),
@@ -324,8 +339,7 @@ class WordProblems(Dataset):
                 "index": index,
                 "answer": row["answer"],
                 "question": row["question"],
-                "need_tools_kwargs": True,
-                "tools_kwargs": {tool.FUNCTION: {"create_kwargs": {"ground_truth": gold}}},
+                **({"need_tools_kwargs": True, "tools_kwargs": kwargs} if self.answer_tool else {}),
             },
         }
 
@@ -364,4 +378,9 @@ class WordProblems(Dataset):
 
 def reasoning(answer: str) -> str:
     """A worked answer without its calculator annotations ``<<...>>`` and its last line ``#### ...``."""
-    return _ANNOTATION.sub("", answer.rpartition("####")[0]).strip()
+    return without_annotations(answer.rpartition("####")[0]).strip()
+
+
+def without_annotations(text: str) -> str:
+    """Return a worked answer, or a part of one, without its calculator annotations ``<<...>>``."""
+    return _ANNOTATION.sub("", text)

@@ -289,6 +289,15 @@ def test_rl_begins_with_what_the_user_shall_know_of_data_and_reward() -> None:
     assert crowded.startswith("warning: data.batch_size = 8, and there are 2 rows: a step has a row up to 4 times")
 
 
+@pytest.mark.parametrize(("tools", "told"), [(["calculator", "gsm8k"], True), (["calculator"], False)])
+def test_rl_says_that_a_tool_tells_the_model_whether_it_is_right(tools: list[str], told: bool) -> None:
+    row = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2 + 2?"}]}
+    write_rows("rows.parquet", [row | {"reward_model": {"ground_truth": "4"}}] * 8)
+    flags = {"model.path": "builtin:tiny", "data.train": "rows.parquet", "data.val": "rows.parquet"}
+    job = rl.prepare(resolve("rl", "tiny-gsm8k", flags=flags | {"rollout.tools": tools}))
+    assert any("learns from calc_gsm8k_reward whether its answer is right" in note for note in job.notes()) is told
+
+
 # ---------------------------------------------------------------------- tools and interactions
 
 

@@ -16,7 +16,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from posttrain.cli import app
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, DataError, Interrupted, RunError, WorkerError
 from posttrain.core.types import ON_POLICY, Sample
@@ -306,6 +308,25 @@ def test_a_server_that_goes_away_stops_the_run_and_what_was_done_is_kept(data, t
         sampled(endpoint.url, data, tmp_path / "calm.parquet")
         assert before < len(endpoint.requests) == 12
     assert pq.read_table(out).equals(pq.read_table(tmp_path / "calm.parquet"))
+
+
+def test_eval_says_that_a_tool_told_the_model_whether_it_was_right(data, tmp_path):
+    tools = {
+        "plain": {"rollout.tools": ["calculator"]},
+        "told": {"rollout.tools": ["calculator", "checker"], "tools.checker.type": "gsm8k"},
+    }
+    files = {}
+    with serve() as endpoint:
+        for name, more in tools.items():
+            files[name] = str(sampled(endpoint.url, data, tmp_path / f"{name}.parquet", **more))
+    said = "warning: no scores of a benchmark: the model learns from calc_gsm8k_reward whether its answer is right"
+    command = CliRunner()
+    assert said in command.invoke(app, ["eval", files["told"]]).stdout
+    assert "warning" not in command.invoke(app, ["eval", files["plain"]]).output
+    both = command.invoke(app, ["eval", "--compare", files["plain"], files["told"], "--json"])
+    assert said in both.stderr
+    as_json = [json.loads(command.invoke(app, ["eval", files[name], "--json"]).stdout) for name in tools]
+    assert [found["tells_answer"] for found in as_json] == [[], ["calc_gsm8k_reward"]]
 
 
 def test_failures_are_rows_and_one_warning(data, tmp_path, capsys):

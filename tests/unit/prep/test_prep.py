@@ -400,6 +400,7 @@ def test_the_command_line_passes_every_option_on(tmp_path):
     source = word_problems(tmp_path / "raw", train=[problem(i) for i in range(60)], test=[problem(3)])
     words = ["prep", "gsm8k", "--source", source, "--out", str(tmp_path / "out"), "--limit", "50", "--split", "train"]
     words += ["--val-fraction", "0.3", "--tools", "gsm8k", "--decontaminate", "test", "--template", "builtin:tiny"]
+    words += ["--demos", "calculator"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "1 rows dropped: overlaps test" in done.stderr
@@ -409,6 +410,7 @@ def test_the_command_line_passes_every_option_on(tmp_path):
         "splits": ["train"],
         "template": "builtin:tiny",
         "tools": ["gsm8k"],
+        "demos": "calculator",
         "val_fraction": 0.3,
         "decontaminate": ["test"],
     }

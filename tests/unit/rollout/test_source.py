@@ -3,6 +3,7 @@
 import asyncio
 import math
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -10,17 +11,18 @@ from pydantic import ValidationError
 from posttrain.algos import ADVANTAGES
 from posttrain.config import AlgoConfig, Config, RewardConfig
 from posttrain.core.errors import ConfigError, RunError
-from posttrain.core.statistics import majority
-from posttrain.core.types import Sampling, Score
+from posttrain.core.statistics import bootstrap, majority, wilson
+from posttrain.core.types import ON_POLICY, Sampling, Score
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.rewards.compose import Rewarder, overlong
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl.batch import fill_advantages, minibatches, pack, usable
-from posttrain.rl.metrics import episode_metrics, rollout_metrics, update_metrics
-from posttrain.rl.sampling import greedy_rewards, validate
+from posttrain.rl.metrics import accuracy_metrics, episode_metrics, rollout_metrics, update_metrics, validation_metrics
+from posttrain.rl.sampling import greedy_rewards
 from posttrain.rollout.batches import has_signal
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
+from tests.helpers import recorded
 from tests.helpers.scripted import EOS, Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, tokens
 
 
@@ -104,15 +106,21 @@ async def test_episodes_are_spread_over_the_samplers():
     assert pool.pool.loads == [0, 0]
 
 
+async def validated(pool, held_out, n, sampling=ON_POLICY):
+    """(groups, metrics) of a validation."""
+    groups = await pool.sample(held_out, n, sampling)
+    return groups, validation_metrics(groups, n, pool.stats, resamples=100, seed=0)
+
+
 @pytest.mark.parametrize("on_error", ["drop", "zero"])
 async def test_validation_counts_answers_that_a_grader_cannot_finish_as_wrong(moody_grader, on_error):
     """Those of a grader that fails otherwise say nothing about the policy, and are dropped where rewards are."""
     pool = source(ScriptedSampler("8", "huge", "8", "8"), on_error=on_error)
-    groups, metrics = await validate(pool, prompts(1, "test/moody"), 4, Sampling())
+    groups, metrics = await validated(pool, prompts(1, "test/moody"), 4)
     assert metrics["val-core/test/moody/acc/mean@4"] == 0.75
     assert [t.unfinished for t in groups[0]].count(True) == 1
     failing = source(ScriptedSampler("8", "boom", "8", "9"), on_error="drop")
-    _, metrics = await validate(failing, prompts(1, "test/moody"), 4, Sampling())
+    _, metrics = await validated(failing, prompts(1, "test/moody"), 4)
     assert metrics["val-core/test/moody/acc/mean@4"] == pytest.approx(2 / 3)
 
 
@@ -243,12 +251,24 @@ async def test_greedy_episodes_that_failed_are_missing():
         await greedy_rewards(pool, groups)
 
 
+def test_validation_has_the_interval_that_eval_reports():
+    groups = [[recorded.trajectory(i, correct=i % 2 == 0)] for i in range(40)]
+    name = "val-core/openai/gsm8k/acc/mean@1"
+    found = accuracy_metrics(groups, 1, resamples=200, seed=3)
+    ends = bootstrap(np.array([[float(i % 2 == 0)] for i in range(40)]), 200, 3)[:, 0]
+    assert found == {name: 0.5, f"{name}/low": ends[0], f"{name}/high": ends[1]}
+    assert 0.3 < ends[0] < 0.5 < ends[1] < 0.7
+    assert accuracy_metrics(groups, 1, resamples=0, seed=3) == {name: 0.5}
+
+
 async def test_validation_counts_what_was_graded():
     sampler = ScriptedSampler("#### 8", "#### 9", RunError("gone"), "#### 8")
-    groups, metrics = await validate(source(sampler), prompts(2), 2, Sampling(0.5))
+    groups, metrics = await validated(source(sampler), prompts(2), 2, Sampling(0.5))
     assert [[t.correct for t in g] for g in groups] == [[True, False], [False, True]]
     assert metrics == {
         "val-core/openai/gsm8k/acc/mean@2": pytest.approx((1 / 2 + 1) / 2),  # of prompts, not of episodes
+        "val-core/openai/gsm8k/acc/mean@2/low": pytest.approx(wilson(0.75, 2)[0]),  # as `eval` has it for few problems
+        "val-core/openai/gsm8k/acc/mean@2/high": pytest.approx(wilson(0.75, 2)[1]),
         "val-core/openai/gsm8k/acc/best@2": 1.0,
         "val-core/openai/gsm8k/acc/maj@2": pytest.approx((0.5 + 1.0) / 2),  # 8 and 9 once each; 8 alone
         "rollout/val_episodes": 4.0,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from posttrain.core.errors import ConfigError
 from posttrain.tracking import Tracker
-from posttrain.tracking.console import Mode
+from posttrain.tracking.console import Mode, PlainLines
 from posttrain.tracking.gpus import describe
 from posttrain.tracking.metrics import MetricsFile
 from posttrain.tracking.panel import LivePanel, sparkline
@@ -152,6 +152,15 @@ def test_what_a_model_says_cannot_drive_the_terminal() -> None:
     for bad in ("\x1b[2J", "\x1b]", "\x07", "\x9b", "\u202e"):
         assert bad not in text
     assert r"\x1b[2J\x1b]0;owned\x07\x9b31m \u202egnissim [bold]x[/bold]" in text
+
+
+def test_a_validation_is_shown_with_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "val-core/openai/gsm8k/acc/mean@1"
+    values = {name: 0.0481, f"{name}/low": 0.037, f"{name}/high": 0.0604, "timing_s/step": 1.0}
+    progress = Progress("rl", 2)
+    PlainLines(progress).step(1, values)
+    assert f"{name} 0.048 (0.037 - 0.060)  1.0 s" in capsys.readouterr().err
+    assert "0.048 (0.037 - 0.060) openai/gsm8k/acc/mean@1" in drawn(progress)
 
 
 @pytest.mark.parametrize("width", [60, 108, 150])

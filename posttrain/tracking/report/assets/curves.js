@@ -2,7 +2,7 @@
 
 const HEADLINES = [
   [/^critic\/score\/mean$/, "Reward"],
-  [/^val-core\/.*\/mean@/, "Validation accuracy"],
+  [/^val-core\/.*\/mean@\d+$/, "Validation accuracy"],
   [/^train\/loss$/, "Loss"],
   [/^val\/loss$/, "Validation loss"],
   [/^rewards\/(accuracies|margins)$/, "Preferences"],

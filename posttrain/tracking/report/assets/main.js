@@ -12,7 +12,7 @@ function columns(bytes, count, scale) {
   };
 }
 
-const ACCURACY = /^val-core\/.*\/mean@/;
+const ACCURACY = /^val-core\/.*\/mean@\d+$/;
 
 function tiles(run) {
   const values = run.curves.values;
