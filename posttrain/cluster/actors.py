@@ -157,6 +157,7 @@ class Supervised:
 def actor_class(cls: type[Supervised]) -> Any:
     """Return ``cls`` as a class of Ray. All calls but ``heartbeat`` run in one thread, always the same, which is not
     the main thread; those of an async actor run on its event loop."""
+    # Ray's stubs lack this keyword.
     return ray.remote(concurrency_groups={HEARTBEAT: 1})(cls)  # type: ignore[call-overload]
 
 

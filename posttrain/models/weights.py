@@ -165,16 +165,13 @@ def check_files(model: PreTrainedModel, source: ModelSource, *, leave: frozenset
     _merge_adapters(model, {}, source)
 
 
-def merge_adapters(model: nn.Module, source: ModelSource) -> None:
-    """Add the adapters of ``source`` to the weights of their base, which may be sharded.
+def _merge_adapters(model: nn.Module, parameters: Mapping[str, Tensor], source: ModelSource) -> None:
+    """Check that the adapters of ``source`` fit the model, and add them to the weights in ``parameters``, which may be
+    sharded.
 
     Raises:
         ModelError: an adapter cannot be read, or is of another model.
     """
-    _merge_adapters(model, lora.base_names(dict(model.named_parameters())), source)
-
-
-def _merge_adapters(model: nn.Module, parameters: Mapping[str, Tensor], source: ModelSource) -> None:
     known = lora.base_names(dict(model.named_parameters())) if source.adapters else {}
     for folder in source.adapters:
         for name, update in lora.read(folder):

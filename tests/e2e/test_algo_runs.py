@@ -136,7 +136,7 @@ def models(here, recorded, tmp_path_factory):
     async def steps(name, *sets):
         flags = {"algo.name": name, "run.dir": str(here / "runs"), "run.name": "unused"}
         cfg = resolve("rl", "tiny-arith", [*OPTIM, *NEEDS.get(name, []), *sets], flags).config
-        facts = ADVANTAGES.get(cfg.algo.advantage)
+        needs = ADVANTAGES.get(cfg.algo.advantage)
         await actor.load(str(start / "actor"))
         await critic.load(str(start / "critic"))
         batch = pack(usable(groups))
@@ -147,12 +147,12 @@ def models(here, recorded, tmp_path_factory):
             learner = Learner(
                 run,
                 actor,
-                critic if facts.critic else None,
+                critic if needs.critic else None,
                 ref if cfg.algo.kl_coef else None,
-                teacher if facts.teacher else None,
+                teacher if needs.teacher else None,
                 kl_in_reward(cfg.algo),
             )
-            baselines = {group[0].prompt.index: 1.0 for group in groups} if facts.greedy else None
+            baselines = {group[0].prompt.index: 1.0 for group in groups} if needs.greedy else None
             metrics = []
             for step in run.steps():
                 # In the second step other weights than those of now sampled everything.

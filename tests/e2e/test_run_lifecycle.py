@@ -38,7 +38,7 @@ def words(data, runs, *more):
 
 @pytest.mark.slow
 def test_a_run_fills_its_disk_and_goes_on_and_is_trained_further(data, tmp_path):
-    """A checkpoint takes 6 MB here: the first finds room, the second does not."""
+    """A checkpoint takes 6 MB here: the first has room, the second does not."""
     with small_disk(tmp_path, "9m") as disk, ExitStack() as shared:
         command = words(data, disk / "runs", "--steps", "4", "--set", "train.save_every=2")
         run = disk / "runs" / "a"

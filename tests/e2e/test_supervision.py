@@ -119,7 +119,7 @@ async def test_a_trainer_that_hangs_shows_where(ray_here):
 
 @pytest.mark.slow
 async def test_work_that_keeps_python_from_answering_is_no_silence(ray_here):
-    """A long call into C that holds Python's lock: no pulse, but a busy CPU."""
+    """A long call into C that holds Python's lock: no heartbeat, but a busy CPU."""
     async with Cluster(config(silence_deadline_s=10.0)) as cluster:
         group = await cluster.trainer("actor", SOURCE)
 
@@ -192,10 +192,10 @@ async def test_processes_on_another_node_are_looked_at_there(far):
     assert f"its log: {handle.process.log} on node {handle.process.node}" in error.message
 
 
-# ---------------------------------------------------------------------- room
+# ---------------------------------------------------------------------- memory
 
 
-async def test_a_cluster_without_room_says_so(ray_here):
+async def test_a_cluster_without_capacity_says_so(ray_here):
     ray.shutdown()
     ray.init(num_cpus=3, num_gpus=3, include_dashboard=False, log_to_driver=False)
     held = ray.util.placement_group([{"GPU": 2.0, "CPU": 1.0}])

@@ -32,7 +32,7 @@ def test_what_comes_to_the_same_addresses_is_pinned_again():
     assert used[-1] - used[0] < 32
 
 
-def test_more_tensors_are_parked_than_before():
+def test_more_tensors_are_offloaded_than_before():
     """As with the optimizer's state, which is there after the first step only."""
     tensors = [torch.randn(5 * MIB, device="cuda") for _ in range(4)]
     expected = [tensor.clone() for tensor in tensors]

@@ -192,7 +192,7 @@ def curve(folder, steps=4, **train):
         TrainConfig.model_validate(train | {"optim": {"lr": 1e-4}}),
     )
     worker = TrainWorker(spec, 0, 1)
-    facts = worker.setup("127.0.0.1", free_port(), 60.0)
+    metadata = worker.setup("127.0.0.1", free_port(), 60.0)
     try:
         results = [worker.update(batches(3, seed), LossSpec()) for seed in range(steps)]
     finally:
@@ -200,7 +200,7 @@ def curve(folder, steps=4, **train):
         del worker
         gc.collect()
         torch.cuda.empty_cache()
-    return facts, [(r.sums["loss"], r.shared["grad_norm"]) for r in results]
+    return metadata, [(r.sums["loss"], r.shared["grad_norm"]) for r in results]
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
@@ -222,9 +222,9 @@ def test_compiled_layers_compute_what_eager_ones_do(folder, param_dtype, activat
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_train_alike(folder, name):
-    facts, losses = curve(folder, compile="off", attention=name)
+    metadata, losses = curve(folder, compile="off", attention=name)
     _, reference = curve(folder, compile="off", attention="sdpa")
-    assert facts["attention"] == attention.choose(name, CUDA, torch.bfloat16).title
+    assert metadata["attention"] == attention.choose(name, CUDA, torch.bfloat16).title
     for (loss, norm), (other_loss, other_norm) in zip(losses, reference, strict=True):
         assert loss == pytest.approx(other_loss, rel=2e-3)
         assert norm == pytest.approx(other_norm, rel=3e-2)

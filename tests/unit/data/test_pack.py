@@ -179,7 +179,7 @@ def test_best_fit_is_within_the_budget(lengths, budget, limit):
         assert sum(2 * n <= budget for n in filled) <= 1
 
 
-def test_best_fit_takes_the_fullest_bin_with_room():
+def test_best_fit_takes_the_fullest_bin_with_space():
     # 6 leaves 4, 7 leaves 3: the 3 goes to the 7 and the 4 to the 6. First fit in the order given needs three bins.
     assert best_fit([3, 6, 4, 7], 10).bins == [[0, 3], [1, 2]]
     assert best_fit([3, 6, 4, 7], 10).fill == 1.0

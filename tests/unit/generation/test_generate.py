@@ -125,7 +125,7 @@ class Gated:
 async def play(sampler, count, *, n=1, most=4, on_group=lambda group: None):
     def prompts():
         for index in range(count):
-            assert index * n - sampler.asked < most  # it is taken when there is room, and not before
+            assert index * n - sampler.asked < most  # it is taken when there is space, and not before
             yield gsm8k_prompt(index=index)
 
     async with Window(SamplerPool([sampler]), environment(), ON_POLICY, prompts(), n=n, most=most, seed=0) as window:
@@ -137,7 +137,7 @@ async def play(sampler, count, *, n=1, most=4, on_group=lambda group: None):
     return groups
 
 
-async def test_a_slow_episode_holds_up_nobody_and_prompts_are_taken_when_there_is_room():
+async def test_a_slow_episode_holds_up_nobody_and_prompts_are_taken_when_there_is_capacity():
     sampler, order = Gated(slow=[0]), []
 
     def on_group(group):

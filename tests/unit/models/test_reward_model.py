@@ -332,6 +332,6 @@ def test_no_chat_template(folder, tmp_path):
     assert "chat_template.jinja" in error.value.hint
 
 
-def test_a_batch_without_room_for_one_conversation(folder):
+def test_a_batch_too_small_for_one_conversation(folder):
     with pytest.raises(ConfigError, match="tokens_per_batch = 100 has no room"):
         load(folder, max_length=101, tokens_per_batch=100)

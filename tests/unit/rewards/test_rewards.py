@@ -11,7 +11,7 @@ from posttrain.config import RewardConfig
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import load_plugins
 from posttrain.core.types import Score
-from posttrain.rewards import DATA_SOURCES, GRADERS, compute_score, grader_name, is_cheap
+from posttrain.rewards import DATA_SOURCES, GRADERS, compute_score, grade, grader_name, is_cheap
 from posttrain.rewards.custom import load_function
 from posttrain.rewards.grade import GradeItem, GraderPool
 from posttrain.rewards.gsm8k import extract, last_number, parse_number
@@ -213,6 +213,14 @@ def test_a_grader_that_takes_too_much_memory_costs_its_own_item_only(plugin):
     assert scores["eat"].error == scores["eat and forget"].error == "took more memory than reward.memory_mb = 300"
     assert scores["eat at once"].error == "grader 'moody' needs more memory for this response than reward.memory_mb"
     assert {r for r, score in scores.items() if score.unfinished} == {"eat", "eat at once", "eat and forget"}
+
+
+def test_a_grader_process_that_does_not_start_in_time_says_so(plugin, monkeypatch):
+    monkeypatch.setattr(grade, "START_DEADLINE_S", 0.0)
+    with GraderPool(RewardConfig(workers=1), plugins=[plugin]) as pool:
+        (score,) = asyncio.run(pool.grade([GradeItem("test/moody", "a", None)]))
+    assert re.search(r"the grader process did not start: process \d+ sent nothing within 0 s", score.error or "")
+    assert not score.unfinished  # which is not the doing of the item
 
 
 def test_a_grader_process_that_is_too_large_before_its_first_item_says_so(plugin):

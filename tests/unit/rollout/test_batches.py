@@ -142,7 +142,7 @@ async def test_what_is_cancelled_is_counted_by_length():
     await made.close()
 
 
-async def test_a_carried_episode_goes_on_from_its_tokens_with_the_versions_that_sampled_them():
+async def test_a_partial_episode_goes_on_from_its_tokens_with_the_versions_that_sampled_them():
     tool = Probe()
 
     def answers(row, number):

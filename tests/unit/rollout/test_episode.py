@@ -146,11 +146,11 @@ async def test_the_length_limit_inside_a_call():
 async def test_a_tool_result_that_does_not_fit_ends_the_episode():
     own = len(tokens(call(8))) + 1
     delta = len(environment(Gsm8kTool()).deltas.ids([{"role": "tool", "content": "answer=8 reward=1.0"}]))
-    for room, expected in ((own + delta, "length"), (own + delta + 1, "length"), (own + delta + 2, "stop")):
-        env = environment(Gsm8kTool(), max_response_tokens=room)
+    for limit, expected in ((own + delta, "length"), (own + delta + 1, "length"), (own + delta + 2, "stop")):
+        env = environment(Gsm8kTool(), max_response_tokens=limit)
         trajectory = await play(ScriptedSampler(call(8), "8"), env)
         assert trajectory.stop_reason == expected
-        assert trajectory.response_length <= room
+        assert trajectory.response_length <= limit
         assert trajectory.loss_mask[-1]  # it ends with what the policy wrote, never with half a tool result
     assert trajectory.turns == 2
 

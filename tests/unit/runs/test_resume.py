@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.config.presets import Resolved, resolve
 from posttrain.core.errors import ConfigError, UserError
-from posttrain.runs.run import RunDir, RunTarget, StopSignal
+from posttrain.runs.run import RunDir, RunTarget, Status, StopSignal
 from posttrain.train import checkpoint
 
 
@@ -86,7 +86,7 @@ def test_process_on_another_host_keeps_its_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what it goes on from
 
 
-def with_checkpoints(root: Path, *steps: int, name: str = "a", status: str = "interrupted") -> RunDir:
+def with_checkpoints(root: Path, *steps: int, name: str = "a", status: Status = "interrupted") -> RunDir:
     resolved = make(root, name=name)
     run = RunTarget.find(resolved).open()
     for step in steps:
@@ -94,7 +94,7 @@ def with_checkpoints(root: Path, *steps: int, name: str = "a", status: str = "in
         (folder / "weights").write_text(f"{step}")
         meta = {"config": resolved.config.model_dump(mode="json")}
         checkpoint.commit(folder, step, {"meta.json": meta}, keep=9)
-    run.finish(status)  # type: ignore[arg-type]
+    run.finish(status)
     return run
 
 

@@ -171,8 +171,8 @@ def test_unfinished_run_is_resumed_with_what_may_change(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
-def test_a_run_that_ended_early_is_resumed(tmp_path: Path, status: str) -> None:
-    RunTarget.find(make(tmp_path)).open().finish(status)  # type: ignore[arg-type]
+def test_a_run_that_ended_early_is_resumed(tmp_path: Path, status: Status) -> None:
+    RunTarget.find(make(tmp_path)).open().finish(status)
     assert RunTarget.find(make(tmp_path)).open().resumed
 
 

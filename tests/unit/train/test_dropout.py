@@ -47,7 +47,7 @@ def test_no_pass_of_a_worker_has_dropout(tmp_path, make, kind):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    facts = worker.setup("127.0.0.1", port, 60.0)
+    metadata = worker.setup("127.0.0.1", port, 60.0)
     try:
         with torch.no_grad():  # a critic's head begins at 0, and would hide what comes before it
             worker.lm.model.get_output_embeddings().weight.normal_()
@@ -60,6 +60,6 @@ def test_no_pass_of_a_worker_has_dropout(tmp_path, make, kind):
         if kind != "critic":
             assert worker.evaluate([batch()])["loss"] == pytest.approx(expected, abs=1e-5)
         assert updates[0].shared["grad_norm"] == updates[1].shared["grad_norm"] > 0
-        assert facts["dropout"] == asked
+        assert metadata["dropout"] == asked
     finally:
         dist.destroy_process_group()

@@ -64,5 +64,5 @@ def test_eight_bit_state():
     assert torch.equal(moment.dequantize(), before)
 
 
-def test_nothing_parked_is_nothing_fetched():
+def test_nothing_offloaded_is_nothing_fetched():
     CpuOffload().onload()
