@@ -1,6 +1,7 @@
 # Sourced by the scripts that need posttrain installed. All output goes to stderr.
 #   set_up_venv [EXTRA]   make a virtual environment at the top of the checkout, and activate it
 #   set_up_vllm_venv      the same with another one, which has vLLM's CPU build
+#   set_up_gpu_venv ENGINE   make the first one with SGLang or vLLM, and activate it
 #   install_chromium      install the browser of the report's tests, where there is none and it can be
 #   PYTHON                interpreter to make them with (default python3; 3.11 or newer)
 #   POSTTRAIN_VENV        the first one's folder (default .venv)
@@ -46,6 +47,22 @@ set_up_venv() {
         pip_install "$venv" -c "$root/constraints.txt" -e "$root${extra:+[$extra]}"
         echo "$stamp $root $extra" > "$venv/posttrain-stamp"
     fi
+    # shellcheck disable=SC1091
+    source "$venv/bin/activate"
+}
+
+set_up_gpu_venv() { # ENGINE
+    local root venv pins version
+    root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    venv="${POSTTRAIN_VENV:-$root/.venv}"
+    pins="$root/posttrain/doctor/tested/$1.txt"
+    make_venv "$venv"
+    version="$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    [[ "$version" == 3.12 ]] ||
+        fail "$venv has Python $version; the versions that are tested with $1 are for 3.12" "set PYTHON=python3.12, and POSTTRAIN_VENV to another folder where $venv is in use"
+    echo "installing $1 into $venv (several GB the first time)" >&2
+    pip_install "$venv" -r "$pins"
+    pip_install "$venv" --no-deps -e "$root"
     # shellcheck disable=SC1091
     source "$venv/bin/activate"
 }

@@ -53,6 +53,9 @@ def median(steps: list[dict[str, float]], key: str, skip: int = 2) -> float:
     return statistics.median(values) if values else float("nan")
 
 
+_BIG = ["train.tokens_per_microbatch=32768", "train.optim.lr=1e-5"]
+
+
 def learn(common: dict[str, Any], out: Path) -> list[tuple[str, str]]:
     """SFT and RL of the tiny model: rows of the table."""
     data = out / "data"
@@ -66,30 +69,32 @@ def learn(common: dict[str, Any], out: Path) -> list[tuple[str, str]]:
     ]
 
 
-def phases(common: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, str]]:
-    """SFT and RL of a 0.5B shape, by phase: rows of the table."""
-    rows: list[tuple[str, str]] = []
-    make_model(args.tokenizer, args.out / "model")
-    big = common | {"model.path": str(args.out / "model"), "train.steps": args.steps}
-    sets = ["data.batch_size=256", "train.tokens_per_microbatch=32768", "train.optim.lr=1e-5"]
-    flags = big | {"run.name": "sft-0.5b", "data.train": str(args.out / "data/sft_train.parquet")}
-    steps = run_stage("sft", "tiny-arith-sft", [*sets, "data.max_length=1024"], flags)
-    rows.append(("0.5B SFT, 256 conversations: tokens", f"{median(steps, 'train/tokens'):,.0f}"))
-    rows.append(("0.5B SFT: tokens/s", f"{median(steps, 'perf/throughput'):,.0f}"))
-    rows.append(("0.5B SFT: peak memory", f"{median(steps, 'perf/memory_gib'):.1f} GiB"))
-    sets += ["rollout.max_prompt_tokens=512", "rollout.max_response_tokens=256", "rollout.memory_fraction=0.3"]
-    sets += ["data.batch_size=32", "algo.kl_coef=0.001"]
-    flags = big | {"run.name": "rl-0.5b", "data.train": str(args.out / "data/train.parquet")}
-    steps = run_stage("rl", "tiny-arith", sets, flags)
-    for key in ("gen", "ref", "update_actor", "sync"):
-        rows.append((f"0.5B RL, 256 episodes: {key}", f"{median(steps, f'timing_s/{key}'):.2f} s"))
-    rows.append(("0.5B RL, 256 episodes: tokens", f"{median(steps, 'perf/total_num_tokens'):,.0f}"))
-    rows.append(("0.5B RL: update tokens/s", f"{median(steps, 'perf/throughput'):,.0f}"))
-    rows.append(("0.5B RL: trainer-engine gap, mean |d|", f"{median(steps, 'rollout_gap/mean_abs'):.4f}"))
-    rows.append(("0.5B RL: trainer-engine gap, outside 10 %", f"{median(steps, 'rollout_gap/outside'):.4f}"))
-    rows.append(("0.5B RL: check gap after sync", f"{median(steps, 'sync/check_gap'):.4f}"))
-    rows.append(("0.5B RL: peak memory of the trainer", f"{median(steps, 'perf/memory_gib'):.1f} GiB"))
-    return rows
+def measure_sft(common: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return the rows of the table of SFT of the 0.5B shape."""
+    flags = common | {"run.name": "sft-0.5b", "data.train": str(args.out / "data/sft_train.parquet")}
+    steps = run_stage("sft", "tiny-arith-sft", [*_BIG, "data.batch_size=256", "data.max_length=1024"], flags)
+    return [
+        ("0.5B SFT, 256 conversations: tokens", f"{median(steps, 'train/tokens'):,.0f}"),
+        ("0.5B SFT: tokens/s", f"{median(steps, 'perf/throughput'):,.0f}"),
+        ("0.5B SFT: peak memory", f"{median(steps, 'perf/memory_gib'):.1f} GiB"),
+    ]
+
+
+def measure_rl(common: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return the rows of the table of GRPO of the 0.5B shape, by phase."""
+    lengths = ["rollout.max_prompt_tokens=512", "rollout.max_response_tokens=256", "rollout.memory_fraction=0.3"]
+    flags = common | {"run.name": "rl-0.5b", "data.train": str(args.out / "data/train.parquet")}
+    steps = run_stage("rl", "tiny-arith", [*_BIG, *lengths, "data.batch_size=32", "algo.kl_coef=0.001"], flags)
+    phases = ("gen", "ref", "update_actor", "sync")
+    return [
+        *((f"0.5B RL, 256 episodes: {key}", f"{median(steps, f'timing_s/{key}'):.2f} s") for key in phases),
+        ("0.5B RL, 256 episodes: tokens", f"{median(steps, 'perf/total_num_tokens'):,.0f}"),
+        ("0.5B RL: update tokens/s", f"{median(steps, 'perf/throughput'):,.0f}"),
+        ("0.5B RL: trainer-engine gap, mean |d|", f"{median(steps, 'rollout_gap/mean_abs'):.4f}"),
+        ("0.5B RL: trainer-engine gap, outside 10 %", f"{median(steps, 'rollout_gap/outside'):.4f}"),
+        ("0.5B RL: check gap after sync", f"{median(steps, 'sync/check_gap'):.4f}"),
+        ("0.5B RL: peak memory of the trainer", f"{median(steps, 'perf/memory_gib'):.1f} GiB"),
+    ]
 
 
 def main() -> None:
@@ -98,7 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "posttrain_bench_gpu")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", choices=["tiny", "0.5b"], default=["tiny", "0.5b"])
+    parser.add_argument("--parts", nargs="+", choices=["tiny", "sft", "rl"], default=["tiny", "sft", "rl"])
     args = parser.parse_args()
     from posttrain.cluster.cluster import local_ray
     from posttrain.prep import command as prep
@@ -113,8 +118,13 @@ def main() -> None:
     with local_ray():
         if "tiny" in args.parts:
             rows += learn(common, args.out)
-        if "0.5b" in args.parts:
-            rows += phases(common, args)
+        if {"sft", "rl"} & set(args.parts):
+            make_model(args.tokenizer, args.out / "model")
+        big = common | {"model.path": str(args.out / "model"), "train.steps": args.steps}
+        if "sft" in args.parts:
+            rows += measure_sft(big, args)
+        if "rl" in args.parts:
+            rows += measure_rl(big, args)
     rows.append(("all runs", f"{time.monotonic() - started:.0f} s"))
     table = Table("what", "measured")
     for row in rows:

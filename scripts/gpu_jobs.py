@@ -84,7 +84,8 @@ def _engine(engine: str) -> list[Job]:
 _SHARDS = "scripts/bench_train.py shards --shape 7b --steps 4 --gather step"
 _LONG = f"{_SHARDS} --length 32768 --tokens-per-microbatch 32768"
 _CHECK = (
-    f"scripts/bench_gpu.py --parts 0.5b --steps 6 --tokenizer {os.environ.get('POSTTRAIN_GPU_TOKENIZER', 'tokenizer')}"
+    "scripts/bench_gpu.py --parts sft rl --steps 6 "
+    f"--tokenizer {os.environ.get('POSTTRAIN_GPU_TOKENIZER', 'tokenizer')}"
 )
 _TWO = "--sequence-parallel 2 --checkpointing selective"
 GROUPS: dict[str, list[Job]] = {

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import os
 import signal
 import threading
@@ -276,6 +277,7 @@ class Cluster:
         """Start engine ``index``, and end the process that it replaces if there is one."""
         cfg = self.cfg
         count = cfg.rollout.replicas
+        episodes = math.ceil(cfg.data.batch_size * cfg.rollout.n * (1 + cfg.rollout.over_sample_rate) / count)
         spec = EngineSpec(
             source=source,
             device=self.device,
@@ -285,6 +287,7 @@ class Cluster:
             stop_token_ids=stop_token_ids,
             threads=_threads(count),
             replica=index,
+            episodes=episodes if cfg.command == "rl" else 0,
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
         )
         if (dead := self._samplers.pop(index, None)) is not None:

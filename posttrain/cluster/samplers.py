@@ -47,10 +47,11 @@ class SamplerActor(Supervised):
         """How many answers the driver has."""
         self.answered = asyncio.Event()
 
-    async def start(self) -> None:
-        """Load the engine."""
+    async def start(self) -> int:
+        """Load the engine; returns the most requests that it runs at once."""
         self.loop = asyncio.get_running_loop()  # for code that __ray_call__ runs here in another thread
         self.engine = await open_engine(self.spec)
+        return self.engine.max_concurrent
 
     async def submit(self, requests: Sequence[Request]) -> None:
         for request_id, ids, params in requests:
@@ -145,11 +146,13 @@ class RemoteSampler:
         self.received = 0
         """Answers so far."""
         self.ranks, self.trainers = ranks, trainers
+        self.max_concurrent = 0
+        """Most requests that the engine runs at once, when it has started."""
 
     async def start(self, deadline_s: float) -> None:
         """Load the engine. Raises ``ModelError``, ``ConfigError``, ``WorkerError`` or ``DeadlineError``."""
         await wait_until_up([self.handle], deadline_s)
-        await answer(self.actor.start.remote(), self.handle, "start", deadline_s)
+        self.max_concurrent = await answer(self.actor.start.remote(), self.handle, "start", deadline_s)
 
     @property
     def node(self) -> str:

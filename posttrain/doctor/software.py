@@ -1,17 +1,18 @@
 """Installed packages and their versions. The ranges are those of the package's own metadata (pyproject.toml), and of
-`posttrain.engines.start` for engines."""
+`posttrain.engines.choice` for engines."""
 
 from __future__ import annotations
 
 import platform
-from importlib import metadata
+from importlib import metadata, resources
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from posttrain.config.presets import has_gpu
 from posttrain.doctor.base import CheckResult
-from posttrain.engines.start import ENGINES
+from posttrain.engines.choice import ENGINES
 
 
 def python() -> list[CheckResult]:
@@ -65,7 +66,7 @@ def packages() -> list[CheckResult]:
 
 
 def engines() -> list[CheckResult]:
-    """Which engines can sample here."""
+    """Which engines can sample here, and whether these versions ran on a GPU."""
     found = [CheckResult("engine hf", "ok", "always there")]
     for name, kind in ENGINES.items():
         if not kind.packages:
@@ -75,12 +76,32 @@ def engines() -> list[CheckResult]:
             found.append(CheckResult(f"engine {name}", "ok", f"not installed (pip install 'posttrain[{name}]')"))
             continue
         package, version = here[0]
-        if SpecifierSet(kind.versions).contains(version, prereleases=True):
-            found.append(CheckResult(f"engine {name}", "ok", f"{package} {version} ({kind.versions})"))
-        else:
+        if not SpecifierSet(kind.versions).contains(version, prereleases=True):
             hint = f"pip install '{package}{kind.versions}'; until then rollout.engine = {name!r} is refused"
             found.append(CheckResult(f"engine {name}", "warn", f"{package} {version}, tested: {kind.versions}", hint))
+        elif package == kind.packages[0] and (others := _untested(name, package)):
+            detail = f"{package} {version} ({kind.versions}), which did not run on a GPU with {', '.join(others)}"
+            hint = f"scripts/install_gpu {name} installs what did"
+            found.append(CheckResult(f"engine {name}", "warn", detail, hint))
+        else:
+            found.append(CheckResult(f"engine {name}", "ok", f"{package} {version} ({kind.versions})"))
     return found
+
+
+def tested_versions(engine: str) -> dict[str, str]:
+    """Return {package: version} of the installation in which an engine ran on a GPU; `scripts/install_gpu` makes it."""
+    text = resources.files("posttrain.doctor").joinpath(f"tested/{engine}.txt").read_text(encoding="utf-8")
+    return dict(line.split("==") for line in text.splitlines() if not line.startswith("#"))
+
+
+def _untested(engine: str, package: str) -> list[str]:
+    """Return those versions of what computes that are not the tested ones, each with the version that is tested."""
+    tested = tested_versions(engine)
+    return [
+        f"{name} {version} (tested: {tested[name]})"
+        for name in (package, "torch", "transformers", "ray")
+        if (version := installed(name)) and Version(version).public != tested[name]
+    ]
 
 
 def kernels() -> list[CheckResult]:

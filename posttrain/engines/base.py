@@ -30,6 +30,8 @@ class EngineSpec:
     """Index of the engine: each samples with a seed of its own."""
     truncates: bool = False
     """Requests may ask for top-p or top-k."""
+    episodes: int = 0
+    """Episodes of a training step on this engine; 0: any number."""
 
     @property
     def max_tokens(self) -> int:
@@ -67,6 +69,9 @@ class Sampler(Generator, Protocol):
 
 class Engine(Sampler, Protocol):
     """A sampler in the process that holds its weights."""
+
+    max_concurrent: int
+    """Most requests that it runs at once. More wait in it."""
 
     async def sleep(self) -> None:
         """Free the memory of weights and KV cache. Requests that run return with ``abort``. New requests wait for

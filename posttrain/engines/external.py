@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.machines import this_machine
 from posttrain.engines.base import Engine, EngineSpec
 from posttrain.models.load import build, load_config, load_model
 from posttrain.weight_sync.sender import WeightSender
@@ -46,8 +48,9 @@ async def load_initial_weights(engine: Engine, spec: EngineSpec) -> None:
     await engine.finish_update(0)
 
 
-def arguments(spec: EngineSpec, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's arguments: ``ours``, and those of `rollout.engine_options`.
+def arguments(spec: EngineSpec, ours: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the engine's arguments: ``ours``, those of `rollout.engine_options`, and ``defaults`` for what these do
+    not set.
 
     Raises:
         ConfigError: the user gives an argument that posttrain sets.
@@ -58,7 +61,26 @@ def arguments(spec: EngineSpec, ours: Mapping[str, Any]) -> dict[str, Any]:
             f"rollout.engine_options.{both[0]} is what posttrain sets itself",
             hint="most have a key of their own in [rollout]; see docs/config.md",
         )
-    return {**ours, **spec.rollout.engine_options}
+    return {**(defaults or {}), **ours, **spec.rollout.engine_options}
+
+
+def cache_tokens(spec: EngineSpec) -> float:
+    """Return about how many tokens the KV cache of one engine holds: `rollout.kv_tokens` on a CPU, else what
+    `rollout.memory_fraction` of a GPU of this node leaves beside the weights."""
+    if spec.device == "cpu":
+        return spec.rollout.kv_tokens
+    weights = sum(math.prod(shape) for shape in shapes(spec).values()) * spec.torch_dtype.itemsize
+    whole = this_machine().memory * spec.rollout.memory_fraction * spec.rollout.tensor_parallel
+    return max(0.0, whole - weights) / cache_bytes_per_token(spec)
+
+
+def cache_bytes_per_token(spec: EngineSpec) -> int:
+    """Return the bytes of a token in the KV cache, over all GPUs of an engine."""
+    config = load_config(spec.source)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = max(heads, spec.rollout.tensor_parallel)  # GPUs beyond the number of key heads hold copies
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * spec.torch_dtype.itemsize)
 
 
 def shapes(spec: EngineSpec) -> dict[str, tuple[int, ...]]:

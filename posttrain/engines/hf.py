@@ -18,6 +18,7 @@ import torch
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
 from posttrain.engines.base import EngineSpec
+from posttrain.engines.choice import concurrent_requests
 from posttrain.engines.hf_sampling import SeededSampling
 from posttrain.models import attention
 from posttrain.models.load import load_model
@@ -45,6 +46,7 @@ class HFSampler:
         if spec.threads:
             torch.set_num_threads(spec.threads)
         self.spec = spec
+        self.max_concurrent = concurrent_requests("hf", spec.rollout)
         self.device = torch.device(spec.device)
         self.dtype = spec.torch_dtype
         self.kernel = attention.choose("auto", self.device, self.dtype)
@@ -96,7 +98,7 @@ class HFSampler:
             num_blocks=self.spec.rollout.kv_tokens // BLOCK if on_cpu else None,
             max_batch_tokens=4096 if on_cpu else None,
             max_memory_percent=None if on_cpu else self._share_of_free(),
-            max_requests_per_batch=self.spec.rollout.max_concurrent,
+            max_requests_per_batch=self.max_concurrent,
             return_logprobs=True,
             per_request_processors=True,
             use_async_batching=False,

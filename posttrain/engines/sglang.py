@@ -14,7 +14,8 @@ import numpy as np
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
 from posttrain.engines.base import EngineSpec
-from posttrain.engines.external import arguments, load_initial_weights, readable_model, shapes
+from posttrain.engines.choice import concurrent_requests
+from posttrain.engines.external import arguments, cache_tokens, load_initial_weights, readable_model, shapes
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.guard import UpdateGuard
@@ -26,6 +27,8 @@ _ENVIRONMENT = {
     # NCCL's default, which the trainer uses; SGLang sets 0. Ranks that differ in it cannot connect ("invalid
     # argument").
     "NCCL_CUMEM_ENABLE": "-2",
+    # No outputs of unfinished requests, which SGLang otherwise sends every 50 tokens.
+    "SGLANG_FORCE_STREAM_INTERVAL": "1000000",
 }
 """Variables that SGLang reads when it is imported. Those that the user has set stay."""
 
@@ -47,6 +50,7 @@ class SGLangEngine:
         from sglang.srt.entrypoints.engine import Engine
 
         self.spec = spec
+        self.max_concurrent = concurrent_requests("sglang", spec.rollout, cache_tokens(spec), spec.episodes)
         self.request_ids, self.seeds = itertools.count(), itertools.count()
         self.released: set[str] = set()
         """Memory that is released now. SGLang's schedulers die when it is resumed twice."""
@@ -60,7 +64,7 @@ class SGLangEngine:
                 "dtype": spec.dtype,
                 "random_seed": spec.seed * 1009 + spec.replica,
                 "context_length": spec.max_tokens,
-                "max_running_requests": spec.rollout.max_concurrent,
+                "max_running_requests": self.max_concurrent,
                 "mem_fraction_static": spec.rollout.memory_fraction,
                 "tp_size": spec.rollout.tensor_parallel,
                 "enable_memory_saver": spec.rollout.sleep,
@@ -71,9 +75,11 @@ class SGLangEngine:
             }
             if spec.rollout.batch_invariant:  # its batch-invariant products give logits of the weights' type only
                 ours |= {"enable_deterministic_inference": True, "enable_fp32_lm_head": True}
+            # A larger batch than that of the largest graph runs without one. SGLang would choose it by the GPU alone.
+            defaults = {"cuda_graph_max_bs_decode": self.max_concurrent}
             ours_to_run = {"run_scheduler_process_func": staticmethod(run_scheduler)}
             try:
-                self.engine = type("Engine", (Engine,), ours_to_run)(**arguments(spec, ours))
+                self.engine = type("Engine", (Engine,), ours_to_run)(**arguments(spec, ours, defaults))
             except (RuntimeError, ValueError, TypeError) as error:
                 raise RunError(
                     f"SGLang does not start: {error}", hint="its own messages are in the worker's log"

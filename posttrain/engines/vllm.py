@@ -14,8 +14,15 @@ import numpy as np
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
 from posttrain.engines.base import EngineSpec
-from posttrain.engines.external import arguments, load_initial_weights, readable_model, shapes
-from posttrain.models.load import load_config
+from posttrain.engines.choice import concurrent_requests
+from posttrain.engines.external import (
+    arguments,
+    cache_bytes_per_token,
+    cache_tokens,
+    load_initial_weights,
+    readable_model,
+    shapes,
+)
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.guard import UpdateGuard
@@ -51,6 +58,7 @@ class VLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.spec = spec
+        self.max_concurrent = concurrent_requests("vllm", spec.rollout, cache_tokens(spec), spec.episodes)
         self.request_ids = itertools.count()
         self.asleep = False
         self.guard = UpdateGuard("vLLM", shapes(spec), lambda: self.llm.pause_generation(mode="abort"))
@@ -64,7 +72,7 @@ class VLLMEngine:
                 dtype=spec.dtype,
                 seed=spec.seed * 1009 + spec.replica,
                 max_model_len=spec.max_tokens,
-                max_num_seqs=spec.rollout.max_concurrent,
+                max_num_seqs=self.max_concurrent,
                 tensor_parallel_size=spec.rollout.tensor_parallel,
                 distributed_executor_backend="mp"
                 if spec.rollout.tensor_parallel > 1
@@ -87,14 +95,10 @@ class VLLMEngine:
                 "gpu_memory_utilization": self.spec.rollout.memory_fraction,
                 "enable_sleep_mode": self.spec.rollout.sleep,
             }
-        config = load_config(self.spec.source)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        of_token = 2 * config.num_hidden_layers * heads * width * self.spec.torch_dtype.itemsize
         # No chunked prefill: after a chunk that is not the last, vLLM rewinds the request's own generator, and a CPU's
         # generator cannot be rewound.
         return {
-            "kv_cache_memory_bytes": self.spec.rollout.kv_tokens * of_token,
+            "kv_cache_memory_bytes": self.spec.rollout.kv_tokens * cache_bytes_per_token(self.spec),
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(2048, self.spec.max_tokens),

@@ -124,7 +124,8 @@ class _Search:
         if any(self._together.get(key, value) != value for key, value in settings.items()):
             return False
         after = self._after({**self._together, **settings})
-        return after is not None and not self._graver(after, problem)
+        before = self._after(self._together) if self._together else None
+        return after is not None and not self._graver(after, problem, before)
 
     def _completed(self, settings: Settings, problem: Problem) -> Settings | None:
         """The settings, if they hold; of an error, with those of another error that they would bring. None: they do
@@ -168,13 +169,20 @@ class _Search:
             return True
         return problem.level == "note" and left.level == "note" and left.amount < problem.amount
 
-    def _graver(self, after: Mapping[str, Problem], problem: Problem) -> list[Problem]:
-        """Other problems, as grave as this one, that are new or worse than before; for a note also warnings."""
+    def _graver(
+        self, after: Mapping[str, Problem], problem: Problem, before: Mapping[str, Problem] | None = None
+    ) -> list[Problem]:
+        """Other problems, as grave as this one, that are new or worse than before; for a note also warnings.
+
+        Args:
+            before: the problems to compare with; None: those of the plan.
+        """
+        before = self._before if before is None else before
         worst = min(problem.rank, LEVELS.index("warning"))
         return [
             other
             for other in after.values()
-            if other.rank <= worst and other.kind != problem.kind and _is_worse(other, self._before.get(other.kind))
+            if other.rank <= worst and other.kind != problem.kind and _is_worse(other, before.get(other.kind))
         ]
 
 

@@ -25,6 +25,7 @@ from posttrain.core.machines import Machine, gpu_named, machine_stored, this_mac
 from posttrain.core.registry import nearest
 from posttrain.core.sizes import GIB
 from posttrain.data.loader import total_steps
+from posttrain.engines.choice import EngineChoice, choose_engine
 from posttrain.models.config_json import read_config_file
 from posttrain.models.load import locate, read_config
 from posttrain.plan.advice import Replan, Settings, assignments, changed
@@ -182,7 +183,7 @@ def question_of(
 def _question(
     cfg: Config, shapes: Shapes, machine: Machine, asked: PlanOptions, known: Known, of_models: Sequence[str]
 ) -> Question:
-    kernels, notes = kernels_of(cfg, machine)
+    kernels, notes = kernels_of(cfg, machine, described=asked.gpu is not None)
     lengths = _lengths(cfg, asked.length)
     if known.of_step:
         mean = sum(known.of_step) / len(known.of_step)
@@ -283,8 +284,8 @@ def machine_of(cfg: Config, asked: PlanOptions) -> Machine:
     return Machine(gpu, asked.gpus or max(1, -(-wanted // asked.nodes)), asked.nodes)
 
 
-def kernels_of(cfg: Config, machine: Machine) -> tuple[Kernels, list[str]]:
-    """What computes there, and what had to be assumed."""
+def kernels_of(cfg: Config, machine: Machine, *, described: bool = False) -> tuple[Kernels, list[str]]:
+    """What computes there, and what had to be assumed. ``described``: it is not this machine."""
     on_gpu = machine.gpu is not None
     itemsize = {"float32": 4, "bfloat16": 2}.get(cfg.train.dtype, 2 if on_gpu else 4)
     compiled = cfg.train.compile == "on" or (cfg.train.compile == "auto" and on_gpu)
@@ -293,7 +294,10 @@ def kernels_of(cfg: Config, machine: Machine) -> tuple[Kernels, list[str]]:
     if on_gpu and asked == "auto" and not any(map(_installed, ("flash-attn-4", "flash-attn-3", "flash-attn"))):
         repeats = True
         notes.append("flash-attn is not installed here: attention of core torch is assumed, which takes more memory")
-    return Kernels(compiled, itemsize, repeats), notes
+    auto = choose_engine("auto", gpu=on_gpu)
+    if described and on_gpu and auto.name == "hf":
+        auto = EngineChoice("sglang", "assumed to be installed there")
+    return Kernels(compiled, itemsize, repeats, auto), notes
 
 
 def _installed(package: str) -> bool:

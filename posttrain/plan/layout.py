@@ -9,6 +9,7 @@ from posttrain.algos import ADVANTAGES, POLICY_LOSSES
 from posttrain.config import Config, LoraConfig, TrainConfig
 from posttrain.core.machines import Machine
 from posttrain.core.sizes import SENT_BUCKET_BYTES, bucket_bytes
+from posttrain.engines.choice import EngineChoice
 from posttrain.plan.batch import StepBatch
 from posttrain.plan.calibration import CONTEXT_BYTES, FRAGMENTATION
 from posttrain.plan.memory import EngineMemory, Terms, Trainer, total
@@ -35,6 +36,8 @@ class Kernels:
     compiled: bool
     itemsize: int
     repeats_heads: bool
+    auto_engine: EngineChoice
+    """What `rollout.engine = "auto"` stands for there"""
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,10 @@ def lay_out(cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, bat
     engine = None
     if cfg.samples:
         counted = machine.memory
-        if cfg.rollout.engine == "sglang" and colocated and counted:  # its share is of what is free when it starts
+        name = kernels.auto_engine.name if cfg.rollout.engine == "auto" else cfg.rollout.engine
+        if name == "sglang" and colocated and counted:  # its share is of what is free when it starts
             counted -= sum(total(trainer.fresh()) + trainer.beside() for trainer in trainers)
-        engine = EngineMemory(shapes.actor, cfg.rollout, kernels.itemsize, counted)
+        engine = EngineMemory(shapes.actor, cfg.rollout, kernels.itemsize, counted, name)
     workers = cfg.cluster.workers if cfg.trains else cfg.rollout.replicas * cfg.rollout.tensor_parallel
     shared = -(-cfg.rollout.replicas * cfg.rollout.tensor_parallel // workers) if colocated else 1
     return Layout(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from posttrain.config import RolloutConfig, TrainConfig
+from posttrain.config import EngineName, RolloutConfig, TrainConfig
 from posttrain.core.sizes import (
     DEVICE_BUCKET_BYTES,
     GATHER_BYTES,
@@ -15,6 +16,7 @@ from posttrain.core.sizes import (
     bucket_bytes,
     logits_rows,
 )
+from posttrain.engines.choice import concurrent_requests
 from posttrain.plan import activations
 from posttrain.plan.activations import Policy
 from posttrain.plan.calibration import CONTEXT_BYTES, ENGINE_BYTES, NCCL_BYTES
@@ -225,6 +227,13 @@ class EngineMemory:
     itemsize: int
     gpu_bytes: float
     """That `rollout.memory_fraction` is a share of"""
+    name: EngineName
+    """The engine that `rollout.engine` stands for"""
+
+    def requests(self, episodes: int) -> int:
+        """Return the most requests that it would run at once with any memory, where a step gives it so many
+        episodes."""
+        return min(episodes, concurrent_requests(self.name, self.rollout, math.inf, episodes))
 
     @property
     def weights(self) -> float:
@@ -248,7 +257,7 @@ class EngineMemory:
 
     def asleep(self) -> Terms:
         """What its processes keep."""
-        return {"engine process": CONTEXT_BYTES if self.rollout.engine == "hf" else ENGINE_BYTES}
+        return {"engine process": CONTEXT_BYTES if self.name == "hf" else ENGINE_BYTES}
 
     def loading(self) -> Terms:
         """Weights are there, the cache is not yet."""

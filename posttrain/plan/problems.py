@@ -88,7 +88,7 @@ def _of_engine(cfg: Config, parallel: int) -> Settings:
 
 def _engine(plan: Plan) -> Iterator[Problem]:
     rollout = plan.question.cfg.rollout
-    if plan.layout.engine is not None and rollout.engine == "hf" and rollout.tensor_parallel > 1:
+    if plan.layout.engine is not None and plan.layout.engine.name == "hf" and rollout.tensor_parallel > 1:
         message = f"rollout.tensor_parallel = {rollout.tensor_parallel}, and an engine hf is of one GPU"
         settings = (_of_engine(plan.question.cfg, 1), {"rollout.engine": "sglang"}, {"rollout.engine": "vllm"})
         yield Problem("embedded engine", "error", message, settings)
@@ -115,7 +115,7 @@ def _cache(plan: Plan) -> Iterator[Problem]:
         yield Problem("cache", "error", message, settings, longest - engine.tokens, _TOO_LARGE)
         return
     episodes = -(-cfg.data.batch_size * rollout.n // rollout.replicas)
-    wanted = min(episodes, rollout.max_concurrent)
+    wanted = engine.requests(episodes)
     mean = plan.question.lengths.mean
     fits = int(engine.tokens / max(1.0, mean))
     if fits < wanted:

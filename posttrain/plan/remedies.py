@@ -158,7 +158,7 @@ def cache(plan: Plan, tokens: int) -> Iterator[Settings]:
         if plan.layout.colocated and not cfg.train.cpu_offload:
             turns = {"rollout.sleep": True, "train.offload": True}
             yield _differing(cfg, {"rollout.memory_fraction": fraction, **turns})
-    if cfg.rollout.engine != "hf":
+    if engine.name != "hf":
         most = plan.question.machine.gpus
         larger = [
             size for size in shares(plan, cfg.rollout.tensor_parallel, most) if size > cfg.rollout.tensor_parallel

@@ -218,14 +218,14 @@ def generation_seconds(
     assert machine.gpu is not None
     gpu, shape, rollout = machine.gpu, engine.shape, engine.rollout
     fits = int(engine.tokens / max(1.0, prompt + response))
-    at_once = max(1, min(episodes, rollout.max_concurrent, fits or 1))
+    at_once = max(1, min(engine.requests(episodes), fits or 1))
     waves = max(1.0, episodes / at_once)
     steps = longest + (waves - 1.0) * response  # a place that is free is filled at once
     read = engine.weights + at_once * (prompt + response / 2) * engine.of_token
     memory = steps * read / (gpu.bandwidth * known.DECODE_BANDWIDTH)
     tokens = episodes * (prompt + response) / rollout.tensor_parallel
     compute = _products(shape, gpu, tokens, 1.0)
-    host = steps * shape.layers * known.HOST_DECODE_S[rollout.engine]
+    host = steps * shape.layers * known.HOST_DECODE_S[engine.name]
     return Seconds(compute, memory, 0.0, host)
 
 

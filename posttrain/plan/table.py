@@ -54,7 +54,9 @@ def _head(plan: Plan) -> list[str]:
     if plan.layout.engine is not None:
         rollout = cfg.rollout
         place = "on the trainers' GPUs" if plan.layout.colocated else "on GPUs of their own"
-        lines.append(f"engines: {rollout.replicas} x {rollout.engine} of {rollout.tensor_parallel}, {place}")
+        why = f" (rollout.engine = auto: {q.kernels.auto_engine.reason})" if rollout.engine == "auto" else ""
+        count = f"{rollout.replicas} x {plan.layout.engine.name} of {rollout.tensor_parallel}"
+        lines.append(f"engines: {count}, {place}{why}")
     return lines
 
 

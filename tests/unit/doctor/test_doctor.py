@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import tomli
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from posttrain.doctor import machine, services, software
 from posttrain.doctor.base import Check, CheckResult, run_checks, worst
-from posttrain.engines.start import ENGINES
+from posttrain.engines.choice import ENGINES
 from posttrain.sandbox.syscalls import SyscallFilter
 
 REPO = Path(__file__).resolve().parents[3]
@@ -168,3 +170,50 @@ def test_links_between_gpus() -> None:
     (found,) = machine.links(NVLINK.replace("NV18", "SYS"))
     assert (found.status, found.detail) == ("warn", "not all by NVLink: SYS")
     assert machine.links("")[0].status == "warn"
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_tested_versions_are_in_the_supported_ranges(engine: str) -> None:
+    tested = software.tested_versions(engine)
+    kind = ENGINES[engine]  # type: ignore[index]
+    assert SpecifierSet(kind.versions).contains(tested[kind.packages[0]])
+    for requirement in software.requirements():
+        assert requirement.specifier.contains(tested[canonicalize_name(requirement.name)]), requirement
+
+
+def test_warns_of_an_engine_whose_versions_did_not_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {name: software.tested_versions("vllm")[name] for name in ("vllm", "torch", "transformers", "ray")}
+    here["torch"] += "+cu130"
+    monkeypatch.setattr(software, "installed", lambda name: here.get(name))
+    assert [f.status for f in software.engines() if f.name == "engine vllm"] == ["ok"]
+    here["vllm"], here["ray"] = "0.32.0", "2.61.0"
+    [found] = [f for f in software.engines() if f.name == "engine vllm"]
+    assert (found.status, found.hint) == ("warn", "scripts/install_gpu vllm installs what did")
+    assert "vllm 0.32.0 (tested: 0.24.0), ray 2.61.0 (tested: 2.60.0)" in found.detail
+    assert "torch" not in found.detail
+
+
+def test_install_gpu_names_the_engines_it_knows() -> None:
+    done = subprocess.run(["scripts/install_gpu", "trt"], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "hint: scripts/install_gpu sglang, or scripts/install_gpu vllm" in done.stderr
+
+
+def test_install_gpu_refuses_a_python_that_the_tested_versions_are_not_for(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    python.write_text("#!/bin/sh\necho 3.11\n")
+    python.chmod(0o755)
+    env = os.environ | {"POSTTRAIN_VENV": str(tmp_path)}
+    done = subprocess.run(
+        ["scripts/install_gpu", "vllm"], cwd=REPO, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "has Python 3.11; the versions that are tested with vllm are for 3.12" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_tested_versions_can_still_be_installed_together() -> None:
+    done = subprocess.run(["scripts/lock_gpu", "--check"], cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("can be installed") == 2

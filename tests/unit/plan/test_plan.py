@@ -18,6 +18,8 @@ from posttrain.core.errors import ConfigError, ModelError
 from posttrain.core.machines import GPUS, Machine, gpu_named, gpu_of_name
 from posttrain.data.bins import assign
 from posttrain.data.pack import place
+from posttrain.engines import choice
+from posttrain.engines.choice import EngineChoice
 from posttrain.plan import command as plan
 from posttrain.plan.advice import changed
 from posttrain.plan.batch import Lengths, batch_of
@@ -119,10 +121,14 @@ def test_sequences_of_one_length_are_placed_as_a_run_places_them(seed):
 # ---------------------------------------------------------------------- problems
 
 
+def kernels():
+    return Kernels(True, 2, True, EngineChoice("hf", "a test"))
+
+
 def question(cfg, model="7b", gpu="h200", gpus=1, mean=None):
     shape = shape_of(bench.QWEN[model], model)
     lengths = plan.assumed_lengths(cfg, mean)
-    return Question(cfg, Shapes(shape), Machine(gpu_named(gpu), gpus), Kernels(True, 2, True), lengths, steps=10)
+    return Question(cfg, Shapes(shape), Machine(gpu_named(gpu), gpus), kernels(), lengths, steps=10)
 
 
 def told(asked):
@@ -182,6 +188,28 @@ def test_a_step_of_a_replay_may_have_fewer_groups_than_updates():
     assert problem.advice[0] == "algo.updates_per_step=3"
     five = Question(**{**asked.__dict__, "of_step": (100,) * 40})
     assert any("the last update has fewer groups: 2, 1, 1, 1" in p.message for p in found(Plan(five)))
+
+
+def test_plans_with_the_engine_that_a_run_would_choose(tmp_path, monkeypatch):
+    def engines(*arguments):
+        done = planned(tmp_path, "--preset", "qwen2.5-0.5b-gsm8k", *arguments)
+        return next(line for line in done.stdout.splitlines() if line.startswith("engines: "))
+
+    def version(package):
+        raise choice.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(choice.metadata, "version", version)
+    assert "1 x sglang of 1" in engines("--gpu", "h200")
+    assert "rollout.engine = auto: assumed to be installed there" in engines("--gpu", "h200")
+    assert "1 x vllm of 1" in engines("--gpu", "h200", "--set", "rollout.engine=vllm")
+    monkeypatch.setattr(plan, "this_machine", lambda: Machine(None))
+    assert "1 x hf of 1" in engines()
+    assert "rollout.engine = auto: no GPU" in engines()
+    monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("h200")))
+    assert "sglang is not installed and vllm is not installed" in engines()
+    monkeypatch.setattr(choice.metadata, "version", {"vllm": "0.24.0", "sglang": "0.4.1"}.__getitem__)
+    assert "1 x vllm of 1" in engines()
+    assert "rollout.engine = auto: a GPU, and vllm 0.24.0 is installed" in engines()
 
 
 # ---------------------------------------------------------------------- the memory of colocated runs

