@@ -15,7 +15,7 @@ from posttrain.config.presets import Resolved
 from posttrain.core.registry import load_plugins
 from posttrain.models.load import ModelSource
 from posttrain.plan import command as plan
-from posttrain.runs.preflight import check_profile
+from posttrain.runs.preflight import check_profile, with_engine
 from posttrain.runs.recording import open_tracker, recorded
 from posttrain.runs.run import RunTarget, StopSignal
 from posttrain.runs.training_run import Loop, TrainingRun, train
@@ -54,8 +54,9 @@ def run(resolved: Resolved, prepare: Prepare) -> Path:
         UserError: bad config, data or model, before anything is written.
         RunError: a worker failed or weights did not arrive; the run can be resumed.
     """
+    load_plugins(resolved.config.plugins)
+    resolved = with_engine(resolved)
     cfg = resolved.config
-    load_plugins(cfg.plugins)
     target = RunTarget.find(resolved)
     job = prepare(resolved)
     check_profile(cfg, job.steps)
@@ -74,6 +75,7 @@ def run(resolved: Resolved, prepare: Prepare) -> Path:
 def dry_run(resolved: Resolved, prepare: Prepare) -> str:
     """Return the plan of a run after all its checks; nothing is started or written. Raises ``UserError``."""
     load_plugins(resolved.config.plugins)
+    resolved = with_engine(resolved)
     job = prepare(resolved)
     check_profile(resolved.config, job.steps)
     return plan.show(resolved.config, known=job.known())

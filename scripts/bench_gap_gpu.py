@@ -33,7 +33,7 @@ from posttrain.core.types import Ids, SamplingParams
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import read_prompts
 from posttrain.models.load import ModelSource, load_tokenizer
-from posttrain.runs.preflight import build_environment
+from posttrain.runs.preflight import episode_context
 
 FEW, MANY = 8, 64
 
@@ -51,7 +51,7 @@ def config(args: argparse.Namespace, exact: bool) -> Config:
 
 async def measure(args: argparse.Namespace, exact: bool) -> dict[str, Any]:
     cfg, source = config(args, exact), ModelSource(str(args.model))
-    env = build_environment(cfg, source, load_tokenizer(source))
+    env = episode_context(cfg, source, load_tokenizer(source))
     asked = [env.prompt_ids(p) for p in read_prompts(str(args.data / "train.parquet"))[: args.prompts]]
     async with Cluster(cfg) as cluster:
         actor = await cluster.trainer("actor", source)

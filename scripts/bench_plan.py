@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.config import Config, RolloutConfig, TrainConfig
+from posttrain.config import Config, EngineName, RolloutConfig, TrainConfig
 from posttrain.core.machines import Machine, gpu_named
 from posttrain.core.sizes import GIB
 from posttrain.data.bins import assign
+from posttrain.engines.choice import EngineChoice
 from posttrain.plan import calibration as known
 from posttrain.plan import speed
 from posttrain.plan.batch import assumed_lengths, batch_of
@@ -181,7 +182,7 @@ def phases() -> Iterator[Timed]:
         ("SGLang, 128 of up to 512, with a tool", "sglang", 128, 512, 1.45),
     ):
         rollout = RolloutConfig.model_validate({"engine": engine, "memory_fraction": 0.3})
-        memory = EngineMemory(shape("0.5b"), rollout, 2, gpu.memory)
+        memory = EngineMemory(shape("0.5b"), rollout, 2, gpu.memory, engine)
         found = speed.generation_seconds(
             memory, gpu, episodes=episodes, prompt=36, response=response, longest=response
         ).total
@@ -191,7 +192,7 @@ def phases() -> Iterator[Timed]:
     large = Trainer("actor", shape("7b"), TrainConfig.model_validate(BFLOAT16))
     for engine, turns, sampled in (("sglang", 0.139, 3.46), ("vllm", 0.175, 3.27)):
         rollout = RolloutConfig.model_validate({"engine": engine})
-        memory = EngineMemory(large.shape, rollout, 2, gpu.memory)
+        memory = EngineMemory(large.shape, rollout, 2, gpu.memory, engine)
         found = speed.generation_seconds(memory, gpu, episodes=256, prompt=128, response=256, longest=256)
         yield Timed(f"7B, gen: {engine}, 256 of 256 tokens", sampled, found.total)
         yield Timed(f"7B, sync in turns: {engine}", turns, speed.sync_seconds(large, gpu, "device", engine).total)
@@ -221,16 +222,15 @@ def in_turns() -> Iterator[Used]:
         yield Used(f"7B, {engine}: sampling, half of the GPU", sampling, found / GIB)
 
 
-def _layout(model: str, engine: str, train: dict[str, Any], rollout: dict[str, Any]) -> Layout:
+def _layout(model: str, engine: EngineName, train: dict[str, Any], rollout: dict[str, Any]) -> Layout:
     cfg = Config.model_validate(
         {
             "command": "rl", "data": {"batch_size": 16}, "train": {"offload": True} | train,
             "rollout": {"engine": engine, "sleep": True} | rollout,
         }
     )  # fmt: skip
-    return lay_out(
-        cfg, Shapes(shape(model)), machine(1), Kernels(True, 2, True), batch_of(cfg, assumed_lengths(cfg), 20)
-    )
+    kernels = Kernels(compiled=True, itemsize=2, repeats_heads=True, auto_engine=EngineChoice(engine, "measured"))
+    return lay_out(cfg, Shapes(shape(model)), machine(1), kernels, batch_of(cfg, assumed_lengths(cfg), 20))
 
 
 # ---------------------------------------------------------------------- the table

@@ -28,7 +28,7 @@ from posttrain.core.types import Prompt, Sample, SamplingParams
 from posttrain.data.chat import ChatDeltas
 from posttrain.data.loader import BatchOrder
 from posttrain.rollout.batches import TrainingBatches
-from posttrain.rollout.episode import Environment
+from posttrain.rollout.episode import EpisodeContext
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.tools.base import Tool, ToolResult
@@ -83,8 +83,8 @@ class Script:
     async def close(self) -> None: ...
 
 
-def environment(tokenizer: Any, turns: int) -> Environment:
-    return Environment(
+def environment(tokenizer: Any, turns: int) -> EpisodeContext:
+    return EpisodeContext(
         tokenizer=tokenizer,
         stop_token_ids=frozenset({tokenizer.eos_token_id}),
         tools={"calculator": Calculator()},
@@ -98,7 +98,7 @@ def prompt() -> Prompt:
     return Prompt(0, [{"role": "user", "content": "Twelve apples at 3 each: what do they cost?"}], "x", "36")
 
 
-async def ours(env: Environment, sampler: Any, episodes: int) -> tuple[float, float]:
+async def ours(env: EpisodeContext, sampler: Any, episodes: int) -> tuple[float, float]:
     """(seconds, bytes of memory an episode at the end, when all are held)."""
     gc.collect()
     process = psutil.Process()
@@ -113,7 +113,7 @@ async def ours(env: Environment, sampler: Any, episodes: int) -> tuple[float, fl
     return seconds, memory
 
 
-async def usual(env: Environment, script: Script, episodes: int, turns: int) -> float:
+async def usual(env: EpisodeContext, script: Script, episodes: int, turns: int) -> float:
     """Seconds of as many turns when every turn renders and tokenizes the whole conversation."""
     tokenizer = env.tokenizer
 
@@ -147,7 +147,7 @@ class SlowCalculator(Calculator):
         return await super().call(state, arguments)
 
 
-async def long_tail(env: Environment, script: Script, rate: float, steps: int = 12) -> tuple[float, float]:
+async def long_tail(env: EpisodeContext, script: Script, rate: float, steps: int = 12) -> tuple[float, float]:
     """(seconds, cancelled groups) of a step of 64 prompts x 8 episodes whose tool is slow now and then."""
     cfg = env.cfg.model_copy(update={"over_sample_rate": rate, "partial_rollouts": rate > 0})
     env = dataclasses.replace(env, tools={"calculator": SlowCalculator()}, cfg=cfg)
@@ -164,7 +164,7 @@ async def long_tail(env: Environment, script: Script, rate: float, steps: int = 
     return float(np.mean(seconds)), cancelled / steps
 
 
-async def through_ray(env: Environment, script: Script, episodes: int) -> float:
+async def through_ray(env: EpisodeContext, script: Script, episodes: int) -> float:
     """Seconds with the engine in a Ray actor."""
     import ray
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
+from posttrain.envs import ENVIRONMENTS
+from posttrain.envs.agents import AGENTS
 from posttrain.prep.datasets.base import DATASETS
 from posttrain.rewards import DATA_SOURCES, GRADERS
 from posttrain.rollout.interaction import INTERACTIONS
@@ -50,7 +52,18 @@ def test_data() -> Path:
 def _own_registries() -> Iterator[None]:
     """Forget in the end what plugins have registered in the body, and that they were imported."""
     with pytest.MonkeyPatch.context() as patch:
-        for registry in (DATASETS, GRADERS, INTERACTIONS, PARSERS, TOOLS, ADVANTAGES, BUNDLES, POLICY_LOSSES):
+        for registry in (
+            DATASETS,
+            GRADERS,
+            INTERACTIONS,
+            PARSERS,
+            TOOLS,
+            ADVANTAGES,
+            BUNDLES,
+            POLICY_LOSSES,
+            ENVIRONMENTS,
+            AGENTS,
+        ):
             patch.setattr(registry, "_entries", dict(registry._entries))
         sources, modules = dict(DATA_SOURCES), set(sys.modules)
         yield

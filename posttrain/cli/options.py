@@ -44,6 +44,8 @@ _FLAGS: Mapping[str, Flag] = {
     "plugins": Flag("Import your own data sets, tools, graders and algorithms; repeatable (plugins).", metavar="FILE"),
     "prefer.method": Flag("Train a policy or a reward model (prefer.method)."),
     "reward.examine": Flag("Number of graded conversations to print (reward.examine).", minimum=0),
+    "rollout.agent": Flag("Agent that plays the episodes (rollout.agent).", metavar="NAME|FILE.py:NAME"),
+    "rollout.env": Flag("Environment that plays with the model (rollout.env).", metavar="NAME|FILE.py:NAME"),
     "rollout.n": Flag("Responses per prompt (rollout.n).", short="-n"),
     "rollout.only": Flag("Sample, grade and write rollout files, without training (rollout.only)."),
     "rollout.replay": Flag(

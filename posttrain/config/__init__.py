@@ -17,14 +17,14 @@ from posttrain.config.cluster import (
 from posttrain.config.data import DataConfig, ModelConfig, RunConfig
 from posttrain.config.prefer import PreferConfig
 from posttrain.config.reward import JudgeConfig, OverlongConfig, RewardConfig, RewardModelConfig, SandboxConfig
-from posttrain.config.rollout import RolloutConfig, ValConfig
+from posttrain.config.rollout import EngineName, RolloutConfig, ValConfig
 from posttrain.config.train import EarlyStopConfig, LoraConfig, OptimConfig, TrainConfig
 from posttrain.config.tree import Command, Config
 
 __all__ = [
     "AlgoConfig", "CheckpointConfig", "ClusterConfig", "Command",
-    "Config", "CorrectionConfig", "CriticConfig", "DataConfig", "EarlyStopConfig", "EvalConfig", "Fraction",
-    "GenerateConfig", "JudgeConfig", "LoraConfig", "ModelConfig", "OptimConfig", "OverlongConfig", "PositiveInt",
-    "PreferConfig", "RewardConfig", "RewardModelConfig", "RolloutConfig", "RunConfig", "SandboxConfig", "Section",
-    "ServerConfig", "TrainConfig", "ValConfig", "algo_bundle", "tolerance",
+    "Config", "CorrectionConfig", "CriticConfig", "DataConfig", "EarlyStopConfig", "EngineName", "EvalConfig",
+    "Fraction", "GenerateConfig", "JudgeConfig", "LoraConfig", "ModelConfig", "OptimConfig", "OverlongConfig",
+    "PositiveInt", "PreferConfig", "RewardConfig", "RewardModelConfig", "RolloutConfig", "RunConfig", "SandboxConfig",
+    "Section", "ServerConfig", "TrainConfig", "ValConfig", "algo_bundle", "tolerance",
 ]  # fmt: skip

@@ -56,9 +56,15 @@ class Resolved:
 
     def named(self, name: str, origin: str) -> Resolved:
         """Return the same with another `run.name`, which comes from ``origin``. Raises ``ConfigError``."""
+        return self.with_value("run.name", name, origin)
+
+    def with_value(self, key: str, value: Any, origin: str) -> Resolved:
+        """Return the same with another value of a key of a section, which comes from ``origin``. Raises
+        ``ConfigError``."""
+        section, name = key.split(".")
         tree = self.config.model_dump()
-        tree["run"]["name"] = name
-        return replace(self, config=config_of(tree, origin), provenance={**self.provenance, "run.name": origin})
+        tree[section][name] = value
+        return replace(self, config=config_of(tree, origin), provenance={**self.provenance, key: origin})
 
 
 @dataclass(frozen=True)
@@ -393,6 +399,7 @@ def _config_error(error: ValidationError, provenance: Mapping[str, str]) -> Conf
     """Return an error with one line per mistake: the dotted key, its value and the origin of that."""
     lines: list[str] = []
     hints: list[str] = []
+    wrong: dict[str, list[str]] = {}  # value of a key -> what it should be, by each type that the key may have
     for item in error.errors(include_url=False):
         if item["type"] == "value_error":
             message, place = str(item["ctx"]["error"]), ".".join(map(str, item["loc"]))
@@ -404,14 +411,16 @@ def _config_error(error: ValidationError, provenance: Mapping[str, str]) -> Conf
             continue
         parts = [str(part) for part in item["loc"]]
         key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in provenance), ".".join(parts))
-        lines.append(f"{key} = {item['input']!r} ({provenance.get(key, 'unknown')}): {item['msg']}")
+        wrong.setdefault(f"{key} = {item['input']!r} ({provenance.get(key, 'unknown')})", []).append(item["msg"])
         if item["type"] == "literal_error":
             close = nearest(str(item["input"]), re.findall(r"'([^']*)'", item["ctx"]["expected"]))
             hints += [f"did you mean {close!r}?"] if close else []
         if key in leaf_keys():
             default = functools.reduce(getattr, key.split("."), Config(command="sft"))
             hints.append(f"the default of {key} is {'none' if default is None else default}")
-    return ConfigError("\n".join(lines), hint="; ".join(hints) or None)
+    for value, (message, *others) in wrong.items():
+        lines.append(", or ".join([f"{value}: {message}", *(m.removeprefix("Input should be ") for m in others)]))
+    return ConfigError("\n".join(lines), hint="; ".join(dict.fromkeys(hints)) or None)
 
 
 def _presets_for(command: str) -> str:

@@ -8,12 +8,15 @@ from pydantic import Field, model_validator
 
 from posttrain.config.base import NaturalInt, PositiveInt, Seconds, Section, Temperature
 
+EngineName = Literal["hf", "sglang", "vllm"]
+
 
 class RolloutConfig(Section):
     """Sampling of episodes."""
 
-    engine: Literal["hf", "sglang", "vllm"] = "hf"
-    """Sampling engine; see engines.md. hf is the embedded engine: transformers' continuous batching."""
+    engine: Literal["auto", EngineName] = "auto"
+    """Sampling engine; see engines.md. hf is the embedded engine: transformers' continuous batching. auto: where there
+    is a GPU, sglang or else vllm if it is installed; hf otherwise."""
     n: PositiveInt = 8
     """Episodes per prompt."""
     temperature: Temperature = 1.0
@@ -48,6 +51,20 @@ class RolloutConfig(Section):
     """Simulated user that answers when the assistant calls no tool: `retry`, or one from a plugin; empty: none."""
     interaction_options: dict[str, Any] = {}
     """Keyword arguments of the interaction."""
+    env: str = ""
+    """Environment that plays with the model and gives the reward: `FILE.py:NAME`, one from a plugin, or
+    `gymnasium:NAME` or `skyrl:NAME`; empty: none. See environments.md. Its own tasks are used where `data.train` or
+    `data.val` is empty."""
+    env_options: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    agent: str = ""
+    """Agent that plays the episodes and samples at an endpoint of the run: `FILE.py:NAME` of an `async def`, or one
+    from a plugin; empty: none. See agents.md."""
+    agent_command: str = ""
+    """Agent that is a program: its command line, run for each episode; empty: none."""
+    branches: Literal["all", "last"] = "all"
+    """With an agent: which branches of an episode to train on; each has the episode's reward, and counts in its group.
+    last: only the one that was sampled from last."""
     over_sample_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """`rl`: share of additional groups to start; the slowest groups are cancelled once enough have finished. A
     cancelled group comes first in the next step and is not cancelled again, so no prompt is skipped."""
@@ -81,8 +98,9 @@ class RolloutConfig(Section):
     """`rl`: engines release their weights and KV cache while trainers use the same GPUs. See also `train.offload`."""
     kv_tokens: PositiveInt = 65536
     """Size of an engine's KV cache on a CPU, in tokens."""
-    max_concurrent: PositiveInt = 256
-    """Maximum concurrent requests per engine."""
+    max_concurrent: PositiveInt | Literal["auto"] = "auto"
+    """Maximum concurrent requests per engine. auto: as many as its KV cache holds of typical episodes, at most 1024 and
+    what a step needs; with hf 256."""
     tool_deadline_s: Seconds = 30.0
     """Longest tool call, and longest answer of a simulated user. A slower call returns an error that the model can
     read."""
@@ -93,6 +111,11 @@ class RolloutConfig(Section):
     only: bool = False
     """Sample and grade the batches and write their rollout files, without training."""
 
+    @property
+    def has_agent(self) -> bool:
+        """Return whether an agent plays the episodes."""
+        return bool(self.agent or self.agent_command)
+
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> RolloutConfig:
         if "filter_metric" in self.changed and not self.filter_groups:
@@ -101,10 +124,26 @@ class RolloutConfig(Section):
             raise ValueError("rollout.partial_rollouts has no effect without rollout.over_sample_rate")
         if self.interaction_options and not self.interaction:
             raise ValueError("rollout.interaction_options has no effect without rollout.interaction")
+        if self.env_options and not self.env:
+            raise ValueError("rollout.env_options has no effect without rollout.env")
+        if self.env and (self.tools or self.interaction):
+            raise ValueError(
+                "rollout.env with rollout.tools or rollout.interaction: an environment brings its own tools and answers"
+            )
+        if self.has_agent:
+            taken = [name for name in ("tools", "interaction", "env") if getattr(self, name)]
+            if self.agent and self.agent_command:
+                raise ValueError("rollout.agent and rollout.agent_command exclude each other")
+            if taken:
+                raise ValueError(f"rollout.{taken[0]} has no effect with an agent, which brings its own")
+        elif "branches" in self.changed:
+            raise ValueError("rollout.branches has no effect without rollout.agent or rollout.agent_command")
         if self.only and (self.over_sample_rate or self.filter_groups):
             raise ValueError("rollout.over_sample_rate and rollout.filter_groups have no effect without training")
         if self.engine_options and self.engine == "hf":
             raise ValueError("rollout.engine_options has no effect with rollout.engine = 'hf'")
+        if self.engine_options and self.engine == "auto":
+            raise ValueError("rollout.engine_options are of one engine: name it in rollout.engine, sglang or vllm")
         if self.batch_invariant and self.engine == "hf":
             raise ValueError(
                 "rollout.batch_invariant: the embedded engine (rollout.engine = 'hf') has no batch-invariant kernels; "

@@ -78,6 +78,8 @@ class Config(Section):
                 f"train.shard_size = {self.train.shard_size} does not divide cluster.workers = {self.cluster.workers}"
             )
         self._check_turns()
+        if self.rollout.env or self.rollout.has_agent:
+            self._check_env()
         if self.command == "rl":
             self._check_rl()
         if self.trains_reward_model:
@@ -130,6 +132,19 @@ class Config(Section):
             raise ValueError("train.early_stop.patience needs data.val")
         if self.trains and self.train.val_every is None:
             raise ValueError("train.early_stop.patience needs train.val_every: else the last step alone is validated")
+
+    def _check_env(self) -> None:
+        if ADVANTAGES.get(self.algo.advantage).greedy:
+            raise ValueError(
+                f"algo.advantage = {self.algo.advantage!r} with rollout.env or an agent: greedy episodes of them are "
+                "not played"
+            )
+        if self.command != "rl":
+            raise ValueError(f"rollout.env and rollout.agent: {self.command} plays none of them; `posttrain rl` does")
+        if self.rollout.replay:
+            raise ValueError(
+                "rollout.env and rollout.agent have no effect with rollout.replay: rollout files hold what was played"
+            )
 
     def _check_rl(self) -> None:
         if self.data.truncation in ("left", "right"):

@@ -138,6 +138,11 @@ class Score:
     count it as wrong, so that no answer is better off for that."""
 
 
+ENV_PART = "env"
+"""The part of the reward that an environment or an agent gives. Where an episode has it, it is the verdict in place of
+a grader's, unless `reward.function` is set."""
+
+
 StopReason = Literal["stop", "length", "max_turns", "max_user_turns", "prompt_too_long", "deadline", "error"]
 """Why an episode ended: the assistant (or the simulated user) was done, a limit of `rollout`, or a failure."""
 
@@ -205,6 +210,10 @@ class Trajectory:
     """Its grader did not finish (``Score.unfinished``): validation counts it as wrong, whatever ``error`` says."""
     tool_errors: list[str] = field(default_factory=list)
     """What was answered to each tool call that failed; the messages have it too."""
+    branches: list[Trajectory] = field(default_factory=list)
+    """Further trajectories of the same episode of an agent, which are trained on beside it."""
+    unmatched: int = 0
+    """Requests of an agent whose history was not that of a sampled turn."""
     advantages: npt.NDArray[np.float32] | None = None
     """[T] what each sampled token was trained with, 0 elsewhere; None: it was not trained on (yet). They are stored in
     a file of their own (``posttrain.rollout.advantage_files``)."""

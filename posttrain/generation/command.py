@@ -39,12 +39,14 @@ from posttrain.models.load import mark_of
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.window import Window
 from posttrain.runs.preflight import (
-    build_environment,
     check_machine,
     check_prompts,
     check_supported,
+    engine_note,
+    episode_context,
     open_model,
     sampling_of,
+    with_engine,
 )
 from posttrain.runs.run import StopSignal
 from posttrain.tools.base import telling
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     from posttrain.config import Config
     from posttrain.core.types import Prompt, Trajectory
     from posttrain.models.load import ModelSource
-    from posttrain.rollout.episode import Environment
+    from posttrain.rollout.episode import EpisodeContext
 
 _LOOK_S = 0.25
 """Between two looks at whether somebody asks to stop."""
@@ -91,6 +93,8 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
     """
     cfg = resolved.config
     load_plugins(cfg.plugins)
+    resolved = with_engine(resolved)
+    cfg = resolved.config
     data, out = Path(cfg.generate.data), output_of(cfg)
     if not cfg.generate.data:
         raise DataError("no prompts", hint="give --data FILE.parquet (posttrain prep writes it)")
@@ -103,7 +107,7 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
     manifest = manifest_of(settings_of(cfg, source), data, __version__)
     if out.exists() and not cfg.run.overwrite and not parts_folder(out).exists():
         return _reused(out, manifest, count)
-    env = build_environment(cfg, source, tokenizer)
+    env = episode_context(cfg, source, tokenizer)
     manifest |= {TELLING: telling(env.tools.values())}
     with (
         StopSignal() as stop,
@@ -121,6 +125,8 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
             done = int(parts.done.sum())
             where = cfg.generate.endpoint.url or source.path
             tracker.note(f"{count:,} prompts x {cfg.rollout.n} responses with {where}")
+            if not cfg.generate.endpoint.url:
+                tracker.note(engine_note(resolved))
             if done:
                 tracker.note(f"{done:,} prompts are done already")
             if done < count and out.exists():  # a finished file lies beside complete parts only
@@ -189,16 +195,13 @@ def _open_parts(out: Path, manifest: dict[str, Any], count: int, *, overwrite: b
 
 
 async def _generate(
-    cfg: Config, source: ModelSource, env: Environment, parts: ResponseParts, tracker: Tracker, stop: StopSignal
+    cfg: Config, source: ModelSource, env: EpisodeContext, parts: ResponseParts, tracker: Tracker, stop: StopSignal
 ) -> None:
     """Sample the rows that are not there yet. Raises ``RunError``, ``Interrupted``."""
-    capacity = cfg.rollout.replicas * cfg.rollout.max_concurrent
-    if cfg.generate.endpoint.url:
-        capacity = cfg.generate.endpoint.concurrency
     async with AsyncExitStack() as closing:
         closing.push_async_callback(close_tools, env.tools, tracker.note)
         with tracker.phase("start"):
-            pool = await _open_pool(cfg, source, env, closing)
+            pool, capacity = await _open_pool(cfg, source, env, closing)
         recorder = await closing.enter_async_context(Recorder(parts, tracker))
         window = Window(
             pool, env, sampling_of(cfg.rollout), _prompts(cfg, parts),
@@ -240,18 +243,20 @@ def _prompts(cfg: Config, parts: ResponseParts) -> Iterator[Prompt]:
     return (p for p in stream_prompts(cfg.generate.data, cfg.generate.limit) if missing[p.index])
 
 
-async def _open_pool(cfg: Config, source: ModelSource, env: Environment, closing: AsyncExitStack) -> SamplerPool:
-    """Engines started here, or the server of `generate.endpoint`."""
+async def _open_pool(
+    cfg: Config, source: ModelSource, env: EpisodeContext, closing: AsyncExitStack
+) -> tuple[SamplerPool, int]:
+    """Return engines started here, or the server of `generate.endpoint`, and how many requests these run at once."""
     stops = sorted(env.stop_token_ids)
     if cfg.generate.endpoint.url:
         served = await open_server(cfg.generate.endpoint, env.tokenizer, stops)
         closing.push_async_callback(served.close)
-        return SamplerPool([served])
+        return SamplerPool([served]), cfg.generate.endpoint.concurrency
     cluster = await closing.enter_async_context(Cluster(cfg))
     samplers = await cluster.samplers(source, stops)
     pool = SamplerPool(samplers, partial(cluster.sampler, source, stops), cfg.cluster.sampler_restarts)
     closing.push_async_callback(pool.close)
-    return pool
+    return pool, sum(sampler.max_concurrent for sampler in samplers)
 
 
 class Recorder:

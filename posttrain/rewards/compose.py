@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from posttrain.config import RewardConfig
 from posttrain.core.errors import RunError
-from posttrain.core.types import Score, Trajectory
+from posttrain.core.types import ENV_PART, Score, Trajectory
 from posttrain.rewards.base import EpisodeScorer
 from posttrain.rewards.grade import GradeItem, GraderPool
 
@@ -35,12 +35,8 @@ class Rewarder:
         Raises:
             RunError: one could not be graded and `reward.on_error` is "raise", or a scorer is broken.
         """
-        items = [
-            GradeItem(t.prompt.data_source, t.response_text, t.prompt.ground_truth, t.prompt.extra_info)
-            for t in episodes
-        ]
         graded, *opinions = await asyncio.gather(
-            self.graders.grade(items), *(scorer.score(episodes) for scorer in self.scorers)
+            self._verdicts(episodes), *(scorer.score(episodes) for scorer in self.scorers)
         )
         errors: list[str] = []
         for index, episode in enumerate(episodes):
@@ -51,6 +47,19 @@ class Rewarder:
                 errors.append(error)
                 self._on_error(episode, error)
         return errors
+
+    async def _verdicts(self, episodes: Sequence[Trajectory]) -> list[Score]:
+        """Return an environment's verdict where there is one, else a grader's."""
+        own = {i: t.reward_parts[ENV_PART] for i, t in enumerate(episodes) if ENV_PART in t.reward_parts}
+        if self.cfg.function:
+            own = {}
+        items = [
+            GradeItem(t.prompt.data_source, t.response_text, t.prompt.ground_truth, t.prompt.extra_info)
+            for i, t in enumerate(episodes)
+            if i not in own
+        ]
+        graded = iter(await self.graders.grade(items))
+        return [Score(own[i], own[i] >= 1.0) if i in own else next(graded) for i in range(len(episodes))]
 
     def _settle(self, episode: Trajectory, verdict: Score, opinions: Mapping[str, Score]) -> str | None:
         """Fill one episode; why it could not be, or None."""

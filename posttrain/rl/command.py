@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING
 from posttrain import launch
 from posttrain.config.presets import Resolved
 from posttrain.data.loader import check_batch, total_steps
-from posttrain.data.parquet import read_prompts
-from posttrain.data.shards import one_file
 from posttrain.launch import TrainingJob
 from posttrain.plan.command import Known, check_budget
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import replay, sampling
 from posttrain.rl.loop import train
 from posttrain.runs.preflight import (
-    build_environment,
     check_algo,
     check_machine,
     check_reward,
     check_supported,
+    engine_note,
+    episode_context,
     fitting_prompts,
     open_model,
+    read_tasks,
     reading_validation,
     validation_note,
 )
@@ -39,7 +39,7 @@ from posttrain.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from posttrain.core.types import Prompt
-    from posttrain.rollout.episode import Environment
+    from posttrain.rollout.episode import EpisodeContext
 
 
 def run(resolved: Resolved) -> Path:
@@ -65,12 +65,11 @@ def prepare_sampling(resolved: Resolved) -> RlJob:
     check_machine(cfg)
     check_algo(cfg, tokenizer)
     budget = None if cfg.rollout.only else check_budget(cfg)
-    env = build_environment(cfg, source, tokenizer)
-    train_file, val_file = one_file(cfg.data.train), one_file(cfg.data.val) if cfg.data.val else ""
-    rows = read_prompts(train_file)
+    env = episode_context(cfg, source, tokenizer)
+    rows, train_file = read_tasks(cfg, env, "train")
     prompts, left_out = fitting_prompts(rows, env, train_file, cfg.data.truncation)
     with reading_validation():
-        val_rows = read_prompts(val_file, limit=cfg.val.limit) if val_file else []
+        val_rows, val_file = read_tasks(cfg, env, "val", limit=cfg.val.limit)
     val, val_left_out = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
     failing = check_reward([*prompts, *val], cfg, env, train_file)
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
@@ -83,7 +82,7 @@ def prepare_sampling(resolved: Resolved) -> RlJob:
 class RlJob(TrainingJob):
     """A run that samples its rollouts."""
 
-    env: Environment
+    env: EpisodeContext
     prompts: Sequence[Prompt]
     val: Sequence[Prompt]
     data_notes: Sequence[str]
@@ -95,6 +94,7 @@ class RlJob(TrainingJob):
         cfg = self.resolved.config
         count, batch = len(self.prompts), cfg.data.batch_size
         yield f"{count:,} prompts, {batch} a step x {cfg.rollout.n} episodes, {self.steps} steps"
+        yield engine_note(self.resolved)
         if not cfg.rollout.only:
             yield validation_note(self.resolved, len(self.val), "prompts")
             if self.val and (names := telling(self.env.tools.values())):

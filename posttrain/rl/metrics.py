@@ -41,6 +41,8 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], source: TrajectorySo
         "tool_calls": stats.tool_calls,
         "tool_errors": stats.tool_errors,
     }
+    if source.env.agents is not None:
+        counts |= {"branches": stats.branches, "unmatched_requests": stats.unmatched}
     return episode_metrics(groups) | {f"rollout/{name}": float(count) for name, count in counts.items()}
 
 

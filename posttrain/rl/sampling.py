@@ -25,6 +25,7 @@ from posttrain.rl.batch import Groups, usable
 from posttrain.rl.learner import Learner
 from posttrain.rl.loop import RolloutBatch, show
 from posttrain.rl.metrics import failures, rollout_metrics, spread, validation_failure, validation_metrics
+from posttrain.rollout.agents import with_branches
 from posttrain.rollout.batches import TrainingBatches
 from posttrain.rollout.files import fingerprint, rollouts_folder
 from posttrain.rollout.pool import SamplerPool
@@ -38,14 +39,14 @@ from posttrain.tracking.tracker import Tracker
 if TYPE_CHECKING:
     from posttrain.core.types import Ids, Prompt
     from posttrain.rewards.base import EpisodeScorer
-    from posttrain.rollout.episode import Environment
+    from posttrain.rollout.episode import EpisodeContext
 
 
 @dataclass(frozen=True)
 class Task:
     """The prompts of a run, and what plays and grades their episodes."""
 
-    env: Environment
+    env: EpisodeContext
     prompts: Sequence[Prompt]
     val: Sequence[Prompt]
     graders: GraderPool
@@ -184,7 +185,8 @@ async def sample_only(run: TrainingRun, task: Task) -> None:
         tracker.rewind(run.step)
         for step in run.steps():
             with tracker.phase("gen"):
-                groups = await source.sample([task.prompts[i] for i in order.next()], cfg.rollout.n, sampling)
+                played = await source.sample([task.prompts[i] for i in order.next()], cfg.rollout.n, sampling)
+                groups = [with_branches(group) for group in played]
             await writer.write(step, groups, temperature=sampling.temperature)
             show(run, groups)
             kept = usable(groups)
@@ -200,6 +202,8 @@ async def open_source(
 ) -> TrajectorySource:
     """Return what plays and grades episodes with the engines of ``pool``. ``closing`` closes what it opens."""
     closing.push_async_callback(close_tools, task.env.tools, run.tracker.note)
+    if task.env.agents is not None:
+        await closing.enter_async_context(task.env.agents.endpoint)
     closing.push_async_callback(pool.close)
     scorers = await open_scorers(cluster, run)
     for scorer in scorers:
@@ -221,7 +225,7 @@ async def open_scorers(cluster: Cluster, run: TrainingRun) -> list[EpisodeScorer
     return scorers
 
 
-def open_writer(run: TrainingRun, env: Environment) -> RolloutWriter:
+def open_writer(run: TrainingRun, env: EpisodeContext) -> RolloutWriter:
     """Return what writes the rollout files of a run, where `run.rollouts` asks for them."""
     cfg = run.cfg
     every = cfg.run.rollouts_every if cfg.run.rollouts else 0

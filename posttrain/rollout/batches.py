@@ -17,6 +17,7 @@ from typing import Any
 from posttrain.core.errors import RunError
 from posttrain.core.types import ON_POLICY, Prompt, Sampling, Trajectory
 from posttrain.data.loader import BatchOrder
+from posttrain.rollout.agents import with_branches
 from posttrain.rollout.source import Group, RolloutStats, TrajectorySource
 
 
@@ -107,7 +108,7 @@ class TrainingBatches:
                 hint="is the data too easy or too hard? raise rollout.n or rollout.filter_max_batches, or compare by "
                 "another part of the reward",
             )
-        return [group for _, group in ready]
+        return [with_branches(group) for _, group in ready]
 
     def state(self) -> dict[str, Any]:
         """Return where the order stands, and the rows that were drawn and are still to be trained on, as JSON."""

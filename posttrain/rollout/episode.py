@@ -1,4 +1,4 @@
-"""One episode: the model writes, its tool calls run or a simulated user answers, and so on until it stops.
+"""One episode: the model writes, its tool calls run, a simulated user or an environment answers, until it stops.
 
 The token contract: the prompt is rendered once; each turn appends the ids that were sampled and then the rendered delta
 of what answers them. History is never tokenized, rendered or copied again, so a trajectory's tokens are exactly what
@@ -8,20 +8,22 @@ the engine saw, and a turn costs the same however many came before.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.config import RolloutConfig
-from posttrain.core.errors import CodeError, PosttrainError, RunError
-from posttrain.core.plugins import described_briefly, expect, user_code
-from posttrain.core.types import ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
+from posttrain.core.errors import CodeError, PosttrainError
+from posttrain.core.plugins import definition_of, described_briefly, expect, user_code, with_place
+from posttrain.core.types import ENV_PART, ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
 from posttrain.data.chat import ChatDeltas, decode, render_prompt
+from posttrain.data.record import Record
+from posttrain.envs.base import Step
+from posttrain.envs.turns import structured
 from posttrain.rollout.interaction import UserTurn
-from posttrain.rollout.record import Record
 from posttrain.rollout.seeds import seed_of
+from posttrain.rollout.user_calls import LateError, within
 from posttrain.tools.base import Tool, ToolResult, cut
 from posttrain.tools.formats import ParsedCall, ToolParser
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.engines.base import Generator
+    from posttrain.envs.base import Environment
+    from posttrain.envs.opening import World
+    from posttrain.rollout.agents import AgentHost
     from posttrain.rollout.interaction import Interaction
 
 EpisodeState = Literal["pending", "running", "tool_calling", "completed", "failed"]
@@ -45,7 +50,7 @@ def in_flight(states: Sequence[EpisodeState]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Environment:
+class EpisodeContext:
     """What all episodes of a run share."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -59,10 +64,15 @@ class Environment:
     """Arguments of the chat template, such as ``enable_thinking``; the same as in ``deltas``."""
     interaction: Interaction | None = None
     """The simulated user."""
+    world: World | None = None
+    """What makes each episode's environment (`rollout.env`)."""
+    agents: AgentHost | None = None
+    """The agent that plays the episodes (`rollout.agent`)."""
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
-        return [tool.schema for tool in self.tools.values()] or None
+        """Return what the model may call: tools of the run, or of the environment."""
+        return [*(tool.schema for tool in self.tools.values()), *(self.world.tools if self.world else ())] or None
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Return token ids of a prompt, ending where the assistant starts to write. Raises ``DataError``."""
@@ -80,7 +90,7 @@ class Episode:
     def __init__(
         self,
         prompt: Prompt,
-        env: Environment,
+        env: EpisodeContext,
         sampling: Sampling = ON_POLICY,
         *,
         prompt_ids: Sequence[int] | None = None,
@@ -98,6 +108,12 @@ class Episode:
         self._tool_states: dict[str, Any] = {}
         self._user_state: Any = None
         self._has_user = False
+        self._environment: Environment | None = None
+
+    @property
+    def response_length(self) -> int:
+        """Return the tokens after the prompt, so far."""
+        return len(self.record) - self.prompt_length
 
     @property
     def resumable(self) -> bool:
@@ -170,17 +186,26 @@ class Episode:
                 await within(self.env.cfg.tool_deadline_s, what, release, self._user_state)
             except PosttrainError as error:
                 failures.append(error.message)
+        if (environment := self._environment) is not None:
+            self._environment = None
+            try:
+                await within(self.env.cfg.tool_deadline_s, self._failed("close"), environment.close)
+            except PosttrainError as error:
+                failures.append(error.message)
         return failures[0] if failures else None
 
     # ------------------------------------------------------------------ the state machine
 
     @property
     def tokens_left(self) -> int:
-        return self.env.cfg.max_response_tokens - (len(self.record) - self.prompt_length)
+        return self.env.cfg.max_response_tokens - self.response_length
 
     async def _play(self, sampler: Generator) -> StopReason:
         """Play assistant turn, tools' or user's turn, assistant turn, ... Returns why it ended."""
         if self.state == "pending":
+            if self.env.world is not None:
+                self.state = "tool_calling"
+                await self._reset(self.env.world)
             if self.prompt_length > self.env.cfg.max_prompt_tokens:
                 return "prompt_too_long"
             self.state = "tool_calling"
@@ -211,6 +236,40 @@ class Episode:
             self._user_state = await within(deadline, "the interaction failed in create", user.create, self.prompt)
             self._has_user = True
 
+    async def _reset(self, world: World) -> None:
+        """Open the episode's environment, and begin with its messages in place of the row's."""
+        self._environment = world.make()
+        reset, seed = self._environment.reset, seed_of(self.prompt.index)
+        begun = await within(self.env.cfg.episode_deadline_s, self._failed("reset"), reset, self.prompt, seed)
+        self.messages = self._read(begun, "reset", ("system", "user", "assistant", "tool"))
+        self.prompt = replace(self.prompt, messages=list(self.messages))
+        self.record = Record(self.env.prompt_ids(self.prompt))
+        self.prompt_length = len(self.record)
+        self.reward_parts[ENV_PART] = 0.0
+
+    def _failed(self, method: str) -> str:
+        return f"{self.env.world.name} failed in {method}" if self.env.world else method
+
+    def _named(self, method: str) -> str:
+        return f"{self.env.world.name}: {method}" if self.env.world else method
+
+    def _read(self, messages: Any, method: str, roles: Sequence[str]) -> list[Message]:
+        """Return messages of the environment, without control tokens. Raises ``CodeError`` for what is none."""
+        environment = type(self._environment)
+        what = self._named(method)
+        for message in expect(messages, list, what, environment):
+            known = isinstance(message, dict) and message.get("role") in roles
+            if not known or not isinstance(message.get("content"), str):
+                place = definition_of(environment)
+                raise CodeError(
+                    with_place(f"{what} gave a message that cannot be shown: {str(message)[:80]}", place),
+                    hint=f"give dicts with a text as content, and a role of {', '.join(roles)}",
+                )
+        read: list[Message] = [message.copy() for message in messages]
+        for message in read:
+            message["content"] = self._harmless(message["content"])
+        return read
+
     async def _assistant_turn(self, sampler: Generator) -> StopReason | None:
         ids: list[int] = []
         while True:
@@ -227,8 +286,11 @@ class Episode:
         return None if sample.finish_reason == "stop" else "length"
 
     async def _answer(self) -> list[Message] | StopReason:
-        """Return what the model reads next, from tools or the simulated user; or why there is no next turn."""
+        """Return what the model reads next, from tools, the simulated user or the environment; or why there is no next
+        turn."""
         cfg = self.env.cfg
+        if self._environment is not None:
+            return await self._environment_turn(self._environment)
         calls: Sequence[ParsedCall] = ()
         if self.env.tools:
             with user_code("the format of calls failed", self.env.parser):
@@ -247,6 +309,26 @@ class Episode:
         reply: list[Message] = [{"role": "user", "content": self._harmless(said.text)}]
         self.messages += reply
         return reply
+
+    async def _environment_turn(self, environment: Environment) -> list[Message] | StopReason:
+        cfg = self.env.cfg
+        message = structured(
+            self.messages[-1]["content"], self.env.parser, self.env.schemas or (), f"call_{self.turns}"
+        )
+        self.tool_calls += len(message.get("tool_calls", ()))
+        what = self._named("step")
+        answer = await within(cfg.tool_deadline_s, self._failed("step"), environment.step, message)
+        step = expect(answer, Step, what, environment.step)
+        self.reward_parts[ENV_PART] += float(step.reward)
+        if step.done:
+            return "stop"
+        if self.turns >= cfg.max_turns:
+            return "max_turns"
+        replies = self._read(step.messages, "step", ("user", "tool"))
+        if not replies:
+            raise CodeError(f"{what} gave no messages, and the episode is not over", hint="give messages, or done=True")
+        self.messages += replies
+        return replies
 
     async def _ask_user(self, user: Interaction) -> UserTurn:
         what, deadline = "the interaction failed", self.env.cfg.tool_deadline_s
@@ -298,7 +380,7 @@ class Episode:
 
 
 async def run_episode(
-    prompt: Prompt, sampler: Generator, env: Environment, sampling: Sampling = ON_POLICY
+    prompt: Prompt, sampler: Generator, env: EpisodeContext, sampling: Sampling = ON_POLICY
 ) -> Trajectory:
     """Play one episode to its end. If it is cancelled, its tools are released."""
     episode = Episode(prompt, env, sampling)
@@ -306,38 +388,6 @@ async def run_episode(
         return await episode.play(sampler)
     finally:
         await episode.release()
-
-
-class LateError(RunError):
-    """A user's code did not end in time."""
-
-
-async def within(deadline_s: float, what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a user's function, plain or ``async``, gives for ``args``. It may do anything: what does not even end
-    when it is cancelled is left behind.
-
-    Args:
-        what: whose code runs, and what it does: the beginning of the message.
-
-    Raises:
-        LateError: it did not end within ``deadline_s`` seconds.
-        PosttrainError: as ``CodeError`` for whatever the function raises that is no error of ours.
-    """
-
-    async def call() -> Any:
-        with user_code(what, function):
-            result = function(*args)
-            return await result if inspect.isawaitable(result) else result
-
-    task = asyncio.create_task(call())
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of one left behind nobody asks
-    try:
-        await asyncio.wait([task], timeout=deadline_s)
-        if task.done():
-            return task.result()
-        raise LateError(f"{what}: it did not answer within {deadline_s:g} s")
-    finally:
-        task.cancel()
 
 
 async def _end(tool: Tool, state: Any) -> float | None:

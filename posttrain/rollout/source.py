@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.core.types import ON_POLICY, Failure, Prompt, Sampling, Trajectory
 from posttrain.rewards.compose import Rewarder
-from posttrain.rollout.episode import Environment, Episode, EpisodeState, in_flight
+from posttrain.rollout.agents import AgentEpisode
+from posttrain.rollout.episode import Episode, EpisodeContext, EpisodeState, in_flight
 
 if TYPE_CHECKING:
     from posttrain.rollout.pool import SamplerPool
@@ -26,6 +27,10 @@ class RolloutStats:
     """Episodes that ended in an error (an engine, a deadline); they are left out of training."""
     grader_failed: int = 0
     """Episodes that could not be graded; `reward.on_error` says what became of them."""
+    branches: int = 0
+    """Further trajectories of agents' episodes, beside the one that each has."""
+    unmatched: int = 0
+    """Requests of agents whose history was not that of a sampled turn."""
     filtered_groups: int = 0
     """Groups left out because their episodes were alike (`rollout.filter_groups`)."""
     missing_groups: int = 0
@@ -46,6 +51,8 @@ class RolloutStats:
         for episode in episodes:
             self.tool_calls += episode.tool_calls
             self.tool_errors += len(episode.tool_errors)
+            self.branches += len(episode.branches)
+            self.unmatched += episode.unmatched
             if episode.tool_errors:
                 self.errors.setdefault("tool", episode.tool_errors[0])
             if episode.error is not None:
@@ -84,12 +91,14 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 class Group:
     """``n`` episodes of one prompt, which can be interrupted and played on."""
 
-    def __init__(self, prompt: Prompt, n: int, env: Environment, sampling: Sampling) -> None:
+    def __init__(self, prompt: Prompt, n: int, env: EpisodeContext, sampling: Sampling) -> None:
         self.prompt, self.env, self.sampling = prompt, env, sampling
         self._prompt_ids = env.prompt_ids(prompt)
-        self._episodes: list[Episode | Trajectory] = [self._new() for _ in range(n)]
+        self._episodes: list[Episode | AgentEpisode | Trajectory] = [self._new() for _ in range(n)]
 
-    def _new(self) -> Episode:
+    def _new(self) -> Episode | AgentEpisode:
+        if self.env.agents is not None:
+            return AgentEpisode(self.prompt, self.env, self.env.agents, self.sampling, self._prompt_ids)
         return Episode(self.prompt, self.env, self.sampling, prompt_ids=self._prompt_ids)
 
     @property
@@ -100,19 +109,21 @@ class Group:
     @property
     def states(self) -> list[EpisodeState]:
         """Return the states of the episodes that have not ended."""
-        return [episode.state for episode in self._episodes if isinstance(episode, Episode)]
+        return [episode.state for _, episode in self._unfinished()]
 
     async def play(self, pool: SamplerPool) -> list[Trajectory]:
         """Play all episodes to their end. A group whose ``play`` was cancelled is to be paused or released."""
-        unfinished = [(i, episode) for i, episode in enumerate(self._episodes) if isinstance(episode, Episode)]
         try:
-            await together(self._play(i, episode, pool) for i, episode in unfinished)
+            await together(self._play(i, episode, pool) for i, episode in self._unfinished())
         except Exception:  # no failure of an episode: those are in its trajectory
             await self.release()
             raise
         return self.trajectories
 
-    async def _play(self, i: int, episode: Episode, pool: SamplerPool) -> None:
+    def _unfinished(self) -> list[tuple[int, Episode | AgentEpisode]]:
+        return [(i, episode) for i, episode in enumerate(self._episodes) if not isinstance(episode, Trajectory)]
+
+    async def _play(self, i: int, episode: Episode | AgentEpisode, pool: SamplerPool) -> None:
         with pool.session() as sampler:
             self._episodes[i] = await episode.play(sampler)
 
@@ -121,26 +132,25 @@ class Group:
 
         Returns the response tokens of each episode that had not ended."""
         lengths = []
-        for i, episode in enumerate(self._episodes):
-            if isinstance(episode, Episode):
-                lengths.append(len(episode.record) - episode.prompt_length)
-                if not episode.resumable:
-                    await episode.release()
-                    self._episodes[i] = self._new()
+        for i, episode in self._unfinished():
+            lengths.append(episode.response_length)
+            if not episode.resumable:
+                await episode.release()
+                self._episodes[i] = self._new()
         return lengths
 
     async def release(self) -> list[int]:
         """Give up what has not ended; returns its response tokens as ``pause`` does."""
-        unfinished = [episode for episode in self._episodes if isinstance(episode, Episode)]
+        unfinished = [episode for _, episode in self._unfinished()]
         for episode in unfinished:
             await episode.release()
-        return [len(episode.record) - episode.prompt_length for episode in unfinished]
+        return [episode.response_length for episode in unfinished]
 
 
 class TrajectorySource:
     """Plays episodes of prompts on a pool of samplers, and grades them. Without a ``rewarder`` it only plays."""
 
-    def __init__(self, pool: SamplerPool, env: Environment, rewarder: Rewarder | None = None) -> None:
+    def __init__(self, pool: SamplerPool, env: EpisodeContext, rewarder: Rewarder | None = None) -> None:
         self.pool = pool
         self.env = env
         self.rewarder = rewarder

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from posttrain.core.types import Prompt, Sampling, Trajectory
-from posttrain.rollout.episode import Environment, Episode, in_flight
+from posttrain.rollout.episode import Episode, EpisodeContext, in_flight
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.seeds import seed_of
 
@@ -39,7 +39,7 @@ class Window:
     def __init__(
         self,
         pool: SamplerPool,
-        env: Environment,
+        env: EpisodeContext,
         sampling: Sampling,
         prompts: Iterator[Prompt],
         *,

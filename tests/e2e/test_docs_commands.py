@@ -70,6 +70,10 @@ HERE: dict[str, list[str]] = {
         *FRESH, *FEW, "--name", "after",
     ],
     "posttrain eval --compare runs/before/responses.parquet runs/after/responses.parquet": [],
+    "posttrain rl --preset examples/guess.toml --steps 5": [*SMALL, "--steps", "1"],
+    "posttrain rl --preset examples/guess.toml --env examples/terminal.py:Terminal --name terminal --steps 5": [
+        *SMALL, "--steps", "1",
+    ],
     "posttrain merge-ckpt tiny-gsm8k --out merged-checked --check": [],
     "posttrain merge-ckpt tiny-gsm8k --out merged-half --dtype bfloat16 --max-shard-size 500MB --check": [],
 }  # fmt: skip
@@ -138,6 +142,9 @@ GUIDES = {
 NOT_RUN: dict[str, str] = {
     "sbatch --nodes 4 --gpus-per-node 8 scripts/slurm_rl.sbatch rl --preset mine.toml":
         "needs Slurm, where it was tried by hand; unit/test_slurm_script.py has stand-ins",
+    "scripts/install_gpu sglang": "takes several GB; unit/doctor/test_doctor.py checks its versions",
+    "source .venv/bin/activate": "the shell's own",
+    "posttrain rl --preset qwen2.5-0.5b-gsm8k": "needs a GPU and the model from its hub",
 }  # fmt: skip
 """Command -> why no test runs it."""
 
@@ -183,7 +190,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, test_data: Path) -> Path:
 def test_they_run_and_write_metrics_that_are_described(ran: Path) -> None:
     described = [re.compile(pattern) for pattern in documented()]
     runs = {file.parent.name: file for file in ran.glob("runs/*/metrics.jsonl")}
-    assert set(runs) == {"warm", "cooler", "tiny-gsm8k", "again", "tools", "larger-sft", "my_task"}
+    expected = {"warm", "cooler", "tiny-gsm8k", "again", "tools", "larger-sft", "my_task", "guess", "terminal"}
+    assert set(runs) == expected
     names = {name for file in runs.values() for line in file.read_text().splitlines() for name in json.loads(line)}
     names = {name for name in names if "/" in name}
     (step,) = map(json.loads, runs["my_task"].read_text().splitlines())

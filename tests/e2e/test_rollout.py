@@ -18,7 +18,7 @@ from posttrain.rewards.grade import GraderPool
 from posttrain.rl.batch import pack, usable
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
-from posttrain.runs.preflight import build_environment, open_model
+from posttrain.runs.preflight import episode_context, open_model
 
 SOURCE = ModelSource("builtin:tiny")
 TOKENIZER = builtin_tokenizer("tiny")
@@ -167,7 +167,7 @@ async def test_a_handle_works_in_one_event_loop_after_another(samplers):
 
 async def test_episodes_through_real_engines(samplers):
     source, tokenizer = open_model(CONFIG)
-    env = build_environment(CONFIG, source, tokenizer)
+    env = episode_context(CONFIG, source, tokenizer)
     rewarder = Rewarder(CONFIG.reward, GraderPool(), CONFIG.rollout.max_response_tokens)
     pool = TrajectorySource(SamplerPool(samplers), env, rewarder)
     prompts = [

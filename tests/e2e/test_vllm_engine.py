@@ -292,9 +292,15 @@ def _title(process):
     return " ".join([process.name(), *process.cmdline()])
 
 
-@pytest.mark.parametrize(("of", "name"), [("cluster", "EngineCore"), ("spread", "Worker")])
-async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced(of, name, request):
-    cluster = request.getfixturevalue(of)
+@pytest.fixture(params=[("cluster", "EngineCore"), ("spread", "Worker")], ids=lambda param: param[1])
+def doomed_process(request):
+    """(cluster, part of the name of the process to kill)."""
+    of, name = request.param
+    return request.getfixturevalue(of), name
+
+
+async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced(doomed_process):
+    cluster, name = doomed_process
     sampler = await cluster.sampler(SOURCE, [EOS], 0)
     pool = SamplerPool([sampler], lambda index: cluster.sampler(SOURCE, [EOS], index), restarts=1)
     pid = sampler.handle.process.pid
@@ -302,8 +308,11 @@ async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced
     while not (doomed := [p for p in psutil.Process(pid).children(recursive=True) if name in _title(p)]):
         await asyncio.sleep(0.1)
     with pool.session() as session:
-        task = asyncio.create_task(session.generate(prompt(20), SamplingParams(300, 1.0)))
+        long = SamplingParams(300, 1.0)
+        task = asyncio.create_task(session.generate(prompt(20), long))
         while not await running(sampler):
+            if task.done():  # it ended between two looks
+                task = asyncio.create_task(session.generate(prompt(20), long))
             await asyncio.sleep(0.05)
         started = time.monotonic()
         for process in doomed:

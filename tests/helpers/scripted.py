@@ -6,7 +6,7 @@ from posttrain.config import RolloutConfig
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.chat import ChatDeltas
 from posttrain.models.builtin import builtin_tokenizer
-from posttrain.rollout.episode import Environment
+from posttrain.rollout.episode import EpisodeContext
 from posttrain.tools.formats import PARSERS
 from posttrain.tools.gsm8k import Gsm8kTool
 
@@ -57,7 +57,7 @@ class ScriptedSampler:
 
 def environment(*tools, **cfg):
     by_name = {tool.name: tool for tool in tools}
-    return Environment(
+    return EpisodeContext(
         tokenizer=TOKENIZER,
         stop_token_ids=frozenset({EOS}),
         tools=by_name,

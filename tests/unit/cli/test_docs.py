@@ -87,6 +87,8 @@ def test_command_in_the_docs_is_real(
         words = [word for word in words if word.endswith(".sbatch")]
         assert Path(words[0]).is_file()
         return
+    if words == ["source", ".venv/bin/activate"]:  # after a script that makes it
+        return
     if words[0] != "posttrain":
         found = os.access(words[0], os.X_OK) or Path(sys.executable).with_name(words[0]).is_file()
         assert found, f"{page} names {words[0]}, which is not an executable file"

@@ -15,7 +15,7 @@ from posttrain.core.types import Prompt
 from posttrain.data.chat import ChatDeltas, render_chat, render_chats, render_prompt
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
-from posttrain.runs.preflight import build_environment
+from posttrain.runs.preflight import episode_context
 
 TINY = builtin_tokenizer("builtin:tiny")
 QWEN = ["qwen2_5", "qwen2_5_training", "qwen3_instruct_2507", "qwen3_instruct_2507_training"]
@@ -253,7 +253,7 @@ def test_template_arguments_of_the_config():
 def test_a_run_samples_with_the_template_arguments_of_its_config(qwen):
     tokenizer = qwen("qwen3")
     cfg = Config.model_validate({"command": "rl", "rollout": {"n": 2}, "data": {"enable_thinking": False}})
-    env = build_environment(cfg, ModelSource("builtin:tiny"), tokenizer)
+    env = episode_context(cfg, ModelSource("builtin:tiny"), tokenizer)
     empty_thought = "<think>\n\n</think>\n\n"
     prompt = Prompt(0, [user("a")], "x", "1")
     assert tokenizer.decode(env.prompt_ids(prompt)).endswith(empty_thought)

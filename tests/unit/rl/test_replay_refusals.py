@@ -106,7 +106,7 @@ def test_replay_counts_steps_over_epochs(folder: Path, steps: int | None, epochs
 
 
 def test_replay_ignores_limits_of_engines() -> None:
-    rollout = {"replay": "x", "tensor_parallel": 4, "n": 1, "kv_tokens": 64}
+    rollout = {"engine": "hf", "replay": "x", "tensor_parallel": 4, "n": 1, "kv_tokens": 64}
     changes = {"data": {"batch_size": 3}, "algo": {"updates_per_step": 2}, "cluster": {"workers": 2, "device": "cpu"}}
     cfg = Config.model_validate({"command": "rl", "rollout": rollout, **changes})
     check_supported(cfg)
@@ -116,7 +116,7 @@ def test_replay_ignores_limits_of_engines() -> None:
 
 
 def test_rollout_only_ignores_limits_of_trainers() -> None:
-    rollout = {"only": True, "n": 1, "temperature": 0.0}
+    rollout = {"engine": "hf", "only": True, "n": 1, "temperature": 0.0}
     changes = {"train": {"sequence_parallel": 2}, "cluster": {"workers": 2}, "data": {"batch_size": 3}}
     check_supported(Config.model_validate({"command": "rl", "rollout": rollout, **changes}))
     with pytest.raises(ConfigError) as error:

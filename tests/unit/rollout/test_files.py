@@ -260,7 +260,8 @@ def test_the_schema_names_every_part_of_a_trajectory() -> None:
     assert schema.field("step").type == pa.int32()
     assert schema.field("reward_parts").type == pa.map_(pa.string(), pa.float64())
     (group,) = [[trajectory()]]
-    others = {"prompt", "advantages", "unfinished", "tool_errors"}  # the last two are of validation and of warnings
+    # Those of validation, of warnings, and of agents: branches are rows of their own.
+    others = {"prompt", "advantages", "unfinished", "tool_errors", "branches", "unmatched"}
     assert set(vars(group[0])) - others <= set(COLUMNS)
 
 

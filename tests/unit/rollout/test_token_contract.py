@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from posttrain.config import RolloutConfig
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.chat import ChatDeltas
-from posttrain.rollout.episode import Environment, run_episode
+from posttrain.rollout.episode import EpisodeContext, run_episode
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools.base import Tool, ToolResult
 from posttrain.tools.formats import PARSERS
@@ -131,7 +131,7 @@ def conversations(draw):
 def test_tokens_are_prompt_samples_and_deltas(qwen, template, conversation, system):
     turns, says, cuts = conversation
     tokenizer = qwen(template)
-    env = Environment(
+    env = EpisodeContext(
         tokenizer=tokenizer,
         stop_token_ids=frozenset({tokenizer.eos_token_id}),
         tools={"say": Say()},

@@ -11,18 +11,22 @@ from posttrain.config import Config
 from posttrain.config.presets import list_presets, resolve
 from posttrain.core.errors import ConfigError, DataError, ModelError, UserError
 from posttrain.core.types import Prompt
-from posttrain.engines import start as engines
+from posttrain.engines import choice
+from posttrain.engines.base import EngineSpec
+from posttrain.engines.start import open_engine
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource
 from posttrain.runs.preflight import (
-    build_environment,
     check_machine,
     check_packages,
     check_prompts,
     check_supported,
+    engine_note,
+    episode_context,
     fitting_prompts,
     open_model,
+    with_engine,
 )
 from posttrain.train import checkpoint, saver
 
@@ -34,7 +38,7 @@ def config(command="rl", **sections):
 def environment(**rollout):
     cfg = config(rollout=rollout)
     source, tokenizer = open_model(cfg)
-    return build_environment(cfg, source, tokenizer)
+    return episode_context(cfg, source, tokenizer)
 
 
 def prompt(text="Hi", index=0):
@@ -49,7 +53,7 @@ def test_the_defaults_are_supported(command):
 @pytest.mark.parametrize(
     ("command", "sections", "named"),
     [
-        ("rl", {"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel = 2 with rollout.engine 'hf'"),
+        ("rl", {"rollout": {"engine": "hf", "tensor_parallel": 2}}, "tensor_parallel = 2 with rollout.engine 'hf'"),
     ],
 )
 def test_unsupported_keys_are_refused_by_name(command, sections, named):
@@ -67,7 +71,7 @@ def installed(monkeypatch, **versions):
             raise metadata.PackageNotFoundError(package)
         return versions[package]
 
-    monkeypatch.setattr(engines.metadata, "version", version)
+    monkeypatch.setattr(choice.metadata, "version", version)
 
 
 @pytest.mark.parametrize("command", ["rl", "generate"])
@@ -83,11 +87,30 @@ async def test_exact_log_probabilities_need_a_gpu(monkeypatch):
     cfg = config("rl", rollout={"engine": "vllm", "batch_invariant": True}, cluster={"device": "cpu"})
     with pytest.raises(ConfigError, match=r"rollout\.batch_invariant needs a GPU"):
         check_machine(cfg)
-    spec = engines.EngineSpec(
-        ModelSource("builtin:tiny"), "cpu", "float32", seed=0, rollout=cfg.rollout, stop_token_ids=[0]
-    )
+    spec = EngineSpec(ModelSource("builtin:tiny"), "cpu", "float32", seed=0, rollout=cfg.rollout, stop_token_ids=[0])
     with pytest.raises(ConfigError, match=r"rollout\.batch_invariant needs a GPU"):  # the cluster is another machine's
-        await engines.open_engine(spec)
+        await open_engine(spec)
+
+
+def test_the_engine_of_a_run_is_chosen_before_it_is_stored(monkeypatch, gpu):
+    installed(monkeypatch, sglang="0.5.16")
+    gpu(True)
+    for command, preset in (("rl", "qwen2.5-0.5b-gsm8k"), ("generate", "qwen2.5-0.5b-generate")):
+        run = with_engine(resolve(command, preset))
+        assert run.config.rollout.engine == "sglang"
+        assert engine_note(run) == "engine: sglang (auto: a GPU, and sglang 0.5.16 is installed)"
+    on_cpu = with_engine(resolve("rl", "qwen2.5-0.5b-gsm8k", ["cluster.device=cpu"]))
+    assert engine_note(on_cpu) == "engine: hf (auto: no GPU)"
+    named = with_engine(resolve("rl", "qwen2.5-0.5b-gsm8k", ["rollout.engine=vllm"]))
+    assert engine_note(named) == "engine: vllm (--set)"
+    assert engine_note(with_engine(resolve("rl", "tiny-arith"))) == "engine: hf (preset tiny-arith)"
+    for command, preset in (("sft", "tiny-arith-sft"), ("rl", "qwen2.5-0.5b-gsm8k")):  # nothing is sampled
+        sets = ["rollout.replay='rollouts'"] if command == "rl" else []
+        assert with_engine(resolve(command, preset, sets)).config.rollout.engine == "auto"
+    gpu(False)
+    assert with_engine(resolve("rl", "qwen2.5-0.5b-gsm8k")).config.rollout.engine == "hf"
+    with pytest.raises(ConfigError, match=r"rollout\.batch_invariant: the embedded engine"):
+        with_engine(resolve("rl", "qwen2.5-0.5b-gsm8k", ["rollout.batch_invariant=true"]))
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch):
@@ -111,7 +134,7 @@ def test_versions_of_an_engine(monkeypatch, package, version, good):
     if good:
         check_packages(cfg)
         return
-    tested = engines.ENGINES[engine].versions
+    tested = choice.ENGINES[engine].versions
     with pytest.raises(
         ConfigError, match=rf"{package} {version} is installed, and .* with {re.escape(tested)}"
     ) as error:

@@ -9,7 +9,7 @@ from posttrain.config import Config
 from posttrain.core.errors import ConfigError
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
-from posttrain.runs.preflight import build_environment
+from posttrain.runs.preflight import episode_context
 from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn, detect
 
 # What matters of the templates of each family, in few words.
@@ -64,7 +64,7 @@ def environment(template=None, **rollout):
     if template is not None:
         tokenizer.chat_template = template
     cfg = Config.model_validate({"command": "rl", "run": {"name": "x"}, "rollout": rollout})
-    return build_environment(cfg, ModelSource("builtin:tiny"), tokenizer)
+    return episode_context(cfg, ModelSource("builtin:tiny"), tokenizer)
 
 
 TOOLS = "{{ (tools or []) | tojson }}"

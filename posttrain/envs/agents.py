@@ -1,0 +1,142 @@
+"""The Agent protocol, and agents that are programs of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from posttrain.core.errors import CodeError, ConfigError, RunError
+from posttrain.core.plugins import definition_of, with_place
+from posttrain.core.registry import Registry, load_object
+from posttrain.core.types import Message
+
+_SHOWN = 500
+"""Characters of a program's last words in the reason of a failure."""
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """What an agent gets: its task, and where it samples."""
+
+    messages: list[Message]
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    index: int
+    """Row of the data."""
+    seed: int
+    """A number in [0, 2^31); the same for all episodes of one task."""
+    url: str
+    """Base URL of the session, for Anthropic's clients."""
+    api_key: str
+    """The session's token, for clients that want a key; the URL has it too."""
+
+    @property
+    def openai_url(self) -> str:
+        """Return the base URL for OpenAI's clients."""
+        return f"{self.url}/v1"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables by which clients and programs find the session and the task."""
+        task = {"messages": self.messages, "ground_truth": self.ground_truth, "index": self.index, "seed": self.seed}
+        return {
+            "OPENAI_BASE_URL": self.openai_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "POSTTRAIN_SESSION_URL": self.url,
+            "POSTTRAIN_TASK": json.dumps(task | {"extra_info": self.extra_info}, default=str),
+        }
+
+
+class Agent(Protocol):
+    """Plays one episode. An ``async def`` is one."""
+
+    async def __call__(self, task: AgentTask) -> float | None:
+        """Play, and return the reward; None: it was posted to the session, or a grader is asked."""
+        ...
+
+
+AGENTS: Registry[Agent] = Registry("agent")
+"""Agents that plugins register, by name."""
+
+
+def open_agent(name: str, command: str) -> Agent:
+    """Return the agent of `rollout.agent`, or the program of `rollout.agent_command`. Raises ``ConfigError``."""
+    if command:
+        return Program(command)
+    agent = load_object(name, what="rollout.agent") if ":" in name else AGENTS.get(name)
+    called = agent if inspect.isroutine(agent) else getattr(agent, "__call__", None)  # noqa: B004
+    if inspect.isclass(agent) or not inspect.iscoroutinefunction(called):
+        raise CodeError(
+            with_place(f"agent {name!r} is no `async def`", definition_of(agent)),
+            hint="write `async def agent(task: AgentTask) -> float | None`; blocking code goes into asyncio.to_thread",
+        )
+    return agent
+
+
+def reward_of(value: Any, agent: Agent) -> float | None:
+    """Return what an agent gave as its reward. Raises ``CodeError`` for what is no finite number."""
+    if value is None:
+        return None
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise CodeError(
+        with_place(f"the agent returned {str(value)[:80]!r}", definition_of(agent)),
+        hint="return a finite number, or None",
+    )
+
+
+class Program:
+    """An agent that is a program, started for each episode. It finds its session and task in environment variables
+    (``AgentTask.variables``), and posts its reward.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
+
+    def __init__(self, command: str) -> None:
+        try:
+            self.words = shlex.split(command)
+        except ValueError as error:
+            raise ConfigError(
+                f"rollout.agent_command = {command!r}: {error}", hint="quote it as a shell does"
+            ) from error
+        if not self.words or shutil.which(self.words[0]) is None:
+            raise ConfigError(f"rollout.agent_command: there is no program {self.words[:1]}", hint="give its path")
+
+    async def __call__(self, task: AgentTask) -> None:
+        """Run the program to its end; its processes end with this coroutine. Raises ``RunError`` where it fails."""
+        environment: Mapping[str, str] = {**os.environ, **task.variables}
+        process = await asyncio.create_subprocess_exec(
+            *self.words,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stderr is not None
+        last = b""
+        try:
+            while part := await process.stderr.read(1 << 16):
+                last = (last + part)[-4 * _SHOWN :]
+            code = await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if code:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            said = last.decode(errors="replace").strip()[-_SHOWN:]
+            raise RunError(f"the agent's program ended with {how}" + (f": {said}" if said else ""))

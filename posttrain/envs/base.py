@@ -1,0 +1,67 @@
+"""The Environment protocol and the registry of environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from posttrain.core.registry import Registry
+from posttrain.core.types import Message, Prompt, ToolSchema
+
+Split = Literal["train", "val"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment does after an assistant's turn."""
+
+    messages: list[Message] = field(default_factory=list)
+    """What the model reads next: messages of the roles `user` and `tool`. Unused where the episode is over."""
+    reward: float = 0.0
+    """For this turn. The rewards of an episode's turns add up."""
+    done: bool = False
+    """The episode is over."""
+
+
+class Environment(Protocol):
+    """The world of one episode: each episode has an object of its own.
+
+    Its options, `rollout.env_options`, are the keyword arguments of its constructor, which opens nothing: posttrain
+    makes one more object before the run, to ask for ``tools`` and ``tasks``. A class derived from this one inherits
+    tasks of none, a ``reset`` to the messages of the task, and a ``close`` that does nothing.
+    """
+
+    tools: Sequence[ToolSchema] = ()
+    """What the model may call. The calls of a turn come to ``step`` as `tool_calls` of the message."""
+
+    def tasks(self, split: Split) -> Sequence[Prompt]:
+        """Return the tasks to train or to validate on, for a config without `data.train` or `data.val`. They are the
+        same each time, and ``Prompt.index`` gives each its seed."""
+        return []
+
+    async def reset(self, task: Prompt, seed: int) -> list[Message]:
+        """Begin an episode, and return the messages that the model reads first.
+
+        Args:
+            task: the row of the data, or one of ``tasks``.
+            seed: in [0, 2^31); the same for all episodes of one task, which are compared with each other.
+        """
+        return task.messages
+
+    async def step(self, message: Message) -> Step:
+        """Answer an assistant's turn.
+
+        Args:
+            message: `content`; with ``tools`` also `reasoning_content` and `tool_calls`, where the turn has them. A
+                turn with a call that cannot be read has none, and its whole text as content.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free what the episode has taken. Called exactly once, also after errors."""
+        return
+
+
+ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry("environment")
+"""Environments that plugins register, by name."""

@@ -1,0 +1,135 @@
+"""Turns a second that sessions and the endpoint take, with a sampler that answers at once.
+
+    python scripts/bench_endpoint.py [--sessions 64 512 2048] [--turns 1 8 32] [--requests 4000]
+
+In process: ``Session.asked`` and ``Session.sampled``. HTTP: raw requests over kept connections, whose client runs in a
+process of its own; a core is that of the server. Memory: what a session of so many turns holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import time
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.config import RolloutConfig
+from posttrain.core.types import ON_POLICY, Ids, Sample, SamplingParams
+from posttrain.envs.endpoint import Endpoint
+from posttrain.envs.sampling import AgentSession
+from posttrain.envs.session import Renderer, Session
+from posttrain.models.builtin import builtin_tokenizer
+from posttrain.tools.formats import PARSERS
+
+TOKENIZER = builtin_tokenizer("builtin:tiny")
+EOS = int(TOKENIZER.eos_token_id)
+ANSWER = [*TOKENIZER("The answer is 42, I think.")["input_ids"], EOS]
+LIMITS = RolloutConfig(max_turns=100_000, max_prompt_tokens=1_000_000, max_response_tokens=1_000_000)
+CONNECTIONS = 16
+
+
+class AtOnce:
+    """Answers at once, always the same."""
+
+    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+        return Sample(ANSWER, [-0.5] * len(ANSWER), "stop", 1)
+
+
+def renderer() -> Renderer:
+    return Renderer(TOKENIZER, PARSERS.get("hermes"), frozenset({EOS}))
+
+
+def messages_of(turn: int) -> list[dict[str, Any]]:
+    """Return the messages of the request that asks for a turn, from 0 on."""
+    said = {"role": "assistant", "content": "The answer is 42, I think."}
+    asked = [{"role": "user", "content": f"Question {i}: what is it?"} for i in range(turn + 1)]
+    return [message for question in asked[:-1] for message in (question, said)] + asked[-1:]
+
+
+def in_process(sessions: int, turns: int, shared: Renderer) -> tuple[float, float]:
+    """Return turns a second, and KiB a session."""
+    requests = [messages_of(turn) for turn in range(turns)]
+    sample = Sample(ANSWER, [-0.5] * len(ANSWER), "stop", 1)
+    opened = [Session(shared) for _ in range(sessions)]
+    begun = time.perf_counter()
+    for messages in requests:
+        for session in opened:
+            session.sampled(session.asked(messages), [sample])
+    seconds = time.perf_counter() - begun
+    assert all(len(session.branches) == 1 and not session.unmatched for session in opened)
+    tracemalloc.start()
+    measured = [Session(shared) for _ in range(8)]
+    for messages in requests:
+        for session in measured:
+            session.sampled(session.asked(messages), [sample])
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return sessions * turns / seconds, held / len(measured) / 1024
+
+
+async def _client(port: int, tokens: Sequence[str], turns: int) -> float:
+    """Play all sessions turn by turn. Returns the seconds that it took."""
+    bodies = [json.dumps({"model": "policy", "messages": messages_of(turn)}).encode() for turn in range(turns)]
+
+    async def play(mine: Sequence[str]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for body in bodies:
+            for token in mine:
+                head = f"POST /{token}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+                writer.write(head.encode() + body)
+                answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                assert answer.startswith("http/1.1 200"), answer
+                await reader.readexactly(int(answer.partition("content-length:")[2].split("\r\n")[0]))
+        writer.close()
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(play(tokens[i::CONNECTIONS]) for i in range(min(CONNECTIONS, len(tokens)))))
+    return time.perf_counter() - begun
+
+
+def _clients(pipe: Any, port: int, tokens: Sequence[str], turns: int) -> None:
+    pipe.send(asyncio.run(_client(port, tokens, turns)))
+
+
+async def http(sessions: int, turns: int, shared: Renderer) -> tuple[float, float]:
+    """Return requests a second of wall time, and of the server's CPU time."""
+    async with Endpoint() as endpoint:
+        opened = [AgentSession(Session(shared), AtOnce(), LIMITS, ON_POLICY) for _ in range(sessions)]
+        tokens = [endpoint.open(session) for session in opened]
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(
+            target=_clients, args=(theirs, endpoint.port, tokens, turns)
+        )
+        process.start()
+        cpu = time.process_time()
+        seconds = float(await asyncio.to_thread(ours.recv))
+        cpu = time.process_time() - cpu
+        process.join()
+    assert all(s.session.turns == turns and len(s.session.branches) == 1 for s in opened)
+    return sessions * turns / seconds, sessions * turns / cpu
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[64, 512, 2048])
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--requests", type=int, default=8000, help="most requests of one measurement")
+    args = parser.parse_args()
+    shared = renderer()
+    in_process(8, 2, shared)  # the template is compiled, imports are done
+    print("sessions  turns  in process: turns/s  KiB a session   HTTP: requests/s  of a core")
+    for sessions in args.sessions:
+        for turns in args.turns:
+            if sessions * turns > args.requests and turns > 1:
+                continue
+            rate, held = in_process(sessions, turns, shared)
+            wall, core = asyncio.run(http(sessions, turns, shared))
+            print(f"{sessions:8}  {turns:5}  {rate:19,.0f}  {held:13.1f}  {wall:17,.0f}  {core:9,.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

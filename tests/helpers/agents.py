@@ -1,0 +1,28 @@
+"""Groups that an agent plays at a running endpoint, over a sampler that says what a test tells it to."""
+
+import dataclasses
+
+from posttrain.config import RewardConfig
+from posttrain.envs.endpoint import Endpoint
+from posttrain.envs.session import Renderer
+from posttrain.rewards.compose import Rewarder
+from posttrain.rewards.grade import GraderPool
+from posttrain.rollout.agents import AgentHost
+from posttrain.rollout.pool import SamplerPool
+from posttrain.rollout.source import TrajectorySource
+from posttrain.tools.formats import PARSERS
+from tests.helpers.scripted import EOS, TOKENIZER, ScriptedSampler, environment, gsm8k_prompt
+
+RENDERER = Renderer(TOKENIZER, PARSERS.get("hermes"), frozenset({EOS}))
+
+
+async def play(agent, *turns, n=1, prompt=None, reward=None, **cfg):
+    """Return the graded group of one prompt that an agent plays."""
+    async with Endpoint() as endpoint:
+        env = dataclasses.replace(environment(agent="mine", **cfg), agents=AgentHost(agent, RENDERER, endpoint))
+        limits = RewardConfig(**reward or {})
+        source = TrajectorySource(
+            SamplerPool([ScriptedSampler(*turns)]), env, Rewarder(limits, GraderPool(limits), 400)
+        )
+        [group] = await source.sample([prompt or gsm8k_prompt()], n)
+        return group, source

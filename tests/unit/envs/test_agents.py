@@ -1,0 +1,207 @@
+"""Agents in place of episodes: their rewards, branches, failures; programs; and the same game by both ways."""
+
+import asyncio
+import dataclasses
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from posttrain.config import Config
+from posttrain.core.errors import CodeError, ConfigError
+from posttrain.core.types import Prompt
+from posttrain.envs.agents import Program, open_agent
+from posttrain.envs.opening import open_world
+from posttrain.rl.metrics import rollout_metrics
+from posttrain.rollout.agents import with_branches
+from posttrain.rollout.pool import SamplerPool
+from posttrain.rollout.source import TrajectorySource
+from tests.helpers.agents import play
+from tests.helpers.scripted import EOS, ScriptedSampler, environment, tokens
+
+REPO = Path(__file__).parents[3]
+
+
+async def chat(task, messages):
+    """Ask for a turn; return the messages with it, or raise."""
+    async with httpx.AsyncClient(timeout=20) as client:
+        answer = await client.post(f"{task.openai_url}/chat/completions", json={"messages": messages})
+        answer.raise_for_status()
+        return [*messages, answer.json()["choices"][0]["message"]]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def test_an_agents_conversation_is_a_trajectory_with_its_reward():
+    async def agent(task):
+        messages = await chat(task, task.messages)
+        await chat(task, [*messages, user("more")])
+        return 1.0
+
+    [trajectory], source = await play(agent, "one", "two")
+    assert (trajectory.error, trajectory.reward, trajectory.correct, trajectory.turns) == (None, 1.0, True, 2)
+    sampled = [i for text in ("one", "two") for i in [*tokens(text), EOS]]
+    assert trajectory.tokens[trajectory.loss_mask].tolist() == sampled
+    assert set(trajectory.weight_version[trajectory.loss_mask].tolist()) == {11, 12}
+    assert [m["content"] for m in trajectory.messages] == ["What is 3 + 5?", "one", "more", "two"]
+    assert (trajectory.response_text, source.stats.branches, source.stats.unmatched) == ("one\ntwo", 0, 0)
+
+
+async def test_an_agent_without_a_reward_is_graded():
+    async def agent(task):
+        await chat(task, task.messages)
+
+    [trajectory], _ = await play(agent, "#### 8")
+    assert (trajectory.reward, trajectory.correct) == (1.0, True)
+
+
+async def test_branches_share_the_reward_of_their_episode():
+    async def agent(task):
+        await chat(task, [user("a question of a sub-agent")])
+        messages = await chat(task, task.messages)
+        await chat(task, [*messages, user("more")])
+        await chat(task, [user("before: one"), {"role": "assistant", "content": "edited"}, user("and then?")])
+        return 0.5
+
+    [trajectory], source = await play(agent, "sub", "one", "two", "three", max_turns=9)
+    assert (source.stats.branches, source.stats.unmatched) == (2, 1)
+    whole = with_branches([trajectory])
+    assert [t.response_text for t in whole] == ["three", "sub", "one\ntwo"]
+    assert {(t.reward, t.correct, t.error, t.prompt.index) for t in whole} == {(0.5, False, None, 0)}
+    counted = rollout_metrics([whole], source)
+    assert (counted["rollout/branches"], counted["rollout/unmatched_requests"]) == (2, 1)
+    [only], _ = await play(agent, "sub", "one", "two", "three", max_turns=9, branches="last")
+    assert [t.response_text for t in with_branches([only])] == ["three"]
+
+
+async def _raises(task):
+    await chat(task, task.messages)
+    raise ValueError("no idea")
+
+
+async def _idle(task):
+    return 1.0
+
+
+async def _endless(task):
+    await chat(task, task.messages)
+    await asyncio.sleep(60)
+
+
+async def _strange(task):
+    await chat(task, task.messages)
+    return "good"
+
+
+async def _malformed(task):
+    async with httpx.AsyncClient() as client:
+        await client.post(f"{task.openai_url}/chat/completions", content=b"{")
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason", "said"),
+    [
+        (_raises, "error", "the agent failed: ValueError: no idea"),
+        (_idle, "error", "without a turn of the model"),
+        (_endless, "deadline", "rollout.episode_deadline_s"),
+        (_strange, "error", "the agent returned 'good'"),
+        (_malformed, "error", "a request that is not JSON"),
+    ],
+)
+async def test_a_failure_of_an_agent_is_a_failed_episode_with_its_reason(agent, reason, said):
+    [trajectory], source = await play(agent, "one", episode_deadline_s=2.0 if agent is _endless else 60.0)
+    assert (trajectory.stop_reason, said in trajectory.error) == (reason, True), trajectory.error
+    assert source.stats.failed == 1
+
+
+async def test_an_agent_has_the_tokens_of_an_ordinary_episode():
+    async def agent(task):
+        messages = task.messages
+        while True:
+            messages = [*await chat(task, messages), user("more")]
+
+    [trajectory], _ = await play(agent, *["one two"] * 9, max_turns=9, max_response_tokens=60)
+    assert (trajectory.error, trajectory.stop_reason) == (None, "length")
+    assert 30 < trajectory.response_length <= 60
+
+
+async def test_an_agent_that_gives_up_at_a_limit_has_not_failed():
+    async def agent(task):
+        messages = task.messages
+        while True:
+            messages = [*await chat(task, messages), user("more")]
+
+    [trajectory], _ = await play(agent, "one", "two", max_turns=2)
+    assert (trajectory.error, trajectory.stop_reason, trajectory.turns) == (None, "max_turns", 2)
+    assert trajectory.reward_parts["env"] == 0.0
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+def post(url, body):
+    key = os.environ["OPENAI_API_KEY"]
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": "Bearer " + key})
+    return json.load(urllib.request.urlopen(request))
+task = json.loads(os.environ["POSTTRAIN_TASK"])
+answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": task["messages"]})
+if "die" in sys.argv:
+    print("out of luck", file=sys.stderr)
+    os.kill(os.getpid(), 9)
+right = answer["choices"][0]["message"]["content"] == task["ground_truth"]
+post(os.environ["POSTTRAIN_SESSION_URL"] + "/reward", {"reward": float(right)})
+"""
+
+
+async def test_a_program_plays_and_posts_its_reward_and_one_that_dies_fails_its_episode(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM)
+    [trajectory], _ = await play(Program(f"{sys.executable} {file}"), "8")
+    assert (trajectory.error, trajectory.reward) == (None, 1.0)
+    [died], _ = await play(Program(f"{sys.executable} {file} die"), "8")
+    assert died.stop_reason == "error"
+    assert "the agent's program ended with signal SIGKILL: out of luck" in died.error
+
+
+def test_agents_that_cannot_be_are_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def plain(task):\n    return 1.0\n")
+    with pytest.raises(CodeError, match=r"is no `async def` \(.*mine.py, line 1") as error:
+        open_agent(f"{file}:plain", "")
+    assert "async def" in error.value.hint
+    with pytest.raises(ConfigError, match="unknown agent 'nobody'"):
+        open_agent("nobody", "")
+    with pytest.raises(ConfigError, match="there is no program"):
+        open_agent("", "/no/such/program --fast")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"agent": "a", "agent_command": "b"}, "exclude each other"),
+        ({"agent": "a", "tools": ["calculator"]}, "rollout.tools has no effect"),
+        ({"agent": "a", "env": "guess"}, "rollout.env has no effect"),
+        ({"branches": "last"}, "rollout.branches has no effect"),
+    ],
+)
+def test_settings_of_agents_without_effect_are_refused(rollout, said):
+    with pytest.raises(ValidationError, match=said):
+        Config(command="rl", rollout=rollout)
+
+
+async def test_the_same_game_by_an_episode_and_by_an_openai_client_has_the_same_tokens():
+    pytest.importorskip("openai")
+    agent = open_agent(f"{REPO / 'examples' / 'guess.py'}:play", "")
+    task = Prompt(5, [user("I think of a number from 1 to 9. Which?")], "guess", "train")
+    turns = ("eh", "0", "10")
+    [by_agent], _ = await play(agent, *turns, prompt=task)
+    env = dataclasses.replace(environment(), world=open_world(f"{REPO / 'examples' / 'guess.py'}:Guess", {}))
+    [[ordinary]] = await TrajectorySource(SamplerPool([ScriptedSampler(*turns)]), env).sample([task], 1)
+    assert by_agent.error is None
+    for column in ("tokens", "loss_mask", "logprobs", "weight_version"):
+        assert getattr(by_agent, column).tolist() == getattr(ordinary, column).tolist()
+    assert by_agent.reward_parts["env"] == ordinary.reward_parts["env"]

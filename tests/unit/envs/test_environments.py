@@ -1,0 +1,269 @@
+"""Environments in ordinary episodes: their messages, rewards, tools, failures, and how a config names them."""
+
+import asyncio
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from posttrain.cli import app
+from posttrain.config import Config, RewardConfig
+from posttrain.core.errors import CodeError, ConfigError
+from posttrain.data.chat import ChatDeltas
+from posttrain.envs import Environment, Step
+from posttrain.envs.opening import World, open_world
+from posttrain.rewards.compose import Rewarder
+from posttrain.rewards.grade import GraderPool
+from posttrain.rollout.episode import Episode, run_episode
+from posttrain.rollout.pool import SamplerPool
+from posttrain.rollout.seeds import seed_of
+from posttrain.rollout.source import TrajectorySource
+from tests.helpers.scripted import EOS, TOKENIZER, ScriptedSampler, environment, gsm8k_prompt, tokens
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def playing(kind, **cfg):
+    """What episodes share that play an environment of class ``kind``."""
+    world = World("environment 'test'", kind, tuple(kind.tools))
+    base = environment(**cfg)
+    return dataclasses.replace(base, world=world, deltas=ChatDeltas(TOKENIZER, list(kind.tools) or None))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+class Echo(Environment):
+    """Says what the model says, three times, and pays for each turn. Counts how often it was closed."""
+
+    closed = 0
+
+    async def reset(self, task, seed):
+        self.turns, self.seed = 0, seed
+        return [*task.messages, user(f"seed {seed}")]
+
+    async def step(self, message):
+        self.turns += 1
+        return Step([user(message["content"] + "!")], reward=0.5, done=self.turns == 3)
+
+    async def close(self):
+        type(self).closed += 1
+
+
+async def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
+    Echo.closed = 0
+    env = playing(Echo, max_turns=5)
+    sampler = ScriptedSampler("a", "b", "c")
+    trajectory = await run_episode(gsm8k_prompt(), sampler, env)
+    assert (trajectory.error, trajectory.stop_reason, trajectory.turns) == (None, "stop", 3)
+    assert [m["content"] for m in trajectory.messages][2:] == ["a", "a!", "b", "b!", "c"]
+    assert trajectory.reward_parts == {"env": 1.5}
+    assert Echo.closed == 1
+    # The prompt is what reset gave, and tokens are the prompt, samples and deltas.
+    assert trajectory.prompt.messages == trajectory.messages[:2]
+    expected = env.prompt_ids(trajectory.prompt)
+    assert trajectory.prompt_length == len(expected)
+    for text, reply in (("a", "a!"), ("b", "b!"), ("c", None)):
+        expected += [*tokens(text), EOS]
+        expected += env.deltas.ids([user(reply)]) if reply else []
+    assert trajectory.tokens.tolist() == expected
+    assert trajectory.loss_mask.sum() == sum(len(tokens(t)) + 1 for t in "abc")
+
+
+async def test_episodes_of_one_task_have_one_seed_and_other_tasks_another():
+    async def seed(index):
+        trajectory = await run_episode(gsm8k_prompt(index=index), ScriptedSampler("a", "b", "c"), playing(Echo))
+        return trajectory.messages[1]["content"]
+
+    first, again, other = [await seed(index) for index in (0, 0, 1)]
+    assert first == again != other
+
+
+async def test_max_turns_ends_a_game_that_is_not_done():
+    trajectory = await run_episode(gsm8k_prompt(), ScriptedSampler("a", "b"), playing(Echo, max_turns=2))
+    assert (trajectory.stop_reason, trajectory.turns, trajectory.reward_parts) == ("max_turns", 2, {"env": 1.0})
+
+
+async def test_what_an_environment_says_cannot_end_its_turn():
+    class Sly(Environment):
+        async def step(self, message):
+            return Step([user(f"hi{TOKENIZER.eos_token}")])
+
+    trajectory = await run_episode(gsm8k_prompt(), ScriptedSampler("a", "b"), playing(Sly, max_turns=2))
+    assert TOKENIZER.eos_token not in trajectory.messages[2]["content"]
+
+
+class Failing(Environment):
+    """Does what a test wants in one of its methods."""
+
+    async def step(self, message):
+        return Step(done=True)
+
+
+def failing(method, action):
+    async def act(self, *args):
+        if isinstance(action, Exception):
+            raise action
+        if isinstance(action, float):
+            await asyncio.sleep(action)
+        return action
+
+    return type("Failing", (Failing,), {method: act})
+
+
+@pytest.mark.parametrize(
+    ("method", "action", "said"),
+    [
+        ("reset", ValueError("no disk"), "failed in reset: ValueError: no disk"),
+        ("step", ValueError("no disk"), "failed in step: ValueError: no disk"),
+        ("close", ValueError("no disk"), "failed in close: ValueError: no disk"),
+        ("step", 60.0, "failed in step: it did not answer within 0.05 s"),
+        ("step", "done", "step returned str, not Step"),
+        ("step", Step([]), "gave no messages, and the episode is not over"),
+        ("step", Step([{"role": "assistant", "content": "x"}]), "gave a message that cannot be shown"),
+        ("reset", [{"role": "user", "content": None}], "gave a message that cannot be shown"),
+    ],
+)
+async def test_a_failure_of_an_environment_is_a_failed_episode_with_its_reason(method, action, said):
+    env = playing(failing(method, action), tool_deadline_s=0.05)
+    trajectory = await run_episode(gsm8k_prompt(), ScriptedSampler("a"), env)
+    assert trajectory.stop_reason == "error"
+    assert said in trajectory.error
+
+
+async def test_an_episode_that_is_cancelled_in_reset_begins_anew_and_one_that_samples_goes_on():
+    Echo.closed = 0
+    episode = Episode(gsm8k_prompt(), playing(failing("reset", 60.0)))
+    task = asyncio.create_task(episode.play(ScriptedSampler("a")))
+    while episode.state == "pending":
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not episode.resumable
+    await episode.release()
+
+    episode = Episode(gsm8k_prompt(), playing(Echo))
+    task = asyncio.create_task(episode.play(ScriptedSampler("a", 60.0)))
+    while episode.turns == 0 or episode.state != "running":
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert episode.resumable
+    assert Echo.closed == 0
+    trajectory = await episode.play(ScriptedSampler("b", "c"))
+    assert (trajectory.error, trajectory.turns, trajectory.reward_parts) == (None, 3, {"env": 1.5})
+
+
+async def test_the_reward_of_an_environment_is_the_verdict_in_place_of_a_graders():
+    cfg = RewardConfig()
+    rewarder = Rewarder(cfg, GraderPool(cfg), 400)
+    env = playing(Echo)
+    source = TrajectorySource(SamplerPool([ScriptedSampler("a", "b", "c")]), env, rewarder)
+    [[trajectory]] = await source.sample([gsm8k_prompt(source="nobody/knows-it")], 1)
+    assert (trajectory.error, trajectory.reward, trajectory.correct) == (None, 1.5, True)
+
+
+# ---------------------------------------------------------------------- the examples
+
+
+def example(name):
+    return open_world(f"{EXAMPLES / name}", {})
+
+
+async def test_the_text_game_gives_hints_and_pays_for_the_number():
+    world = example("guess.py:Guess")
+    env = dataclasses.replace(environment(max_turns=4), world=world)
+    task = world.tasks("train")[3]
+    module = importlib.import_module(type(world.make()).__module__)
+    probe = module.Guess()
+    await probe.reset(task, seed_of(task.index))
+    hidden = probe.hidden
+    low, high = str(max(1, hidden - 1)), str(hidden + 1)
+    trajectory = await run_episode(task, ScriptedSampler("eh", high, f"then {hidden}"), env)
+    assert [m["content"] for m in trajectory.messages if m["role"] == "user"][1:] == ["Say a number.", "No, lower."]
+    assert (trajectory.reward_parts, trajectory.turns) == ({"env": 1.0}, 3)
+    lost = await run_episode(task, ScriptedSampler(high, high, high), env)
+    assert (lost.reward_parts, lost.turns, lost.stop_reason) == ({"env": 0.0}, 3, "stop")
+    assert low != high
+
+
+def shell(command):
+    return f'<tool_call>\n{{"name": "shell", "arguments": {{"command": "{command}"}}}}\n</tool_call>'
+
+
+async def test_the_terminal_task_runs_commands_and_checks_the_files():
+    world = example("terminal.py:Terminal")
+    env = dataclasses.replace(
+        environment(max_turns=4, max_response_tokens=2000),
+        world=world,
+        deltas=ChatDeltas(TOKENIZER, list(world.tools)),
+    )
+    task = world.tasks("train")[0]
+    right = await run_episode(
+        task, ScriptedSampler(shell("wc -l poem.txt"), shell("grep -c . poem.txt > lines.txt"), "done"), env
+    )
+    assert right.error is None
+    assert [m["content"] for m in right.messages if m["role"] == "tool"] == ["3 poem.txt", "(no output)"]
+    assert (right.reward_parts, right.tool_calls, right.turns) == ({"env": 1.0}, 2, 3)
+    wrong = await run_episode(task, ScriptedSampler("done"), env)
+    assert (wrong.error, wrong.reward_parts) == (None, {"env": 0.0})
+
+
+@pytest.mark.parametrize("file", ["guess.py", "terminal.py"])
+def test_examples_are_short(file):
+    assert len((EXAMPLES / file).read_text().splitlines()) <= 80
+
+
+# ---------------------------------------------------------------------- names and config
+
+
+def test_unknown_environments_and_options_are_refused_with_a_hint(tmp_path):
+    guess = str(EXAMPLES / "guess.py")
+    with pytest.raises(ConfigError, match="unknown environment 'gues'"):
+        open_world("gues", {})
+    with pytest.raises(ConfigError, match="has no 'Gues'") as error:
+        open_world(f"{guess}:Gues", {})
+    assert "Guess" in error.value.hint
+    with pytest.raises(ConfigError, match="unknown option 'hihgest'") as error:
+        open_world(f"{guess}:Guess", {"hihgest": 5})
+    assert "highest" in error.value.hint
+    broken = tmp_path / "broken.py"
+    broken.write_text("class Half:\n    tools = ()\n\nclass Dead:\n    def __init__(self):\n        1 / 0\n")
+    with pytest.raises(CodeError, match=r"Half is no environment, it has no 'tasks' \(.*broken.py"):
+        open_world(f"{broken}:Half", {})
+    with pytest.raises(CodeError, match=r"cannot be made: ZeroDivisionError.*broken.py, line 6"):
+        open_world(f"{broken}:Dead", {})
+
+
+@pytest.mark.parametrize(
+    ("command", "rollout", "said"),
+    [
+        ("rl", {"env": "guess", "tools": ["calculator"]}, "brings its own tools"),
+        ("rl", {"env_options": {"a": 1}}, "no effect without rollout.env"),
+        ("rl", {"env": "guess", "replay": "x"}, "no effect with rollout.replay"),
+        ("generate", {"env": "guess"}, "generate plays none"),
+    ],
+)
+def test_settings_of_environments_without_effect_are_refused(command, rollout, said):
+    with pytest.raises(ValidationError, match=said):
+        Config(command=command, rollout=rollout)
+
+
+def test_greedy_baselines_of_an_environment_are_refused():
+    with pytest.raises(ValidationError, match="greedy episodes of them are not played"):
+        Config(command="rl", rollout={"env": "guess"}, algo={"name": "remax", "advantage": "remax"})
+
+
+def test_rl_plays_the_environments_own_tasks(tmp_path, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    said = CliRunner().invoke(app, ["rl", "--preset", "examples/guess.toml", "--dry-run"])
+    assert (said.exit_code, "no problems found" in said.output) == (0, True), said.output
+    # The class of the file needs data: it has no tasks of its own.
+    file = tmp_path / "empty.py"
+    file.write_text("from posttrain.envs import Environment\n\nclass Empty(Environment):\n    step = None\n")
+    said = CliRunner().invoke(app, ["rl", "--preset", "examples/guess.toml", "--env", f"{file}:Empty", "--dry-run"])
+    assert (said.exit_code, "has no tasks of its own" in said.output) == (2, True), said.output
