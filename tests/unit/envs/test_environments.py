@@ -245,7 +245,7 @@ def test_unknown_environments_and_options_are_refused_with_a_hint(tmp_path):
         ("rl", {"env": "guess", "tools": ["calculator"]}, "brings its own tools"),
         ("rl", {"env_options": {"a": 1}}, "no effect without rollout.env"),
         ("rl", {"env": "guess", "replay": "x"}, "no effect with rollout.replay"),
-        ("generate", {"env": "guess"}, "generate plays none"),
+        ("sft", {"env": "guess"}, "sft plays none"),
     ],
 )
 def test_settings_of_environments_without_effect_are_refused(command, rollout, said):
