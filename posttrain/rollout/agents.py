@@ -154,7 +154,7 @@ class AgentEpisode:
         last = session.last or nothing
         others = [branch for branch in session.branches if branch is not last]
 
-        def trajectory(branch: Branch) -> Trajectory:
+        def trajectory(branch: Branch, number: int = 0) -> Trajectory:
             columns = branch.record.columns()
             return Trajectory(
                 prompt=replace(self.prompt, messages=branch.messages[: branch.given]),
@@ -170,11 +170,12 @@ class AgentEpisode:
                 prompt_length=branch.prompt_length,
                 reward_parts=dict(parts),
                 error=error,
+                branch=number,
             )
 
         whole = trajectory(last)
         if self.env.cfg.branches == "all":
-            whole.branches = [trajectory(branch) for branch in others]
+            whole.branches = [trajectory(branch, number) for number, branch in enumerate(others, start=1)]
         whole.unmatched = session.unmatched
         return whole
 
