@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from posttrain.rollout.episode import EpisodeContext
 
 _FILE = "tasks.parquet"
-"""In the folder of the parts: own tasks as rows, which the finished file begins with."""
+"""Name of the file in the folder of the parts that has own tasks as rows: the finished file is these with columns
+added."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Tasks:
     """How messages call them: the file, or who brings them."""
     count: int
     limit: int | None = None
-    """Of the rows of a file."""
+    """Maximum rows of a file."""
     own: Sequence[Prompt] = field(default=(), repr=False)
     """None: they are rows of the file ``name``."""
     sha256: str | None = None
-    """Of the own tasks, all of them."""
+    """Digest of all own tasks, whatever the limit."""
     note: str = ""
     """What a person should know of them."""
 
