@@ -210,7 +210,9 @@ def _grade(
         rows = partial(read_responses, file, given=not reward.function)
         count = sum(len(to_grade(row)) for row in rows())
         tracker = closing.enter_context(Tracker(None, f"eval {file}", None, ["console"], console=console))
-        graded = closing.enter_context(tracker.counting(f"grading {file}", count, "responses"))
+        graded = None
+        if count:
+            graded = closing.enter_context(tracker.counting(f"grading {file}", count, "responses"))
         problems = grade(rows(), graders, seen, graded)
         if not any(problem.graded > problem.unfinished for problem in problems):
             message = next(first[kind] for kind in ("grader_failed", "unfinished", "episode_failed") if kind in first)

@@ -98,7 +98,7 @@ def problem_of(graded: Graded) -> GradedProblem:
 
 
 def grade(
-    rows: Iterable[ResponseRow], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None]
+    rows: Iterable[ResponseRow], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None] | None
 ) -> list[GradedProblem]:
     """Grade rows, some at a time.
 
@@ -113,7 +113,7 @@ def grade(
 
 
 async def _grade(
-    rows: Iterator[ResponseRow], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None]
+    rows: Iterator[ResponseRow], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None] | None
 ) -> list[GradedProblem]:
     problems = []
     while chunk := _chunk(rows):

@@ -14,10 +14,10 @@ from typing import Any
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message, Score
 from posttrain.data.parquet import read_rows
-from posttrain.generation.output import VERDICTS
+from posttrain.generation.output import BRANCHES, VERDICTS
 
 NEEDED = ("data_source", "reward_model", "responses")
-_OPTIONAL = ("extra_info", "errors", "prompt", "conversations")
+_OPTIONAL = ("extra_info", "errors", "prompt", "conversations", BRANCHES)
 _SCORES, _CORRECT = VERDICTS
 
 
@@ -35,6 +35,8 @@ class ResponseRow:
     """Empty where the file has none."""
     conversations: list[str]
     """JSON of all messages, for each response; empty where the file has none."""
+    branches: list[str]
+    """JSON of the further branches of an agent's episode, for each response; empty where the file has none."""
     given: list[Score | None]
     """Verdict of the environment or the agent on each response; None: a grader is asked."""
 
@@ -104,13 +106,14 @@ def _row(file: Path, number: int, raw: dict[str, Any]) -> ResponseRow:
     extra = raw.get("extra_info") or {}
     if not isinstance(extra, dict):
         raise wrong("extra_info", "a struct", extra)
-    conversations = raw.get("conversations") or []
-    if not isinstance(conversations, list) or len(conversations) not in (0, len(responses)):
-        raise wrong("conversations", f"a list of {len(responses)}, one for each response", conversations)
+    conversations, branches = raw.get("conversations") or [], raw.get(BRANCHES) or []
+    for name, texts in (("conversations", conversations), (BRANCHES, branches)):
+        if not isinstance(texts, list) or len(texts) not in (0, len(responses)):
+            raise wrong(name, f"a list of {len(responses)}, one for each response", texts)
     prompt = raw.get("prompt")
     prompt = prompt if isinstance(prompt, list) else []
     truth = model.get("ground_truth")
-    return ResponseRow(number, source, truth, responses, errors, extra, prompt, conversations, given)
+    return ResponseRow(number, source, truth, responses, errors, extra, prompt, conversations, branches, given)
 
 
 def _given(raw: dict[str, Any], count: int, wrong: Callable[[str, str, Any], DataError]) -> list[Score | None]:

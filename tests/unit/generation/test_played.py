@@ -222,6 +222,10 @@ def test_an_agent_plays_rows_and_those_without_its_reward_are_graded(data, agent
             assert response == f"{messages[1]['content']}\n{messages[3]['content']}"
     report = evaluate(out, [1])
     assert (report.overall["responses"], report.overall["rewarded"], report.overall["reward"]) == (8, 4, 0.5)
+    evaluate(out, [1], failures=tmp_path / "wrong.md")
+    shown = (tmp_path / "wrong.md").read_text()
+    assert shown.count("A branch, to which the first 1 messages were given:") == shown.count("### Sample") >= 4
+    assert shown.count("[user] a sub-agent") == shown.count("[user] Are you sure?") == shown.count("### Sample")
     with serve() as endpoint:
         last = sampled(endpoint.url, tmp_path / "last.parquet", **more, **{"rollout.branches": "last"})
     assert {text for row in pq.read_table(last).to_pylist() for text in row["branches"]} == {"[]"}
