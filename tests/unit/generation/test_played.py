@@ -1,6 +1,8 @@
 """Episodes of environments and agents in `generate`, and their scores in `eval`, by a server that answers at once."""
 
 import json
+import re
+import sys
 import zlib
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 import posttrain
 from posttrain.cli import app
 from posttrain.config.presets import resolve
-from posttrain.core.errors import ConfigError, DataError, RunError
+from posttrain.core.errors import ConfigError, DataError, Interrupted, RunError
 from posttrain.evaluation.command import evaluate
 from posttrain.generation import command as generate
 from posttrain.generation.output import parts_folder
@@ -26,6 +28,7 @@ MODELS = json.dumps({"data": [{"id": "tiny"}]})
 GUESS = f"{ROOT}/examples/guess.py:Guess"
 
 AGENTS = '''
+import asyncio, os, pathlib, signal
 import httpx
 
 async def ask(task, messages, **more):
@@ -47,6 +50,13 @@ async def twice(task):
 
 async def curious(task):
     await ask(task, task.messages, logprobs=True)
+
+async def interrupted(task):
+    await ask(task, task.messages)
+    if task.index == 3 and not pathlib.Path(__file__).with_name("again").exists():
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(600)
+    return 1.0
 
 async def failing(task):
     await ask(task, task.messages)
@@ -253,6 +263,46 @@ def test_an_agent_that_fails_is_a_row_with_its_reason(data, agents, tmp_path):
         # A server gives no log-probabilities: an agent that asks for them is told so.
         curious = sampled(endpoint.url, tmp_path / "b.parquet", **more | {"rollout.agent": f"{agents}:curious"})
     assert all("400" in row["errors"][0] for row in pq.read_table(curious).to_pylist())
+
+
+def test_ctrl_c_ends_agents_and_their_rows_are_sampled_later(data, agents, tmp_path):
+    out = tmp_path / "out.parquet"
+    more = {
+        "rollout.agent": f"{agents}:interrupted", "generate.data": str(data), "generate.endpoint.concurrency": 1,
+        "rollout.n": 1,
+    }  # fmt: skip
+    with serve() as endpoint:
+        with pytest.raises(Interrupted, match=r"stopped after [0-3] of 4 prompts") as caught:
+            sampled(endpoint.url, out, **more)
+        [done] = re.findall(r"after (\d)", caught.value.message)
+        asked = len(endpoint.requests)
+        (tmp_path / "again").write_text("")
+        assert pq.read_table(sampled(endpoint.url, out, **more))["env_correct"].to_pylist() == [[True]] * 4
+        assert len(endpoint.requests) == asked + 4 - int(done)
+
+
+PROGRAM = """
+import json, os, urllib.request
+
+def post(url, body):
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode())))
+
+task, session = json.loads(os.environ["POSTTRAIN_TASK"]), os.environ["POSTTRAIN_SESSION_URL"]
+post(f"{session}/v1/chat/completions", {"messages": task["messages"]})
+post(f"{session}/reward", {"reward": 0.5})
+"""
+
+
+def test_a_program_plays_and_another_one_has_other_rows(data, tmp_path):
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    command = f"{sys.executable} {tmp_path}/agent.py"
+    out = tmp_path / "out.parquet"
+    more = {"rollout.agent_command": command, "generate.data": str(data), "rollout.n": 1, "generate.limit": 1}
+    with serve() as endpoint:
+        rows = pq.read_table(sampled(endpoint.url, out, **more)).to_pylist()
+        assert [(row["errors"], row["env_scores"], row["branches"]) for row in rows] == [([None], [0.5], ["[]"])]
+        with pytest.raises(DataError, match=r"rollout\.agent_command: "):
+            sampled(endpoint.url, out, reuse=True, **more | {"rollout.agent_command": f"{command} --more"})
 
 
 def test_eval_samples_with_an_environment_by_flags_and_from_python(tmp_path, monkeypatch):
