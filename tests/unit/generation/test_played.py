@@ -274,7 +274,7 @@ def test_ctrl_c_ends_agents_and_their_rows_are_sampled_later(data, agents, tmp_p
     with serve() as endpoint:
         with pytest.raises(Interrupted, match=r"stopped after [0-3] of 4 prompts") as caught:
             sampled(endpoint.url, out, **more)
-        [done] = re.findall(r"after (\d)", caught.value.message)
+        [done] = re.findall(r"after (\d)", str(caught.value))
         asked = len(endpoint.requests)
         (tmp_path / "again").write_text("")
         assert pq.read_table(sampled(endpoint.url, out, **more))["env_correct"].to_pylist() == [[True]] * 4
