@@ -32,7 +32,7 @@ import asyncio, os, pathlib, signal
 import httpx
 
 async def ask(task, messages, **more):
-    async with httpx.AsyncClient(timeout=20) as client:
+    async with httpx.AsyncClient(timeout=20, verify=False) as client:  # no certificates to load
         answer = await client.post(f"{task.openai_url}/chat/completions", json={"messages": messages, **more})
         answer.raise_for_status()
         return answer.json()["choices"][0]["message"]
@@ -217,8 +217,8 @@ def test_an_agent_plays_rows_and_those_without_its_reward_are_graded(data, agent
     more = {"rollout.agent": f"{agents}:branching", "generate.data": str(data)}
     with serve() as endpoint:
         table = pq.read_table(sampled(endpoint.url, out, **more))
-        again = pq.read_table(sampled(endpoint.url, tmp_path / "again.parquet", **more))
-    assert table.equals(again)  # seeds of an agent's requests depend on nothing but their places
+        again = pq.read_table(sampled(endpoint.url, tmp_path / "again.parquet", **more, **{"generate.limit": 2}))
+    assert table.slice(0, 2).equals(again)  # seeds of an agent's requests depend on nothing but their places
     rows = table.to_pylist()
     assert [row["env_scores"] for row in rows] == [[None] * 2, [0.25] * 2, [None] * 2, [0.75] * 2]
     for row in rows:
@@ -237,18 +237,18 @@ def test_an_agent_plays_rows_and_those_without_its_reward_are_graded(data, agent
     assert shown.count("A branch, to which the first 1 messages were given:") == shown.count("### Sample") >= 4
     assert shown.count("[user] a sub-agent") == shown.count("[user] Are you sure?") == shown.count("### Sample")
     with serve() as endpoint:
-        last = sampled(endpoint.url, tmp_path / "last.parquet", **more, **{"rollout.branches": "last"})
+        last = sampled(
+            endpoint.url, tmp_path / "last.parquet", **more, **{"rollout.branches": "last", "generate.limit": 1}
+        )
     assert {text for row in pq.read_table(last).to_pylist() for text in row["branches"]} == {"[]"}
 
 
 def test_an_agent_that_asks_twice_for_the_same_has_two_answers(data, agents, tmp_path):
     with serve() as endpoint:
-        out = sampled(
-            endpoint.url, tmp_path / "out.parquet",
-            **{"rollout.agent": f"{agents}:twice", "generate.data": str(data), "rollout.n": 4},
-        )  # fmt: skip
-        assert len({json.dumps([body["prompt"], body["seed"]]) for _, _, body in endpoint.requests}) == 32
-    assert sum(score for row in pq.read_table(out)["env_scores"].to_pylist() for score in row) > 8
+        more = {"rollout.agent": f"{agents}:twice", "generate.data": str(data)}
+        out = sampled(endpoint.url, tmp_path / "out.parquet", **more)
+        assert len({json.dumps([body["prompt"], body["seed"]]) for _, _, body in endpoint.requests}) == 16
+    assert sum(score for row in pq.read_table(out)["env_scores"].to_pylist() for score in row) > 4
 
 
 def test_an_agent_that_fails_is_a_row_with_its_reason(data, agents, tmp_path):
