@@ -120,7 +120,7 @@ async def _grade(
         items = [_item(row, i) for row in chunk for i in to_grade(row)]
         verdicts = iter(await pool.grade(items, graded=graded))
         for row in chunk:
-            scores = [None if error else verdict for error, verdict in zip(row.errors, row.given, strict=True)]
+            scores = [None if error is not None else own for error, own in zip(row.errors, row.given, strict=True)]
             for i in to_grade(row):
                 scores[i] = next(verdicts)
             with_verdicts = Graded(row, scores)
