@@ -64,6 +64,8 @@ class RlOptions(TrainingOptions, total=False):
 
     algo: Annotated[str, "algo.name"]
     tools: Annotated[Sequence[str], "rollout.tools"]
+    env: Annotated[str, "rollout.env"]
+    agent: Annotated[str, "rollout.agent"]
     replay: Annotated[str, "rollout.replay"]
     rollout_only: Annotated[bool, "rollout.only"]
     examine: Annotated[int, "reward.examine"]
@@ -78,6 +80,8 @@ class SamplingOptions(RunOptions, total=False):
     n: Annotated[int, "rollout.n"]
     temperature: Annotated[float, "rollout.temperature"]
     tools: Annotated[Sequence[str], "rollout.tools"]
+    env: Annotated[str, "rollout.env"]
+    agent: Annotated[str, "rollout.agent"]
 
 
 class GenerateOptions(SamplingOptions, total=False):

@@ -77,7 +77,10 @@ TRAINING = ("run.name", "model.path", "data.train", "train.steps", "cluster.work
 """Keys of commands that train."""
 STARTING = ("run.seed", "run.overwrite", "run.resume", "run.profile", "plugins", "run.console")
 """Keys of commands that train, on how a run starts."""
-SAMPLING = ("rollout.n", "rollout.temperature", "generate.limit", "generate.endpoint.url", "rollout.tools")
+SAMPLING = (
+    *("rollout.n", "rollout.temperature", "generate.limit", "generate.endpoint.url", "rollout.tools"),
+    *("rollout.env", "rollout.agent"),
+)
 """Keys of commands that sample."""
 
 

@@ -13,6 +13,8 @@ from posttrain.config import EvalConfig
 from posttrain.core.errors import ConfigError
 
 _PASS_AT = ",".join(map(str, EvalConfig().pass_at))
+_SAMPLED = frozenset({"model.path", "generate.data", "rollout.env", "rollout.agent"})
+"""Keys that say what is sampled."""
 _GRADING = frozenset({"plugins", "reward.examine", "run.seed"})
 """Keys that are of use without sampling."""
 
@@ -22,7 +24,7 @@ _GRADING = frozenset({"plugins", "reward.examine", "run.seed"})
     *("run.seed", "run.overwrite", "plugins", "run.console"),
 )
 def generate(settings: Settings) -> None:
-    """Sample responses to a parquet of prompts."""
+    """Sample responses to a parquet of prompts, or episodes of an environment or agent."""
     resolved = settings.resolve("generate")
     from posttrain.generation import command as generate
 
@@ -59,15 +61,15 @@ def evaluate(
 ) -> None:
     """Grade responses: pass@k, mean@N, best@N and maj@N by data source and level, with intervals.
 
-    With --preset, --model or --data, responses are sampled first, as with `posttrain generate`. Responses that an
-    earlier command sampled with the same settings are reused.
+    With --preset, --model, --data, --env or --agent, responses are sampled first, as with `posttrain generate`.
+    Responses that an earlier command sampled with the same settings are reused.
     """
     from posttrain.core.registry import load_plugins
     from posttrain.evaluation import command as evaluate
     from posttrain.evaluation.rows import newest_responses
 
     flags = {"eval.pass_at": None if pass_at is None else _whole_numbers(pass_at)}
-    if settings.preset is None and not settings.flags.keys() & {"model.path", "generate.data"}:
+    if settings.preset is None and not settings.flags.keys() & _SAMPLED:
         if unused := sorted(settings.flags.keys() - _GRADING):
             raise ConfigError(f"{unused[0]} is given, and nothing is sampled", hint="give --model, --data or --preset")
         resolved = settings.resolve("eval", flags)
@@ -80,7 +82,9 @@ def evaluate(
             file = newest_responses()
             echo(f"evaluating {file}", err=True)
     else:
-        _refuse(file is not None or compare is not None, "a file is given, and --preset, --model or --data")
+        _refuse(
+            file is not None or compare is not None, "a file is given, and --preset, --model, --data, --env or --agent"
+        )
         resolved = evaluate.with_run_name(settings.resolve("generate", flags))
         file = evaluate.sample(resolved)
     evaluate.run(file, resolved.config, as_json, out, failures)

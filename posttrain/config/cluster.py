@@ -94,7 +94,7 @@ class GenerateConfig(Section):
     """Input and output of `posttrain generate`."""
 
     data: str = ""
-    """RLHF parquet file with the prompts."""
+    """RLHF parquet file with the prompts; empty: the own tasks of `rollout.env` or `rollout.agent`."""
     out: str = ""
     """Parquet file for the responses; empty: `<run.dir>/<run.name>/responses.parquet`."""
     limit: PositiveInt | None = None

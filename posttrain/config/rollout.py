@@ -53,8 +53,8 @@ class RolloutConfig(Section):
     """Keyword arguments of the interaction."""
     env: str = ""
     """Environment that plays with the model and gives the reward: `FILE.py:NAME`, one from a plugin, or
-    `gymnasium:NAME` or `skyrl:NAME`; empty: none. See environments.md. Its own tasks are used where `data.train` or
-    `data.val` is empty."""
+    `gymnasium:NAME` or `skyrl:NAME`; empty: none. See environments.md. Its own tasks are used where `data.train`,
+    `data.val` or `generate.data` is empty."""
     env_options: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     agent: str = ""
@@ -64,7 +64,7 @@ class RolloutConfig(Section):
     """Agent that is a program: its command line, run for each episode; empty: none."""
     branches: Literal["all", "last"] = "all"
     """With an agent: which branches of an episode to train on; each has the episode's reward, and counts in its group.
-    last: only the one that was sampled from last."""
+    last: only the one that was sampled from last. `generate` writes these branches."""
     over_sample_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """`rl`: share of additional groups to start; the slowest groups are cancelled once enough have finished. A
     cancelled group comes first in the next step and is not cancelled again, so no prompt is skipped."""

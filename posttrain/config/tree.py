@@ -134,13 +134,16 @@ class Config(Section):
             raise ValueError("train.early_stop.patience needs train.val_every: else the last step alone is validated")
 
     def _check_env(self) -> None:
-        if ADVANTAGES.get(self.algo.advantage).greedy:
+        if self.command == "rl" and ADVANTAGES.get(self.algo.advantage).greedy:
             raise ValueError(
                 f"algo.advantage = {self.algo.advantage!r} with rollout.env or an agent: greedy episodes of them are "
                 "not played"
             )
-        if self.command != "rl":
-            raise ValueError(f"rollout.env and rollout.agent: {self.command} plays none of them; `posttrain rl` does")
+        if self.command not in ("rl", "generate"):
+            raise ValueError(
+                f"rollout.env and rollout.agent: {self.command} plays none of them; `posttrain rl` and `posttrain "
+                "generate` do"
+            )
         if self.rollout.replay:
             raise ValueError(
                 "rollout.env and rollout.agent have no effect with rollout.replay: rollout files hold what was played"

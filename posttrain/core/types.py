@@ -206,6 +206,13 @@ class Trajectory:
     """The parts of the reward by name, with a weight or without."""
     error: str | None = field(default=None, metadata=stored())
     """Why the episode cannot be trained on; null where it can."""
+    branch: int = field(default=0, metadata=stored(required=False))
+    """Number of the branch in the episode of an agent; 0: the one that was sampled from last. The rows of an episode
+    lie together, this one first."""
+    turn_rewards: npt.NDArray[np.float32] = field(
+        default_factory=lambda: np.empty(0, np.float32), metadata=stored(required=False)
+    )
+    """What the environment gave for each assistant turn that it answered; empty without an environment."""
     unfinished: bool = False
     """Its grader did not finish (``Score.unfinished``): validation counts it as wrong, whatever ``error`` says."""
     tool_errors: list[str] = field(default_factory=list)

@@ -36,6 +36,7 @@ __all__ = [
     "parse_preference",
     "parse_prompt",
     "preference_row",
+    "prompt_row",
     "read_conversations",
     "read_preferences",
     "read_prompts",
@@ -79,6 +80,17 @@ def preference_row(pair: Preference) -> dict[str, Any]:
     row: dict[str, Any] = {name: _message_rows(getattr(pair, name)) for name in ("prompt", "chosen", "rejected")}
     row["tools"] = tools_text(pair.tools)
     return {**row, "images": pair.images} if pair.images else row
+
+
+def prompt_row(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as a row for ``write_rows``."""
+    row: dict[str, Any] = {
+        "data_source": prompt.data_source,
+        "prompt": _message_rows(prompt.messages),
+        "reward_model": {"style": "rule", "ground_truth": prompt.ground_truth},
+        "extra_info": prompt.extra_info,
+    }
+    return {**row, "images": prompt.images} if prompt.images else row
 
 
 def _message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -36,8 +36,8 @@ class Environment(Protocol):
     """What the model may call. The calls of a turn come to ``step`` as `tool_calls` of the message."""
 
     def tasks(self, split: Split) -> Sequence[Prompt]:
-        """Return the tasks to train or to validate on, for a config without `data.train` or `data.val`. They are the
-        same each time, and ``Prompt.index`` gives each its seed."""
+        """Return the tasks to train or to validate on, for a config without `data.train`, `data.val` or
+        `generate.data`. They are the same each time, and ``Prompt.index`` gives each its seed."""
         return []
 
     async def reset(self, task: Prompt, seed: int) -> list[Message]:

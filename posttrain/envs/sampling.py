@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -85,6 +86,8 @@ class AgentSession:
         finally:
             for task in tasks:
                 task.cancel()
+        if request.logprobs and any(math.isnan(p) for samples in found for sample in samples for p in sample.logprobs):
+            raise Refused(400, "logprobs: the server that samples (generate.endpoint.url) gives none")
         return Answers([self._answer(asked, request, samples) for samples in found], asked.ids.tolist())
 
     def _tokens_left(self, asked: Asked) -> int:

@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from posttrain.core.text import printable
 from posttrain.data.parquet import open_parquet
 from posttrain.evaluation.compare import compare, print_comparison
 from posttrain.evaluation.failures import FailuresFile, examined
-from posttrain.evaluation.grading import Failure, Graded, GradedProblem, failure_of, grade
+from posttrain.evaluation.grading import Failure, Graded, GradedProblem, failure_of, grade, to_grade
 from posttrain.evaluation.rows import read_responses
 from posttrain.evaluation.tables import Report, make_report, print_report
 from posttrain.generation.output import telling_tools
@@ -107,7 +108,7 @@ def sample(resolved: Resolved) -> Path:
         )
     if cfg.reward.function:
         load_function(cfg.reward.function, cfg.reward.function_kwargs)
-    elif cfg.generate.data:
+    elif cfg.generate.data and not cfg.rollout.env and not cfg.rollout.has_agent:  # these give the scores themselves
         file = open_parquet(cfg.generate.data, ("data_source",))
         column = file.read(["data_source"])["data_source"]
         file.close()
@@ -117,13 +118,15 @@ def sample(resolved: Resolved) -> Path:
 
 
 def with_run_name(resolved: Resolved) -> Resolved:
-    """Return the config of the run that `eval` samples in, named by model and data unless the command line names it:
-    two models have two runs."""
+    """Return the config of the run that `eval` samples in, named by model, data and what plays the episodes unless the
+    command line names it: two models have two runs."""
     if resolved.provenance["run.name"] in ("--set", "flag --name"):
         return resolved
-    data = Path(resolved.config.generate.data)
-    name = f"eval-{_slug(resolved.config.model.path)}-{_slug(f'{data.parent.name}-{data.stem}')}"
-    return resolved.named(name, "model and data")
+    cfg = resolved.config
+    data = Path(cfg.generate.data)
+    words = [cfg.model.path, f"{data.parent.name}-{data.stem}" if cfg.generate.data else ""]
+    words += [cfg.rollout.env, cfg.rollout.agent, cfg.rollout.agent_command]
+    return resolved.named("-".join(["eval", *(_slug(word) for word in words if word)]), "model and data")
 
 
 def _slug(text: str) -> str:
@@ -143,7 +146,8 @@ def evaluate(
     failures: Path | None = None,
     console: Mode = "quiet",
 ) -> Report:
-    """Grade every response of ``file`` with the grader of its data source, or with ``reward.function``.
+    """Grade every response of ``file``: by the reward of its environment or agent, where that gave one, with the grader
+    of its data source, or with ``reward.function``.
 
     Args:
         resamples: of the bootstrap of the intervals; 0: none.
@@ -203,10 +207,13 @@ def _grade(
                 sink.add(graded)
 
         graders = closing.enter_context(GraderPool(reward, sandbox, plugins))
-        count = sum(error is None for row in read_responses(file) for error in row.errors)
+        rows = partial(read_responses, file, given=not reward.function)
+        count = sum(len(to_grade(row)) for row in rows())
         tracker = closing.enter_context(Tracker(None, f"eval {file}", None, ["console"], console=console))
-        graded = closing.enter_context(tracker.counting(f"grading {file}", count, "responses"))
-        problems = grade(read_responses(file), graders, seen, graded)
+        graded = None
+        if count:
+            graded = closing.enter_context(tracker.counting(f"grading {file}", count, "responses"))
+        problems = grade(rows(), graders, seen, graded)
         if not any(problem.graded > problem.unfinished for problem in problems):
             message = next(first[kind] for kind in ("grader_failed", "unfinished", "episode_failed") if kind in first)
             raise RunError(f"{file}: not one response could be graded", hint=f"the first failure: {message}")

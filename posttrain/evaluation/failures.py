@@ -14,10 +14,11 @@ from posttrain.core.files import replacing
 from posttrain.core.text import markdown, markdown_block
 from posttrain.core.types import Message, Score
 from posttrain.evaluation.grading import Graded, failure_of
-from posttrain.tracking.examine import conversation
+from posttrain.tracking.examine import conversation, spoken
 
 _COLUMNS = (
     "row", "sample", "data_source", "level", "kind", "response", "messages", "expected", "extracted", "score", "error",
+    "branches",
 )  # fmt: skip
 _SUFFIXES = (".md", ".jsonl", ".parquet")
 
@@ -35,7 +36,7 @@ def failures_of(graded: Graded) -> Iterator[dict[str, Any]]:
             json.dumps(_messages(graded, number), ensure_ascii=False), str(row.ground_truth),
             None if score is None else score.extracted,
             None if score is None or score.error is not None else float(score.score),
-            row.errors[number] if score is None else score.error,
+            row.errors[number] if score is None else score.error, row.branches[number] if row.branches else None,
         )  # fmt: skip
         yield dict(zip(_COLUMNS, values, strict=True))
 
@@ -61,6 +62,9 @@ def as_markdown(graded: Graded) -> Iterator[str]:
         metadata = {name: record[name] for name in ("kind", "extracted", "score", "error") if record[name] is not None}
         text = conversation(json.loads(record["messages"]), row.data_source, row.ground_truth, metadata)
         yield f"\n### Sample {record['sample']}\n\n{markdown_block(text)}\n"
+        for branch in json.loads(record["branches"] or "[]"):
+            yield f"\nA branch, to which the first {branch['given']} messages were given:\n"
+            yield "\n" + markdown_block("\n".join(spoken(branch["messages"]))) + "\n"
 
 
 def examined(graded: Graded, number: int, score: Score) -> str:

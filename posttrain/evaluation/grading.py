@@ -1,4 +1,5 @@
-"""Grading the rows of a responses file: each response by the grader of its data source, or by `reward.function`."""
+"""Grading the rows of a responses file: each response by what its environment or agent has said, by the grader of its
+data source, or by `reward.function`."""
 
 from __future__ import annotations
 
@@ -46,6 +47,8 @@ class GradedProblem:
     by_index: str | None
     by_prompt: str | None
     truth: str
+    rewards: tuple[float, ...] = ()
+    """That environments or agents gave, of the graded responses."""
 
     @property
     def graded(self) -> int:
@@ -86,11 +89,16 @@ def problem_of(graded: Graded) -> GradedProblem:
         by_index=row.by_index,
         by_prompt=row.by_prompt,
         truth=repr(row.ground_truth),
+        rewards=tuple(
+            verdict.score
+            for verdict, error in zip(row.given, row.errors, strict=True)
+            if verdict is not None and error is None
+        ),
     )
 
 
 def grade(
-    rows: Iterable[ResponseRow], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None]
+    rows: Iterable[ResponseRow], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None] | None
 ) -> list[GradedProblem]:
     """Grade rows, some at a time.
 
@@ -105,17 +113,25 @@ def grade(
 
 
 async def _grade(
-    rows: Iterator[ResponseRow], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None]
+    rows: Iterator[ResponseRow], pool: GraderPool, seen: Callable[[Graded], None], graded: Callable[[int], None] | None
 ) -> list[GradedProblem]:
     problems = []
     while chunk := _chunk(rows):
-        items = [[_item(row, i) for i, error in enumerate(row.errors) if error is None] for row in chunk]
-        verdicts = iter(await pool.grade([item for of_row in items for item in of_row], graded=graded))
+        items = [_item(row, i) for row in chunk for i in to_grade(row)]
+        verdicts = iter(await pool.grade(items, graded=graded))
         for row in chunk:
-            with_verdicts = Graded(row, [next(verdicts) if error is None else None for error in row.errors])
+            scores = [None if error is not None else own for error, own in zip(row.errors, row.given, strict=True)]
+            for i in to_grade(row):
+                scores[i] = next(verdicts)
+            with_verdicts = Graded(row, scores)
             seen(with_verdicts)
             problems.append(problem_of(with_verdicts))
     return problems
+
+
+def to_grade(row: ResponseRow) -> list[int]:
+    """Return the numbers of the responses that a grader is asked for."""
+    return [i for i, error in enumerate(row.errors) if error is None and row.given[i] is None]
 
 
 def _chunk(rows: Iterator[ResponseRow]) -> Sequence[ResponseRow]:

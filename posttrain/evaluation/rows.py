@@ -1,21 +1,24 @@
 """A responses file: `data_source`, `reward_model {ground_truth}`, `responses` (a list of text) and, where they are
-there, `prompt`, `extra_info`, `conversations` and `errors` (a list, null where the episode went well)."""
+there, `prompt`, `extra_info`, `conversations`, `errors` (a list, null where the episode went well), `env_scores` and
+`env_correct` (lists, null where the episode's environment or agent gave no reward)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import DataError
-from posttrain.core.types import Message
+from posttrain.core.types import Message, Score
 from posttrain.data.parquet import read_rows
+from posttrain.generation.output import BRANCHES, VERDICTS
 
 NEEDED = ("data_source", "reward_model", "responses")
-_OPTIONAL = ("extra_info", "errors", "prompt", "conversations")
+_OPTIONAL = ("extra_info", "errors", "prompt", "conversations", BRANCHES)
+_SCORES, _CORRECT = VERDICTS
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class ResponseRow:
     """Empty where the file has none."""
     conversations: list[str]
     """JSON of all messages, for each response; empty where the file has none."""
+    branches: list[str]
+    """JSON of the further branches of an agent's episode, for each response; empty where the file has none."""
+    given: list[Score | None]
+    """Verdict of the environment or the agent on each response; None: a grader is asked."""
 
     @property
     def level(self) -> str | None:
@@ -54,9 +61,17 @@ class ResponseRow:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_responses(file: Path) -> Iterator[ResponseRow]:
-    """The rows of a responses file, one after the other. Raises ``DataError`` naming file, row and column."""
-    rows = read_rows(file, NEEDED, _OPTIONAL, made_by="posttrain generate")
+def read_responses(file: Path, *, given: bool = True) -> Iterator[ResponseRow]:
+    """The rows of a responses file, one after the other.
+
+    Args:
+        given: read the verdicts of environments and agents; False: graders are asked for all.
+
+    Raises:
+        DataError: naming file, row and column.
+    """
+    optional = (*_OPTIONAL, *VERDICTS) if given else _OPTIONAL
+    rows = read_rows(file, NEEDED, optional, made_by="posttrain generate")
     return (_row(file, number, raw) for number, raw in rows)
 
 
@@ -75,8 +90,6 @@ def _row(file: Path, number: int, raw: dict[str, Any]) -> ResponseRow:
     source, model, responses = raw["data_source"], raw["reward_model"], raw["responses"]
     if not isinstance(source, str) or not source:
         raise wrong("data_source", "text", source)
-    if not isinstance(model, dict) or model.get("ground_truth") is None:
-        raise wrong("reward_model", "a struct with ground_truth", model)
     if not isinstance(responses, list) or not responses:
         raise wrong("responses", "a list with at least one response", responses)
     errors = raw.get("errors")
@@ -86,12 +99,33 @@ def _row(file: Path, number: int, raw: dict[str, Any]) -> ResponseRow:
     for response, error in zip(responses, errors, strict=True):
         if error is None and not isinstance(response, str):
             raise wrong("responses", "a list of text", response)
+    given = _given(raw, len(responses), wrong)
+    asks = any(error is None and verdict is None for error, verdict in zip(errors, given, strict=True))
+    if not isinstance(model, dict) or (asks and model.get("ground_truth") is None):
+        raise wrong("reward_model", "a struct with ground_truth", model)
     extra = raw.get("extra_info") or {}
     if not isinstance(extra, dict):
         raise wrong("extra_info", "a struct", extra)
-    conversations = raw.get("conversations") or []
-    if not isinstance(conversations, list) or len(conversations) not in (0, len(responses)):
-        raise wrong("conversations", f"a list of {len(responses)}, one for each response", conversations)
+    conversations, branches = raw.get("conversations") or [], raw.get(BRANCHES) or []
+    for name, texts in (("conversations", conversations), (BRANCHES, branches)):
+        if not isinstance(texts, list) or len(texts) not in (0, len(responses)):
+            raise wrong(name, f"a list of {len(responses)}, one for each response", texts)
     prompt = raw.get("prompt")
     prompt = prompt if isinstance(prompt, list) else []
-    return ResponseRow(number, source, model["ground_truth"], responses, errors, extra, prompt, conversations)
+    truth = model.get("ground_truth")
+    return ResponseRow(number, source, truth, responses, errors, extra, prompt, conversations, branches, given)
+
+
+def _given(raw: dict[str, Any], count: int, wrong: Callable[[str, str, Any], DataError]) -> list[Score | None]:
+    """Return the verdicts that the environment or the agent gave in a row. Raises ``DataError``."""
+    if raw.get(_SCORES) is None:
+        return [None] * count
+    scores, correct = raw[_SCORES], raw.get(_CORRECT)
+    for name, values, kind in ((_SCORES, scores, int | float), (_CORRECT, correct, bool)):
+        if not isinstance(values, list) or len(values) != count:
+            raise wrong(name, f"a list of {count}, one for each response", values)
+        if not all(isinstance(value, kind | None) for value in values):
+            raise wrong(name, "a list of numbers" if name == _SCORES else "a list of true and false", values)
+    assert correct is not None
+    pairs = zip(scores, correct, strict=True)
+    return [None if score is None else Score(float(score), right is True) for score, right in pairs]

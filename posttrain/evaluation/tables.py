@@ -124,6 +124,9 @@ def _summary(
     out: Summary = {"problems": len(problems), "responses": sum(p.graded for p in problems)}
     out |= {name: mean_of(values[:, i]) for i, name in enumerate(names)}
     out |= {f"problems_below_{k}": sum(p.graded < k for p in problems) for k in pass_at}
+    rewards = [p.rewards for p in problems if p.rewards]
+    out["rewarded"] = sum(map(len, rewards))
+    out["reward"] = float(np.mean([np.mean(of_problem) for of_problem in rewards])) if rewards else None
     out["unfinished"] = sum(p.unfinished for p in problems)
     out["grader_errors"] = sum(p.grader_errors for p in problems)
     out["generation_errors"] = sum(p.generation_errors for p in problems)
@@ -175,6 +178,11 @@ def _remarks(report: Report, pass_at: Sequence[int]) -> Iterator[str]:
     numbers = report.overall
     if report.tells_answer:
         yield telling_warning(report.tells_answer)
+    if numbers["rewarded"]:
+        yield (
+            f"{numbers['rewarded']} of {numbers['responses']} responses have the reward of their environment or agent, "
+            f"{numbers['reward']:.4g} in the mean; from 1 on it counts as right"
+        )
     if numbers["unfinished"]:
         yield (
             f"{numbers['unfinished']} responses count as wrong: their grader did not finish, "
@@ -189,4 +197,5 @@ def _remarks(report: Report, pass_at: Sequence[int]) -> Iterator[str]:
             yield f"{count} problems left out of pass@{k}: fewer than {k} graded responses"
     for source, of_source in report.sources.items():
         if of_source.get(f"maj@{report.n}", 0.0) is None and of_source["responses"]:
-            yield f"no maj@{report.n} of {source}: its grader does not tell which answer it found"
+            who = "environment or agent" if of_source["rewarded"] else "grader"
+            yield f"no maj@{report.n} of {source}: its {who} does not tell which answer it found"

@@ -1,4 +1,5 @@
-"""`posttrain generate`: responses to a parquet of prompts, n of each, multi-turn with tools or single-turn.
+"""`posttrain generate`: responses to a parquet of prompts, n of each, multi-turn with tools or single-turn, or
+episodes of environments and agents.
 
 Prompts stream in and finished rows go to part files (`generation.output`), so memory does not grow with the number of
 prompts, and a run that was ended in any way goes on with the same command. Each request has a seed of its own: rows do
@@ -24,17 +25,18 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.config.presets import Resolved, flatten_config
 from posttrain.core.errors import DataError, RunError
 from posttrain.core.registry import load_plugins
-from posttrain.data.parquet import open_parquet, stream_prompts
 from posttrain.engines.remote import open_server
 from posttrain.generation.output import (
     MANIFEST,
     TELLING,
     ResponseParts,
     differences,
+    further_columns,
     manifest_in,
     manifest_of,
     parts_folder,
 )
+from posttrain.generation.tasks import Tasks, own_tasks, rows_of
 from posttrain.models.load import mark_of
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.window import Window
@@ -80,7 +82,8 @@ _NO_MATTER = frozenset(
 
 
 def run(resolved: Resolved, *, reuse: bool = False) -> Path:
-    """Sample ``rollout.n`` responses to each prompt of ``generate.data``; returns the parquet written.
+    """Sample ``rollout.n`` responses to each prompt of ``generate.data``, or to each task that the environment or the
+    agent brings; returns the parquet written.
 
     Args:
         reuse: a finished file of the same settings, data and seeds is the result.
@@ -95,19 +98,24 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
     load_plugins(cfg.plugins)
     resolved = with_engine(resolved)
     cfg = resolved.config
-    data, out = Path(cfg.generate.data), output_of(cfg)
-    if not cfg.generate.data:
+    out, data, limit = output_of(cfg), cfg.generate.data, cfg.generate.limit
+    if not data and not cfg.rollout.env and not cfg.rollout.has_agent:
         raise DataError("no prompts", hint="give --data FILE.parquet (posttrain prep writes it)")
     _check_output(out, cfg, reuse)
-    count = _count(data, cfg.generate.limit)
+    tasks = rows_of(data, limit) if data else None
     source, tokenizer = open_model(cfg)
     if not cfg.generate.endpoint.url:
         check_supported(cfg)
         check_machine(cfg)
-    manifest = manifest_of(settings_of(cfg, source), data, __version__)
+    env = None
+    if tasks is None:
+        env = episode_context(cfg, source, tokenizer)
+        tasks = own_tasks(env, limit)
+    count = tasks.count
+    manifest = manifest_of(settings_of(cfg, source), tasks.name, __version__, tasks.sha256)
     if out.exists() and not cfg.run.overwrite and not parts_folder(out).exists():
         return _reused(out, manifest, count)
-    env = episode_context(cfg, source, tokenizer)
+    env = env or episode_context(cfg, source, tokenizer)
     manifest |= {TELLING: telling(env.tools.values())}
     with (
         StopSignal() as stop,
@@ -117,10 +125,10 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
     ):
         if cfg.run.overwrite or not (parts_folder(out) / MANIFEST).exists():
             with tracker.phase("start"):
-                check_prompts(stream_prompts(data, cfg.generate.limit), env, str(data))
-        parts = _open_parts(out, manifest, count, overwrite=cfg.run.overwrite)
+                check_prompts(tasks.prompts(), env, tasks.name)
+        parts = _open_parts(out, manifest, count, further_columns(cfg.rollout), overwrite=cfg.run.overwrite)
         try:
-            for note in parts.notes:
+            for note in filter(None, [tasks.note, *parts.notes]):
                 tracker.note(note)
             done = int(parts.done.sum())
             where = cfg.generate.endpoint.url or source.path
@@ -132,9 +140,9 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
             if done < count and out.exists():  # a finished file lies beside complete parts only
                 raise DataError(f"output file exists: {out}", hint="give another --out, or --overwrite")
             if done < count:
-                asyncio.run(_generate(cfg, source, env, parts, tracker, stop))
+                asyncio.run(_generate(cfg, source, env, tasks, parts, tracker, stop))
             with tracker.phase("write"):
-                parts.finish(data, out)
+                parts.finish(tasks.file(parts.folder), out)
         finally:
             parts.close()
         tracker.note(f"wrote {out}")
@@ -167,7 +175,7 @@ def _check_output(out: Path, cfg: Config, reuse: bool) -> None:
 def _reused(out: Path, manifest: dict[str, Any], count: int) -> Path:
     found = manifest_in(out)
     lines = ["it was not written by `posttrain generate`"] if found is None else differences(found, manifest)
-    if not lines and (rows := _count(out, None)) != count:
+    if not lines and (rows := rows_of(str(out), None).count) != count:
         lines = [f"generate.limit: it has {rows} prompts, and {count} are asked for"]
     if lines:
         raise DataError(
@@ -177,34 +185,37 @@ def _reused(out: Path, manifest: dict[str, Any], count: int) -> Path:
     return out
 
 
-def _count(data: Path, limit: int | None) -> int:
-    file = open_parquet(data, ())
-    rows = int(file.metadata.num_rows)
-    file.close()
-    return rows if limit is None else min(rows, limit)
-
-
-def _open_parts(out: Path, manifest: dict[str, Any], count: int, *, overwrite: bool) -> ResponseParts:
+def _open_parts(
+    out: Path, manifest: dict[str, Any], count: int, further: Sequence[str], *, overwrite: bool
+) -> ResponseParts:
     manifest = manifest | {"overwrite": overwrite}
     if overwrite and not ResponseParts.goes_on(out, manifest):
         if parts_folder(out).exists():
             ResponseParts.discard(out)
         # Now, so that a file beside parts always means that nothing but their removal is left to do.
         out.unlink(missing_ok=True)
-    return ResponseParts.open(out, manifest, count)
+    return ResponseParts.open(out, manifest, count, further)
 
 
 async def _generate(
-    cfg: Config, source: ModelSource, env: EpisodeContext, parts: ResponseParts, tracker: Tracker, stop: StopSignal
+    cfg: Config,
+    source: ModelSource,
+    env: EpisodeContext,
+    tasks: Tasks,
+    parts: ResponseParts,
+    tracker: Tracker,
+    stop: StopSignal,
 ) -> None:
     """Sample the rows that are not there yet. Raises ``RunError``, ``Interrupted``."""
     async with AsyncExitStack() as closing:
         closing.push_async_callback(close_tools, env.tools, tracker.note)
+        if env.agents is not None:
+            await closing.enter_async_context(env.agents.endpoint)
         with tracker.phase("start"):
             pool, capacity = await _open_pool(cfg, source, env, closing)
-        recorder = await closing.enter_async_context(Recorder(parts, tracker))
+        recorder = await closing.enter_async_context(Recorder(parts, tracker, tasks))
         window = Window(
-            pool, env, sampling_of(cfg.rollout), _prompts(cfg, parts),
+            pool, env, sampling_of(cfg.rollout), _missing(tasks, parts),
             n=cfg.rollout.n, most=int(_AHEAD * capacity) + 1, seed=cfg.run.seed,
         )  # fmt: skip
         await closing.enter_async_context(window)
@@ -237,10 +248,10 @@ async def _play(window: Window, pool: SamplerPool, recorder: Recorder, stop: Sto
         recorder.add(held)
 
 
-def _prompts(cfg: Config, parts: ResponseParts) -> Iterator[Prompt]:
+def _missing(tasks: Tasks, parts: ResponseParts) -> Iterator[Prompt]:
     """The prompts that have no row yet."""
     missing = ~parts.done
-    return (p for p in stream_prompts(cfg.generate.data, cfg.generate.limit) if missing[p.index])
+    return (prompt for prompt in tasks.prompts() if missing[tasks.row(prompt)])
 
 
 async def _open_pool(
@@ -263,8 +274,8 @@ class Recorder:
     """Writes finished groups, in a thread and some at a time, and reports them. A context manager: at its end, however
     that comes about, what waits is written."""
 
-    def __init__(self, parts: ResponseParts, tracker: Tracker) -> None:
-        self._parts, self._tracker = parts, tracker
+    def __init__(self, parts: ResponseParts, tracker: Tracker, tasks: Tasks) -> None:
+        self._parts, self._tracker, self._tasks = parts, tracker, tasks
         self._waiting: list[tuple[int, Sequence[Trajectory]]] = []
         self._tokens = 0
         self._writing: asyncio.Task[None] | None = None
@@ -285,7 +296,7 @@ class Recorder:
             await self._written()
 
     def add(self, groups: Sequence[Sequence[Trajectory]]) -> None:
-        self._waiting += [(group[0].prompt.index, group) for group in groups]
+        self._waiting += [(self._tasks.row(group[0].prompt), group) for group in groups]
         self._tokens += sum(t.response_length for group in groups for t in group)
 
     async def write_if_due(self) -> None:

@@ -26,11 +26,13 @@ from posttrain.config.keys import current_keys
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.files import write_text, writing
 from posttrain.data.parquet import append_columns, write_table
+from posttrain.rewards.compose import own_verdict
 from posttrain.runs.lock import RunLock
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from posttrain.config import RolloutConfig
     from posttrain.core.types import Trajectory
 
 MANIFEST = "manifest.json"
@@ -43,12 +45,28 @@ _BATCH_BYTES = 64 << 20
 _TABLES = 8
 """Parts in memory then."""
 
+VERDICTS = ("env_scores", "env_correct")
+"""Columns of what an environment or an agent says of its episodes; null where it gave no reward."""
+BRANCHES = "branches"
+"""Column of the further branches of an agent's episodes."""
+
 Row = tuple[int, Sequence["Trajectory"]]
 """A prompt's row number, and its episodes."""
 
 
-def response_schema() -> pa.Schema:
-    """Return the schema of a part. But for ``row`` each column is a list with one element a response."""
+def further_columns(rollout: RolloutConfig) -> tuple[str, ...]:
+    """Return the columns that a file has beside the usual ones, by what plays its episodes."""
+    if rollout.has_agent:
+        return (*VERDICTS, BRANCHES)
+    return VERDICTS if rollout.env else ()
+
+
+def response_schema(further: Sequence[str] = ()) -> pa.Schema:
+    """Return the schema of a part. But for ``row`` each column is a list with one element a response.
+
+    Args:
+        further: see ``further_columns``.
+    """
     import pyarrow as pa
 
     ids, text = pa.list_(pa.int32()), pa.string()
@@ -56,14 +74,17 @@ def response_schema() -> pa.Schema:
         "responses": text, "response_ids": ids, "response_masks": pa.list_(pa.bool_()), "conversations": text,
         "stop_reasons": text, "num_turns": pa.int32(), "errors": text,
     }  # fmt: skip
+    more = {"env_scores": pa.float64(), "env_correct": pa.bool_(), BRANCHES: text}
+    columns |= {name: more[name] for name in further}
     return pa.schema([("row", pa.int64()), *((name, pa.list_(kind)) for name, kind in columns.items())])
 
 
-def response_table(rows: Sequence[Row]) -> pa.Table:
+def response_table(rows: Sequence[Row], further: Sequence[str] = ()) -> pa.Table:
     """Groups as a table of ``response_schema``."""
     import pyarrow as pa
 
     groups = [group for _, group in rows]
+    verdicts = [[None if t.error is not None else own_verdict(t) for t in g] for g in groups]
     columns: dict[str, list[Any]] = {
         "row": [row for row, _ in rows],
         "responses": [[_text(t.response_text) for t in g] for g in groups],
@@ -73,8 +94,22 @@ def response_table(rows: Sequence[Row]) -> pa.Table:
         "stop_reasons": [[t.stop_reason for t in g] for g in groups],
         "num_turns": [[t.turns for t in g] for g in groups],
         "errors": [[None if t.error is None else _text(t.error) for t in g] for g in groups],
+        "env_scores": [[None if verdict is None else verdict.score for verdict in g] for g in verdicts],
+        "env_correct": [[None if verdict is None else verdict.correct for verdict in g] for g in verdicts],
+        BRANCHES: [[_text(json.dumps([*map(_branch, t.branches)], ensure_ascii=False)) for t in g] for g in groups],
     }
-    return pa.table(columns, schema=response_schema())
+    schema = response_schema(further)
+    return pa.table({name: columns[name] for name in schema.names}, schema=schema)
+
+
+def _branch(branch: Trajectory) -> dict[str, Any]:
+    """Return what is written of a further branch: its messages, how many of them were given to it, and how many tokens
+    were sampled in it."""
+    return {
+        "messages": branch.messages,
+        "given": len(branch.prompt.messages),
+        "sampled_tokens": int(branch.loss_mask.sum()),
+    }
 
 
 def _text(text: str) -> str:
@@ -82,15 +117,26 @@ def _text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def manifest_of(settings: Mapping[str, Any], data: str | Path, version: str) -> dict[str, Any]:
-    """What rows depend on, as JSON. Raises ``DataError`` for data that cannot be read."""
-    try:
-        with Path(data).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{data}: cannot be read: {error.strerror}", hint="check the path") from error
+def manifest_of(
+    settings: Mapping[str, Any], data: str | Path, version: str, sha256: str | None = None
+) -> dict[str, Any]:
+    """What rows depend on, as JSON.
+
+    Args:
+        data: the file of the prompts, or a name for them.
+        sha256: of the prompts; None: of the file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if sha256 is None:
+        try:
+            with Path(data).open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"{data}: cannot be read: {error.strerror}", hint="check the path") from error
     plain: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str))
-    return {"posttrain": version, "data": {"path": str(data), "sha256": digest}, "settings": plain}
+    return {"posttrain": version, "data": {"path": str(data), "sha256": sha256}, "settings": plain}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -127,8 +173,10 @@ class ResponseParts:
     Memory: 8 bytes for each prompt, beside the rows that are being written.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], count: int, lock: RunLock) -> None:
-        self.folder, self.manifest = folder, manifest
+    def __init__(
+        self, folder: Path, manifest: dict[str, Any], count: int, lock: RunLock, further: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.manifest, self.further = folder, manifest, further
         self.notes: list[str] = []
         """What a person should know of the parts that were found."""
         self._lock = lock
@@ -137,11 +185,12 @@ class ResponseParts:
         self._next = 0
 
     @classmethod
-    def open(cls, out: Path, manifest: dict[str, Any], count: int) -> ResponseParts:
+    def open(cls, out: Path, manifest: dict[str, Any], count: int, further: Sequence[str] = ()) -> ResponseParts:
         """The parts of ``out``: new, or those of a process that was ended.
 
         Args:
             count: prompts.
+            further: columns beside the usual ones (``further_columns``).
 
         Raises:
             ConfigError: they are in use, were made with other settings or data, or cannot be written there.
@@ -152,7 +201,7 @@ class ResponseParts:
             folder.mkdir(parents=True, exist_ok=True)
             lock = RunLock.take(folder)
         try:
-            parts = cls(folder, manifest, count, lock)
+            parts = cls(folder, manifest, count, lock, further)
             parts._find()
         except BaseException:
             lock.release()
@@ -213,7 +262,7 @@ class ResponseParts:
 
     def write(self, rows: Sequence[Row]) -> None:
         """Keep finished rows, in one part. It may run in a thread, one at a time. Raises as ``write_table``."""
-        write_table(self._path(self._next), response_table(rows))
+        write_table(self._path(self._next), response_table(rows, self.further))
         self._remember(self._next, np.array([row for row, _ in rows], np.int64))
         self._next += 1
 
@@ -230,8 +279,9 @@ class ResponseParts:
         bytes_of_row = max(1, sum(p.stat().st_size for p in self.folder.glob("part-*.parquet")) // max(1, count))
         rows_at_once = max(1, _BATCH_BYTES // (8 * bytes_of_row))  # they are compressed
         tables: OrderedDict[int, pa.Table] = OrderedDict()
+        schema = response_schema(self.further).remove(0)
         append_columns(
-            data, out, count, lambda start, stop: self._rows(start, stop, tables), response_schema().remove(0),
+            data, out, count, lambda start, stop: self._rows(start, stop, tables), schema,
             rows_at_once=rows_at_once, metadata={KEY: json.dumps(self.manifest).encode()},
         )  # fmt: skip
         self.remove()

@@ -12,6 +12,12 @@ from posttrain.rewards.base import EpisodeScorer
 from posttrain.rewards.grade import GradeItem, GraderPool
 
 
+def own_verdict(episode: Trajectory) -> Score | None:
+    """Return the verdict of the episode's environment or agent; None: there is none, or it gave no reward."""
+    reward = episode.reward_parts.get(ENV_PART)
+    return None if reward is None else Score(reward, reward >= 1.0)
+
+
 class Rewarder:
     """Grades episodes: the data source's grader (or ``reward.function``), the scorers, and the weighted sum.
 
@@ -50,16 +56,14 @@ class Rewarder:
 
     async def _verdicts(self, episodes: Sequence[Trajectory]) -> list[Score]:
         """Return an environment's verdict where there is one, else a grader's."""
-        own = {i: t.reward_parts[ENV_PART] for i, t in enumerate(episodes) if ENV_PART in t.reward_parts}
-        if self.cfg.function:
-            own = {}
+        own = [None if self.cfg.function else own_verdict(episode) for episode in episodes]
         items = [
             GradeItem(t.prompt.data_source, t.response_text, t.prompt.ground_truth, t.prompt.extra_info)
-            for i, t in enumerate(episodes)
-            if i not in own
+            for t, verdict in zip(episodes, own, strict=True)
+            if verdict is None
         ]
         graded = iter(await self.graders.grade(items))
-        return [Score(own[i], own[i] >= 1.0) if i in own else next(graded) for i in range(len(episodes))]
+        return [next(graded) if verdict is None else verdict for verdict in own]
 
     def _settle(self, episode: Trajectory, verdict: Score, opinions: Mapping[str, Score]) -> str | None:
         """Fill one episode; why it could not be, or None."""

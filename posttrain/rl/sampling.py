@@ -164,7 +164,8 @@ class SampledRollouts:
             groups, run.cfg.val.n, self.source.stats, resamples=run.cfg.eval.resamples, seed=run.cfg.run.seed
         )
         tracker.failed(validation_failure(self.source.stats))
-        await self.writer.write(step, groups, temperature=sampling.temperature, kind="val")
+        shown = [with_branches(group) for group in groups]
+        await self.writer.write(step, shown, temperature=sampling.temperature, kind="val")
         return metrics
 
 

@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.plugins import user_code
-from posttrain.core.types import ENV_PART, Prompt, Sampling, StopReason, Trajectory
+from posttrain.core.types import ENV_PART, Ids, Prompt, Sample, Sampling, SamplingParams, StopReason, Trajectory
 from posttrain.data.record import Record
 from posttrain.envs.agents import Agent, AgentTask, reward_of
 from posttrain.envs.sampling import AgentSession
@@ -44,19 +45,39 @@ class AgentHost:
             return list(own(split))
 
 
+class _Seeded:
+    """Gives each request of an episode a seed of its own: that of its place among them and of the tokens before it, so
+    that an agent which asks twice for the same has two answers."""
+
+    def __init__(self, sampler: Generator, seed: int) -> None:
+        self._sampler, self._seed, self._places = sampler, seed, count()
+
+    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+        seed = seed_of(self._seed, next(self._places), len(prompt_ids))
+        return await self._sampler.generate(prompt_ids, replace(params, seed=seed))
+
+
 class AgentEpisode:
     """One play of a prompt by an agent. It has the interface of ``Episode``; a play that is cancelled begins anew.
 
     Args:
         prompt_ids: of the prompt, which stand for the episode if the agent samples nothing.
+        seed: of the episode; None: turns are sampled from the engine's stream.
     """
 
     resumable = False
 
     def __init__(
-        self, prompt: Prompt, env: EpisodeContext, host: AgentHost, sampling: Sampling, prompt_ids: Sequence[int]
+        self,
+        prompt: Prompt,
+        env: EpisodeContext,
+        host: AgentHost,
+        sampling: Sampling,
+        prompt_ids: Sequence[int],
+        *,
+        seed: int | None = None,
     ) -> None:
-        self.prompt, self.env, self.host, self.sampling = prompt, env, host, sampling
+        self.prompt, self.env, self.host, self.sampling, self.seed = prompt, env, host, sampling, seed
         self.state: EpisodeState = "pending"
         self._prompt_ids = prompt_ids
         self._session: AgentSession | None = None
@@ -71,6 +92,8 @@ class AgentEpisode:
         """Play to the end. Whatever fails is recorded in the trajectory, which is that of the branch that was sampled
         from last and has the others as ``branches``."""
         self.state = "running"
+        if self.seed is not None:
+            sampler = _Seeded(sampler, self.seed)
         session = AgentSession(Session(self.host.renderer), sampler, self.env.cfg, self.sampling)
         self._session = session
         reason: StopReason = "stop"
@@ -131,7 +154,7 @@ class AgentEpisode:
         last = session.last or nothing
         others = [branch for branch in session.branches if branch is not last]
 
-        def trajectory(branch: Branch) -> Trajectory:
+        def trajectory(branch: Branch, number: int = 0) -> Trajectory:
             columns = branch.record.columns()
             return Trajectory(
                 prompt=replace(self.prompt, messages=branch.messages[: branch.given]),
@@ -147,11 +170,12 @@ class AgentEpisode:
                 prompt_length=branch.prompt_length,
                 reward_parts=dict(parts),
                 error=error,
+                branch=number,
             )
 
         whole = trajectory(last)
         if self.env.cfg.branches == "all":
-            whole.branches = [trajectory(branch) for branch in others]
+            whole.branches = [trajectory(branch, number) for number, branch in enumerate(others, start=1)]
         whole.unmatched = session.unmatched
         return whole
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from posttrain.config import RolloutConfig
 from posttrain.core.errors import CodeError, PosttrainError
 from posttrain.core.plugins import definition_of, described_briefly, expect, user_code, with_place
@@ -104,6 +106,7 @@ class Episode:
         self.turns = self.user_turns = self.tool_calls = 0
         self.seconds = self.tool_seconds = 0.0
         self.reward_parts: dict[str, float] = {}
+        self.turn_rewards: list[float] = []
         self.tool_errors: list[str] = []
         self._tool_states: dict[str, Any] = {}
         self._user_state: Any = None
@@ -161,6 +164,7 @@ class Episode:
             tool_seconds=self.tool_seconds,
             prompt_length=self.prompt_length,
             reward_parts=self.reward_parts,
+            turn_rewards=np.array(self.turn_rewards, np.float32),
             error=error,
             tool_errors=self.tool_errors,
         )
@@ -319,7 +323,8 @@ class Episode:
         what = self._named("step")
         answer = await within(cfg.tool_deadline_s, self._failed("step"), environment.step, message)
         step = expect(answer, Step, what, environment.step)
-        self.reward_parts[ENV_PART] += float(step.reward)
+        self.turn_rewards.append(float(step.reward))
+        self.reward_parts[ENV_PART] += self.turn_rewards[-1]
         if step.done:
             return "stop"
         if self.turns >= cfg.max_turns:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from posttrain.core.types import Prompt, Sampling, Trajectory
+from posttrain.rollout.agents import AgentEpisode
 from posttrain.rollout.episode import Episode, EpisodeContext, in_flight
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.seeds import seed_of
@@ -49,7 +50,7 @@ class Window:
     ) -> None:
         self._pool, self._env, self._sampling, self._prompts = pool, env, sampling, prompts
         self._n, self._most, self._seed = n, most, seed
-        self._playing: dict[asyncio.Task[Trajectory], tuple[_Group, int, Episode]] = {}
+        self._playing: dict[asyncio.Task[Trajectory], tuple[_Group, int, Episode | AgentEpisode]] = {}
         self._ended: deque[asyncio.Task[Trajectory]] = deque()
         self._news = asyncio.Event()
         self._drained = False
@@ -94,13 +95,17 @@ class Window:
             group = _Group(prompt, [None] * self._n, self._n)
             ids = self._env.prompt_ids(prompt)
             for number in range(self._n):
-                seed = seed_of(self._seed, prompt.index, number)
-                episode = Episode(prompt, self._env, self._sampling, prompt_ids=ids, seed=seed)
+                episode = self._new(prompt, ids, seed_of(self._seed, prompt.index, number))
                 task = asyncio.create_task(self._play(episode))
                 self._playing[task] = (group, number, episode)
                 task.add_done_callback(self._note)
 
-    async def _play(self, episode: Episode) -> Trajectory:
+    def _new(self, prompt: Prompt, ids: Sequence[int], seed: int) -> Episode | AgentEpisode:
+        if self._env.agents is not None:
+            return AgentEpisode(prompt, self._env, self._env.agents, self._sampling, ids, seed=seed)
+        return Episode(prompt, self._env, self._sampling, prompt_ids=ids, seed=seed)
+
+    async def _play(self, episode: Episode | AgentEpisode) -> Trajectory:
         try:
             with self._pool.session() as sampler:
                 return await episode.play(sampler)

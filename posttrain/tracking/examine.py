@@ -27,14 +27,17 @@ def examine(groups: Sequence[Sequence[Trajectory]], count: int) -> Iterator[str]
         yield conversation(episode.messages, episode.prompt.data_source, episode.prompt.ground_truth, metadata)
 
 
+def spoken(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the lines of messages."""
+    for message in messages:
+        yield f"[{message['role']}] {_cut(message.get('content') or '')}"
+        for call in message.get("tool_calls", []):
+            yield f"  calls {json.dumps(call['function'], ensure_ascii=False)}"
+
+
 def conversation(messages: Sequence[Message], data_source: str, ground_truth: Any, metadata: Mapping[str, Any]) -> str:
     """Return one conversation as text, with what was expected and its ``metadata``."""
-    lines = [f"---- {data_source}"]
-    for message in messages:
-        lines.append(f"[{message['role']}] {_cut(message.get('content') or '')}")
-        lines += [
-            f"  calls {json.dumps(call['function'], ensure_ascii=False)}" for call in message.get("tool_calls", [])
-        ]
+    lines = [f"---- {data_source}", *spoken(messages)]
     lines.append(f"[expected] {_cut(str(ground_truth))}")
     shown = (
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metadata.items()

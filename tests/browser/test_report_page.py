@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.runs import report
 from tests.browser.pages import drawn, opened
-from tests.helpers.written_runs import HOSTILE, episode, many, write_run
+from tests.helpers.written_runs import HOSTILE, branched, episode, many, write_run
 
 pytestmark = pytest.mark.browser
 
@@ -65,6 +65,28 @@ def test_runs_side_by_side_in_the_dark(tmp_path: Path) -> None:
         page.select_option("#run", label="c")
         assert "c/rollouts" in page.inner_text("#trajectories .lead")
         assert page.locator("#list .row").count() == 4
+
+
+def test_branches_of_an_agent_are_listed_with_their_episode(tmp_path: Path) -> None:
+    failed = branched(0.0, error="RunError: the agent failed: no idea")
+    run = write_run(tmp_path, "a", [[[episode(0, 1.0), *branched(0.25), *failed]]])
+    with opened(report.run([str(run)], "runs", None)) as page:
+        page.select_option("#by-outcome", "branches")
+        page.get_by_text("6 shown", exact=True).wait_for()
+        page.select_option("#by-sort", "worst")
+        rows = page.locator("#list .row")
+        heads = page.locator("#list .row span:first-child").all_text_contents()
+        assert heads == ["step 1 · prompt 0 · branch 1 of 3", "branch 2 of 3", "branch 3 of 3"] * 2
+        assert "the agent failed: no idea" in str(rows.first.text_content())
+        rows.nth(3).click()
+        branches = page.get_by_label("Branches of this episode").locator("button")
+        told = branches.all_inner_texts()
+        assert told[0].startswith("branch 1 of 3, the last · forks off branch 2 after 2 messages (")
+        assert "begins with a prompt of its own" in told[1]
+        assert told[1].endswith("tokens trained on")
+        branches.nth(2).click()
+        assert "a question of a sub-agent" in page.inner_text("#detail")
+        assert "branch 3 of 3" in str(page.locator('.row[aria-selected="true"]').text_content())
 
 
 TEXTS = """() => {

@@ -74,6 +74,9 @@ HERE: dict[str, list[str]] = {
     "posttrain rl --preset examples/guess.toml --env examples/terminal.py:Terminal --name terminal --steps 5": [
         *SMALL, "--steps", "1",
     ],
+    "posttrain eval --preset examples/guess-generate.toml --pass-at 1,4": FEW,
+    "posttrain generate --preset examples/guess-generate.toml --set rollout.env= --agent examples/guess.py:play "
+    "--name play": FEW,
     "posttrain merge-ckpt tiny-gsm8k --out merged-checked --check": [],
     "posttrain merge-ckpt tiny-gsm8k --out merged-half --dtype bfloat16 --max-shard-size 500MB --check": [],
 }  # fmt: skip

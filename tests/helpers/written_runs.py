@@ -10,15 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from posttrain.config.presets import resolve
-from posttrain.core.types import Message, Prompt, Trajectory
+from posttrain.core.types import Message, Prompt, Sample, Trajectory
 from posttrain.data.chat import render_prompt
+from posttrain.envs.session import Renderer, Session
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.rollout.advantage_files import advantages_file, write_advantages
 from posttrain.rollout.files import fingerprint, write_rollouts
 from posttrain.runs.run import RunTarget, Status
+from posttrain.tools.formats import PARSERS
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202egnissim\u202c \x1b[31mred\x07 &lt; 'é🙂"
 TOKENIZER = load_tokenizer(ModelSource("builtin:tiny"))
+RENDERER = Renderer(TOKENIZER, PARSERS.get("hermes"), frozenset({int(TOKENIZER.eos_token_id)}))
 
 
 def episode(number: int, reward: float, answer: str = "", step: int = 1, words: int = 8) -> Trajectory:
@@ -55,6 +58,31 @@ def episode(number: int, reward: float, answer: str = "", step: int = 1, words: 
         extracted="6",
         advantages=np.where(mask, reward - 0.5, 0.0).astype(np.float32),
     )
+
+
+def branched(reward: float, *, error: str | None = None) -> list[Trajectory]:
+    """The branches of an agent's episode, as the endpoint records them: a sub-agent, the agent's own two turns, and one
+    more answer after its first turn, which is the last."""
+    session = Session(RENDERER)
+
+    def ask(messages: list[Message], said: str) -> list[Message]:
+        asked = session.asked(messages)
+        ids = [*TOKENIZER.encode(said, add_special_tokens=False), int(TOKENIZER.eos_token_id)]
+        return [*messages, session.sampled(asked, [Sample(ids, [-0.5] * len(ids), "stop", 0)])]
+
+    ask([{"role": "user", "content": "a question of a sub-agent"}], "sub")
+    first = ask([{"role": "user", "content": "What is 3 + 5?"}], "one")
+    ask([*first, {"role": "user", "content": "more"}], "two")
+    ask([*first, {"role": "user", "content": "Again, please."}], "three")
+    rows = []
+    for number, branch in enumerate(session.branches[::-1]):
+        columns = branch.record.columns()
+        prompt = Prompt(0, branch.messages[: branch.given], "posttrain/arith", "6", {})
+        of_branch = replace(episode(0, reward), prompt=prompt, messages=branch.messages, branch=number, error=error)
+        advantages = np.where(columns["loss_mask"], reward - 0.5, 0.0).astype(np.float32)
+        of_branch.advantages = None if error else advantages
+        rows.append(replace(of_branch, prompt_length=branch.prompt_length, **columns))
+    return rows
 
 
 def write_run(

@@ -26,7 +26,8 @@ HEAVY = [name for name in COLUMNS if name not in ("kind", "step", "temperature",
 """Columns that are read of the trajectories shown."""
 _PLACED = {
     "tokens", "loss_mask", "logprobs", "weight_version", "messages", "turns", "user_turns", "tool_calls", "stop_reason",
-    "seconds", "tool_seconds", "reward", "correct", "extracted", "reward_parts", "error", "prompt_length",
+    "seconds", "tool_seconds", "reward", "correct", "extracted", "reward_parts", "error", "prompt_length", "branch",
+    "turn_rewards",
 }  # fmt: skip
 """Columns of a trajectory that the page shows in a way of their own; the others it lists by name and value."""
 MOST_CHARACTERS = 20_000
@@ -87,11 +88,39 @@ def read_shown(
         except (OSError, DataError) as error:
             problems.append(str(error))
             continue
-        for at, row in rows:
-            splitter = splitters.get(file.tokenizer)
-            origin = {"run": run, "kind": file.kind, "step": file.step, "at": at}
-            episodes.append(origin | _episode(row, advantages.get(at), splitter, tokens))
+        for episode, of_episode in groupby(rows, key=lambda item: int(file.episode[item[0]])):
+            branches = list(of_episode)
+            for at, row in branches:
+                splitter = splitters.get(file.tokenizer)
+                origin = {"run": run, "kind": file.kind, "step": file.step, "at": at, "episode": episode}
+                origin |= _place_of_branch(row, [other for _, other in branches])
+                episodes.append(origin | _episode(row, advantages.get(at), splitter, tokens))
     return episodes, problems
+
+
+def _place_of_branch(row: Mapping[str, Any], branches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the number of a branch, how many its episode has, and where it forks off: the number of the other branch,
+    and how many messages and tokens of it were given to this one; None: it begins with a prompt of its own.
+
+    It forks off the branch with which it shares most tokens, some of them sampled there and given to it.
+    """
+    forks = []
+    for other in branches:
+        if other is row:
+            continue
+        tokens = _shared(row["tokens"], other["tokens"])
+        if (other["loss_mask"][:tokens] & ~row["loss_mask"][:tokens]).any():
+            messages = _shared(_messages(row["messages"]), _messages(other["messages"]))
+            forks.append((tokens, messages, other["branch"]))
+    tokens, messages, number = max(forks, default=(0, 0, None))
+    fork = None if number is None else [number, messages, tokens]
+    return {"branch": row.get("branch", 0), "branches": len(branches), "fork": fork}
+
+
+def _shared(one: Sequence[Any] | npt.NDArray[Any], other: Sequence[Any] | npt.NDArray[Any]) -> int:
+    """Return the number of first elements that two sequences have in common."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (mine, its) in enumerate(pairs) if mine != its), min(len(one), len(other)))
 
 
 def _read_rows(file: FileNumbers, wanted: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
@@ -134,6 +163,8 @@ def _episode(
     }
     shown = [_shown(message) for message in messages]
     coloured = splitter is not None and len(own) == len(turns)
+    for message, reward in zip(own, row.get("turn_rewards", ()), strict=False):
+        shown[message]["reward"] = round(float(reward), 6)
     scale = 0.0 if advantages is None else float(np.abs(np.nan_to_num(advantages)).max(initial=0.0))
     if splitter is not None and coloured:
         split = [splitter.split(row["tokens"][first:last].tolist()) for first, last in turns]

@@ -24,6 +24,8 @@ Ints = npt.NDArray[np.int64]
 
 LIGHT = ("kind", "step", "group", "reward", "correct", "prompt_length", "error", "weight_version")
 """Columns that are read of every trajectory. The last one costs next to nothing: it hardly changes along an episode."""
+_BRANCH = "branch"
+"""Column that older files lack."""
 _MOST_STEPS = 64
 """Steps whose trajectories are shown, besides the best, worst and failed of all: each costs reading a file."""
 _EXTREMES = 12
@@ -41,6 +43,8 @@ class FileNumbers:
     """Fingerprint, or empty."""
     group: Ints
     """[E]"""
+    episode: Ints
+    """[E] number of the episode: that of the row before for a further branch of an agent's."""
     reward: Floats
     """[E]"""
     length: Ints
@@ -59,7 +63,8 @@ def read_numbers(path: Path) -> FileNumbers:
     """Return the light columns of a rollout file of one step. Raises ``DataError``."""
     try:
         file = pq.ParquetFile(path)
-        table = file.read(columns=list(LIGHT))
+        branches = _BRANCH in file.schema_arrow.names
+        table = file.read(columns=[*LIGHT, _BRANCH] if branches else list(LIGHT))
         made_with = (file.schema_arrow.metadata or {}).get(b"posttrain.tokenizer", b"").decode()
         columns = {name: table[name].combine_chunks() for name in LIGHT}
     except (OSError, KeyError, pa.ArrowException) as error:
@@ -67,6 +72,7 @@ def read_numbers(path: Path) -> FileNumbers:
     versions = columns["weight_version"]
     tokens = np.asarray(versions.value_lengths()).astype(np.int64)
     step = int(columns["step"][0].as_py())
+    first = np.asarray(table[_BRANCH]) == 0 if branches else np.ones(len(tokens), np.bool_)
     flat = np.asarray(versions.flatten())
     behind, counts = np.unique(step - 1 - flat[flat >= 0], return_counts=True)
     return FileNumbers(
@@ -75,6 +81,7 @@ def read_numbers(path: Path) -> FileNumbers:
         step=step,
         tokenizer=made_with,
         group=np.asarray(columns["group"]).astype(np.int64),
+        episode=np.cumsum(first).astype(np.int64),
         reward=np.asarray(columns["reward"]).astype(np.float64),
         length=tokens - np.asarray(columns["prompt_length"]),
         tokens=tokens,
@@ -113,16 +120,19 @@ Place = tuple[int, int]
 
 def choose(files: Sequence[FileNumbers], most: int, most_tokens: int) -> list[Place]:
     """Return the trajectories to show: the best, worst and failed of all, then of every step, or of evenly spaced ones,
-    in turn its best, worst and failed and whole groups at random (always the same ones)."""
+    in turn its best, worst and failed and whole groups at random (always the same ones); each with all branches of its
+    episode."""
     chosen: dict[Place, None] = {}
     tokens = 0
     for place in _in_order(files):
         if place in chosen:
             continue
-        tokens += int(files[place[0]].tokens[place[1]])
-        if len(chosen) >= most or (chosen and tokens > most_tokens):
+        file = files[place[0]]
+        rows = np.flatnonzero(file.episode == file.episode[place[1]])
+        tokens += int(file.tokens[rows].sum())
+        if len(chosen) + len(rows) > most or (chosen and tokens > most_tokens):
             break
-        chosen[place] = None
+        chosen |= dict.fromkeys((place[0], int(row)) for row in rows)
     return sorted(chosen)
 
 

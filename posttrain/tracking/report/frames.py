@@ -58,7 +58,7 @@ class LoadedRun:
     def rollouts(self) -> pd.DataFrame:
         """One row a recorded rollout, training and validation, in order of step and group.
 
-        The columns are those of the rollout files but for the ones with a value a token, JSON text decoded;
+        The columns are those of the rollout files but for the ones with a value a token or a turn, JSON text decoded;
         ``response`` is what the assistant wrote, its turns joined by blank lines. The frame is empty where the run has
         recorded none.
 

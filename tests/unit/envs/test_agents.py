@@ -71,6 +71,7 @@ async def test_branches_share_the_reward_of_their_episode():
     assert (source.stats.branches, source.stats.unmatched) == (2, 1)
     whole = with_branches([trajectory])
     assert [t.response_text for t in whole] == ["three", "sub", "one\ntwo"]
+    assert [t.branch for t in whole] == [0, 1, 2]
     assert {(t.reward, t.correct, t.error, t.prompt.index) for t in whole} == {(0.5, False, None, 0)}
     counted = rollout_metrics([whole], source)
     assert (counted["rollout/branches"], counted["rollout/unmatched_requests"]) == (2, 1)

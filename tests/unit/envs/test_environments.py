@@ -62,6 +62,7 @@ async def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
     assert (trajectory.error, trajectory.stop_reason, trajectory.turns) == (None, "stop", 3)
     assert [m["content"] for m in trajectory.messages][2:] == ["a", "a!", "b", "b!", "c"]
     assert trajectory.reward_parts == {"env": 1.5}
+    assert trajectory.turn_rewards.tolist() == [0.5, 0.5, 0.5]
     assert Echo.closed == 1
     # The prompt is what reset gave, and tokens are the prompt, samples and deltas.
     assert trajectory.prompt.messages == trajectory.messages[:2]
@@ -245,7 +246,7 @@ def test_unknown_environments_and_options_are_refused_with_a_hint(tmp_path):
         ("rl", {"env": "guess", "tools": ["calculator"]}, "brings its own tools"),
         ("rl", {"env_options": {"a": 1}}, "no effect without rollout.env"),
         ("rl", {"env": "guess", "replay": "x"}, "no effect with rollout.replay"),
-        ("generate", {"env": "guess"}, "generate plays none"),
+        ("sft", {"env": "guess"}, "sft plays none"),
     ],
 )
 def test_settings_of_environments_without_effect_are_refused(command, rollout, said):

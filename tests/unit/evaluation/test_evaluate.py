@@ -221,6 +221,10 @@ def test_unknown_data_source(tmp_path: Path) -> None:
         ({"reward_model": [{"style": "rule"}]}, "row 0, column 'reward_model' is not a struct"),
         ({"errors": [["a", "b", "c"]]}, "row 0, column 'errors' is not a list of 2"),
         ({"extra_info": ["x"]}, "row 0, column 'extra_info' is not a struct"),
+        ({"env_scores": [[1.0]]}, "row 0, column 'env_scores' is not a list of 2"),
+        ({"env_scores": [["a", "b"]]}, "row 0, column 'env_scores' is not a list of numbers"),
+        ({"env_scores": [[1.0, None]]}, "row 0, column 'env_correct' is not a list of 2"),
+        ({"branches": [["[]"]]}, "row 0, column 'branches' is not a list of 2"),
     ],
 )
 def test_wrong_schema_names_file_row_and_column(tmp_path: Path, columns: dict[str, Any], message: str) -> None:

@@ -23,7 +23,7 @@ from posttrain.tracking.report.episodes import Numbers, choose
 from posttrain.tracking.report.folder import RunFolder
 from posttrain.tracking.report.page import MOST_BYTES, write_page
 from posttrain.tracking.report.pieces import Pieces, Splitter
-from tests.helpers.written_runs import HOSTILE, TOKENIZER, episode, many, write_run
+from tests.helpers.written_runs import HOSTILE, TOKENIZER, branched, episode, many, write_run
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,42 @@ def test_names_a_damaged_rollout_file_and_shows_the_rest(tmp_path: Path) -> None
     data, _ = read(report.run([str(path)], "runs", None))
     assert "step_000001.parquet: unreadable" in data["runs"][0]["problems"][0]
     assert [e["step"] for e in data["episodes"]] == [2, 2]
+
+
+def test_branches_of_an_episode_lie_together_and_tell_where_they_fork(tmp_path: Path) -> None:
+    group = [episode(0, 1.0), *branched(0.25), *branched(0.0, error="RunError: the agent failed: no idea")]
+    path = write_run(tmp_path, "a", [[group, [episode(1, 0.0)]]])
+    data, _ = read(report.run([str(path)], "runs", None))
+    rows = data["episodes"]
+    assert [(e["episode"], e["branch"], e["branches"]) for e in rows] == [
+        (1, 0, 1), *((2, k, 3) for k in range(3)), *((3, k, 3) for k in range(3)), (4, 0, 1),
+    ]  # fmt: skip
+    last, own, sub = rows[1:4]
+    assert [m["role"] for m in last["messages"]] == ["user", "assistant", "user", "assistant"]
+    # The question and the first answer are those of the branch that the last one forks off, token by token.
+    tokens_of_first = len(TOKENIZER.encode("one", add_special_tokens=False)) + 1
+    branch, messages, tokens = last["fork"]
+    assert (branch, messages) == (1, 2)
+    assert own["prompt_tokens"] + tokens_of_first <= tokens < last["prompt_tokens"]
+    assert (own["fork"], sub["fork"]) == (None, None)
+    assert [e["sampled"] for e in (last, sub)] == [
+        len(TOKENIZER.encode(said, add_special_tokens=False)) + 1 for said in ("three", "sub")
+    ]
+    assert {e["error"] for e in rows[4:7]} == {"RunError: the agent failed: no idea"}
+    assert [e["scale"] for e in rows[4:7]] == [None] * 3
+    files, _ = Numbers().read(path / "rollouts")
+    assert choose(files, most=3, most_tokens=10**9) == [(0, 0)]  # no episode is shown in part
+
+
+def test_rewards_of_turns_stand_beside_them(tmp_path: Path) -> None:
+    played = episode(0, 0.75)
+    played.turn_rewards = np.array([0.5, 0.25], np.float32)
+    cut_off = episode(1, 0.5)
+    cut_off.turn_rewards = np.array([0.5], np.float32)  # its last turn was not answered
+    data, _ = read(report.run([str(write_run(tmp_path, "a", [[[played, cut_off, episode(2, 0.0)]]]))], "runs", None))
+    rewards = [[m.get("reward") for m in e["messages"] if m["role"] == "assistant"] for e in data["episodes"]]
+    assert rewards == [[0.5, 0.25], [0.5, None], [None, None]]
+    assert "turn_rewards" not in data["episodes"][0]["more"]
 
 
 def test_what_is_chosen_has_best_worst_failed_and_every_step(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ const OUTCOMES = {
   correct: ["Correct", (e) => e.error === null && e.correct],
   wrong: ["Wrong", (e) => e.error === null && !e.correct],
   tools: ["With tool calls", (e) => e.tool_calls > 0],
+  branches: ["With branches", (e) => e.branches > 1],
   failed: ["Failed", (e) => e.error !== null],
 };
 const COLOURS = { advantage: "Advantage", logprob: "Log-probability", none: "No colours" };
@@ -26,6 +27,7 @@ function drawEpisodes(section, run, number) {
   const mine = data.episodes.filter((episode) => episode.run === number);
   section.append(lead(run, mine));
   if (!mine.length) return;
+  groupBranches(mine);
   if (mine.some((episode) => episode.scale)) view.colour = "advantage";
   view.chosen = null;
   const select = (key, label, choices) => el("label", {}, `${label} `, el("select", { id: `by-${key}`,
@@ -63,6 +65,18 @@ function lead(run, mine) {
   return text;
 }
 
+/** Give each trajectory the branches of its episode, itself among them, and the episode's place. */
+function groupBranches(mine) {
+  const episodes = new Map();
+  for (const one of mine) {
+    const key = `${one.kind} ${one.step} ${one.episode}`;
+    one.siblings = episodes.get(key) ?? [];
+    one.siblings.push(one);
+    episodes.set(key, one.siblings);
+    one.place = one.siblings[0].place ?? episodes.size;
+  }
+}
+
 /** The mean log-probability of its tokens. */
 function likelihood(episode) {
   if (episode.likelihood === undefined) {
@@ -91,22 +105,26 @@ function turnPieces({ first, count }) {
 
 function fill(mine) {
   view.shown = mine.filter((e) => OUTCOMES[view.outcome][1](e) && (!view.needle || words(e).includes(view.needle)))
-    .sort(SORTS[view.sort][1]);
+    .sort((a, b) => SORTS[view.sort][1](a.siblings[0], b.siblings[0]) || a.place - b.place || a.branch - b.branch);
   $("count").textContent = `${view.shown.length} shown`;
   $("list").replaceChildren(...view.shown.map(row));
   $("list").scrollTop = 0;
   open(view.shown[0] ?? null);
 }
 
+const branchName = (e) => `branch ${e.branch + 1} of ${e.branches}`;
+
 const verdict = (e) => (e.error !== null ? "failed" : e.correct ? "correct" : "");
 
 function row(episode) {
   const asked = episode.messages.slice(0, episode.prompt).findLast((m) => m.role === "user");
-  const made = el("button", { class: "row", role: "option", tabindex: "-1", "aria-selected": "false", on: { click: () => open(episode) } },
-    el("span", {}, `step ${episode.step}${episode.kind === "val" ? " · validation" : ""} · prompt ${episode.group}`),
+  const made = el("button", { class: `row ${episode.branch ? "branch" : ""}`, role: "option", tabindex: "-1", "aria-selected": "false", on: { click: () => open(episode) } },
+    el("span", {}, [
+      ...(episode.branch ? [] : [`step ${episode.step}`, ...(episode.kind === "val" ? ["validation"] : []), `prompt ${episode.group}`]),
+      ...(episode.branches > 1 ? [branchName(episode)] : [])].join(" · ")),
     el("span", { class: `reward ${episode.error !== null ? "bad" : episode.correct ? "good" : ""}` },
       episode.error !== null ? "failed" : show(episode.reward)),
-    el("span", { class: "what", text: (asked?.text ?? "").slice(0, 120).replace(/\s+/g, " ") }));
+    el("span", { class: "what", text: (episode.error ?? asked?.text ?? "").slice(0, 120).replace(/\s+/g, " ") }));
   made.episode = episode;
   return made;
 }
@@ -143,7 +161,7 @@ function open(episode) {
   detail.scrollTop = 0;
   tip.hide();
   if (!episode) return detail.replaceChildren(el("p", { class: "empty" }, "Nothing matches."));
-  detail.replaceChildren(metadata(episode), parts(episode), scaleOf(episode), ...episode.messages.map((m, i) => turn(episode, m, i)));
+  detail.replaceChildren(metadata(episode), branchesOf(episode), parts(episode), scaleOf(episode), ...episode.messages.map((m, i) => turn(episode, m, i)));
 }
 
 const pair = (name, value) => el("span", {}, `${name} `, el("b", { text: value }));
@@ -156,8 +174,19 @@ function metadata(e) {
     e.tool_seconds ? pair("in tools", duration(e.tool_seconds)) : null,
     ...Object.entries(e.more).map(([name, value]) => pair(name.replaceAll("_", " "), value)),
   ];
-  return el("div", {}, el("h3", {}, `${e.kind === "val" ? "Validation" : "Training"} episode ${verdict(e) ? `· ${verdict(e)}` : ""}`),
+  return el("div", {}, el("h3", {}, `${e.kind === "val" ? "Validation" : "Training"} episode ${verdict(e) ? `· ${verdict(e)}` : ""}`
+    + (e.branches > 1 ? ` · ${branchName(e)}` : "")),
     el("div", { class: "key" }, ...shown), e.error !== null ? el("p", { class: "problem", text: e.error }) : null);
+}
+
+/** The branches of an agent's episode, to go to: where each forks off, and how many of its tokens are trained on. */
+function branchesOf(e) {
+  if (e.branches < 2) return "";
+  const told = (b) => `${branchName(b)}${b.branch ? "" : ", the last"} · `
+    + (b.fork ? `forks off branch ${b.fork[0] + 1} after ${b.fork[1]} messages (${show(b.fork[2])} tokens)` : "begins with a prompt of its own")
+    + ` · ${show(b.sampled)} tokens ${b.scale === null ? "sampled, not trained on" : "trained on"}`;
+  return el("div", { class: "branches", "aria-label": "Branches of this episode" }, ...e.siblings.map((b) =>
+    el("button", { "aria-current": b === e ? "true" : null, on: { click: () => open(b) } }, told(b))));
 }
 
 function parts(e) {
@@ -185,7 +214,8 @@ function turn(episode, message, at) {
   else paint(body, episode, message);
   return el("div", { class: `turn ${message.role === "tool" ? "tool" : message.role === "assistant" ? "assistant" : ""}` },
     el("div", { class: "who" }, el("span", { text: who }), message.count === undefined ? null
-      : el("span", {}, `${message.count} tokens · weights of step ${versions}`)),
+      : el("span", {}, `${message.count} tokens · weights of step ${versions}`),
+      message.reward === undefined ? null : el("span", {}, `reward ${show(message.reward)}`)),
     message.reasoning_content ? el("div", { class: "text muted", text: message.reasoning_content }) : null, body,
     message.tool_calls ? el("div", { class: "text", text: message.tool_calls }) : null);
 }
