@@ -103,10 +103,10 @@ class Prompts:
         """Split a group into at least ``pieces`` parts of equal size that a micro-batch can hold."""
         prefix = self.prefixes[group[0]]
         own = [self.lengths[b] - prefix for b in group]
-        room = max(1, token_budget - prefix)
-        count = min(len(group), max(pieces, -(-sum(own) // room)))
+        space = max(1, token_budget - prefix)
+        count = min(len(group), max(pieces, -(-sum(own) // space)))
         while True:
             parts = partition(own, count)
-            if count == len(group) or all(sum(own[i] for i in part) <= room for part in parts):
+            if count == len(group) or all(sum(own[i] for i in part) <= space for part in parts):
                 return [[group[i] for i in part] for part in parts]
             count += 1
