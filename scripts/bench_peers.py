@@ -116,6 +116,9 @@ def make_model(args: argparse.Namespace, shape: str | None) -> Path:
 
 
 def posttrain_command(job: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    # Without a preset the command would take its default one, with a tool and a schedule.
+    preset = Path(job["out"]) / "preset.toml"
+    preset.write_text('command = "rl"\n', encoding="utf-8")
     settings = {
         "run.dir": job["out"], "run.name": "run", "run.seed": job["seed"], "run.report": "false",
         "data.train": job["parquet"], "data.shuffle": "false", "data.batch_size": job["prompts"],
@@ -130,7 +133,8 @@ def posttrain_command(job: dict[str, Any], args: argparse.Namespace) -> list[str
     if job["turns"] > 1:
         settings |= {"rollout.max_turns": job["turns"], "rollout.tools": json.dumps([f"{TASK}:calculator"])}
     sets = [f"--set={key}={value}" for key, value in settings.items()] + [f"--set={s}" for s in args.posttrain_set]
-    return [args.python_posttrain, "-m", "posttrain", "rl", "--algo", "grpo", "--model", job["model"], *sets]
+    start = [args.python_posttrain, "-m", "posttrain", "rl", "--preset", str(preset), "--algo", "grpo"]
+    return [*start, "--model", job["model"], *sets]
 
 
 def trl_command(job: dict[str, Any], args: argparse.Namespace) -> list[str]:
