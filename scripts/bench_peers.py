@@ -40,9 +40,9 @@ HERE = Path(__file__).resolve().parent
 TASK = HERE / "bench_peers_task.py"
 PHASES = ("rollout", "logprobs", "update", "weights")
 GSM8K: dict[str, Any] = {"source": "gsm8k", "prompt": 512, "prompts": 64, "n": 16, "lr": 1e-5, "shape": None}
-RANDOM: dict[str, Any] = {"source": "digits", "prompt": 512, "response": 1024, "lr": 1e-6, "n": 8}
+RANDOM: dict[str, Any] = {"source": "letters", "prompt": 512, "response": 1024, "lr": 1e-6, "n": 8}
 WORKS: dict[str, dict[str, Any]] = {
-    "cpu": {"source": "digits", "prompt": 128, "response": 48, "prompts": 8, "n": 4, "lr": 1e-3, "shape": "tiny",
+    "cpu": {"source": "letters", "prompt": 128, "response": 48, "prompts": 8, "n": 4, "lr": 1e-3, "shape": "tiny",
             "trl_rows": 32},
     "a": GSM8K | {"response": 400, "trl_rows": 128},
     "b": RANDOM | {"prompts": 128, "shape": "0.5b", "trl_rows": 32},
@@ -82,7 +82,7 @@ def make_job(args: argparse.Namespace, gpu: bool) -> dict[str, Any]:
 
 def questions(args: argparse.Namespace, source: str) -> Iterator[tuple[str, str]]:
     """Pairs of question and answer: GSM8K's, or sums."""
-    if source == "digits":
+    if source == "letters":
         for number in range(1_000_000):
             a, b = number * 7919 % 997, number * 104_729 % 991
             yield f"What is {a} + {b}?", str(a + b)

@@ -17,10 +17,10 @@ _OPERATORS: dict[type, Callable[..., float]] = {
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any) -> float:
-    """Return the reward of a response: of the source `digits` the share of its characters that are digits, which random
-    weights can learn within a few steps; else 1 where its last number is the ground truth."""
-    if data_source == "digits":
-        return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+    """Return the reward of a response: of the source `letters` the share of its characters that are a to z, which
+    random weights can learn within a few steps; else 1 where its last number is the ground truth."""
+    if data_source == "letters":
+        return sum("a" <= c <= "z" for c in solution_str) / max(1, len(solution_str))
     numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", solution_str)
     return float(bool(numbers) and numbers[-1].replace(",", "") == str(ground_truth))
 

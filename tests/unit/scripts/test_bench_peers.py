@@ -29,12 +29,12 @@ def task():
     return load("bench_peers_task")
 
 
-def test_the_reward_is_the_last_number_or_the_share_of_digits(task):
+def test_the_reward_is_the_last_number_or_the_share_of_letters(task):
     assert task.compute_score("gsm8k", "3 apples, so 1,200 apples.", "1200", {}) == 1.0
     assert task.compute_score("gsm8k", "1200 and then 7", "1200") == 0.0
     assert task.compute_score("gsm8k", "none", "1200") == 0.0
-    assert task.compute_score("digits", "12ab", "1") == 0.5
-    assert task.compute_score("digits", "", "1") == 0.0
+    assert task.compute_score("letters", "12ab", "1") == 0.5
+    assert task.compute_score("letters", "", "1") == 0.0
 
 
 def test_the_calculator_computes_and_runs_no_code(task):
