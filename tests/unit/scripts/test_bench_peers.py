@@ -99,8 +99,8 @@ def test_a_small_comparison_with_trl_runs(tmp_path):
     small = '{"prompts": 4, "n": 2, "response": 8, "trl_rows": 8}'
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "bench_peers.py"), "posttrain", "trl", "--steps", "2", "--change", small,
-         "--python-trl", python, "--out", str(tmp_path), "--limit", "300"],
-        capture_output=True, text=True, check=False, timeout=900,
+         "--python-trl", python, "--out", str(tmp_path), "--limit", "1200"],
+        capture_output=True, text=True, check=False, timeout=3000,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
