@@ -27,8 +27,16 @@ from typing import Any
 from unittest import mock
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "135m": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "tie_word_embeddings": True, "vocab_size": 49_152,
+    },
     "0.5b": {
         "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 151_936,
+    },
+    "3b": {
+        "hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16,
         "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 151_936,
     },
     "7b": {
@@ -55,7 +63,7 @@ def model_folder(models: Path, shape: str) -> Path:
     torch.manual_seed(0)
     config = Qwen2Config(**SHAPES[shape], max_position_embeddings=32_768, rope_theta=1e6)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen2ForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)

@@ -264,6 +264,7 @@ class Cluster:
             cfg.train.tokens_per_microbatch,
             cfg.train.sequences_per_microbatch,
             cfg.train.sequence_parallel,
+            cfg.train.share_prompts,
         )
         await group.start(cfg.cluster.start_deadline_s)
         return group

@@ -15,7 +15,8 @@ from posttrain.cluster.calls import answer, gather, wait_until_up
 from posttrain.core.errors import diverged
 from posttrain.core.registry import some
 from posttrain.core.types import Ids
-from posttrain.data.pack import PackedBatch, Placement, place
+from posttrain.data.pack import PackedBatch, Placement, place, place_by_prompt
+from posttrain.data.prompts import Prompts
 from posttrain.train.spec import LossSpec, WorkerSpec, over_ranks
 from posttrain.weight_sync.buckets import Bucket, mapped
 from posttrain.weight_sync.sender import Transport
@@ -87,10 +88,13 @@ class TrainerGroup:
     sequences_per_microbatch: int | None = None
     sequence_parallel: int = 1
     """Neighbouring workers that get the same batches and share their sequences."""
+    share_prompts: bool = False
+    """A prompt that sequences share is computed once in each micro-batch, where that pays."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The model as rank 0 describes it: ``parameters``, how many of them are ``trained``, ``checkpoint_bytes`` on disk,
     ``device``, ``dtype`` of its computations, ``attention``, ``dropout`` that the model's config asks for and does not
-    get, ``peak_flops`` of the device (None: not known)."""
+    get, ``peak_flops`` of the device (None: not known), ``sharing_cost``: the share of a batch's tokens that shared
+    prompts must save."""
 
     @property
     def actors(self) -> list[Any]:
@@ -232,9 +236,14 @@ class TrainerGroup:
         return await self.call(method, [(shard, *more) for shard in shards for _ in range(self.sequence_parallel)])
 
     def _place(self, batch: PackedBatch) -> Placement:
+        ranks = len(self.handles) // self.sequence_parallel
+        if self.share_prompts:
+            prompts = Prompts.of(batch)
+            if prompts.saved > self.metadata["sharing_cost"] * batch.num_tokens:
+                return place_by_prompt(prompts, ranks=ranks, token_budget=self.tokens_per_microbatch)
         return place(
             batch.lengths,
-            ranks=len(self.handles) // self.sequence_parallel,
+            ranks=ranks,
             token_budget=self.tokens_per_microbatch,
             sequence_limit=self.sequences_per_microbatch,
         )

@@ -34,6 +34,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "ulysses_sequence_parallel_size", "sequence_parallel_size", "context_parallel_size", "ring_attn_size",
         "sp_size",
     ),
+    "train.share_prompts": ("use_prefix_grouper", "shared_prefix_training"),
     "train.dtype": ("bf16", "fp16", "torch_dtype", "mixed_precision", "precision"),
     "train.attention": ("attn_implementation", "flash_attn"),
     "train.compile": ("torch_compile", "use_torch_compile"),

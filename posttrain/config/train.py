@@ -113,6 +113,10 @@ class TrainConfig(Section):
     """Maximum sequences per micro-batch, in addition to the token limit; none: no limit."""
     sequence_parallel: PositiveInt = 1
     """Workers that share one sequence (Ulysses sequence parallelism)."""
+    share_prompts: bool = False
+    """Compute a prompt that several sequences of a batch begin with once per micro-batch, where that saves more than it
+    costs: the groups of `rl`, the pairs of `prefer`. The gradient is the same. Not with `train.sequence_parallel` above
+    1, `train.sequences_per_microbatch` or `rollout.batch_invariant`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. auto: bfloat16 on GPU, float32 on CPU."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -151,6 +155,20 @@ class TrainConfig(Section):
     optim: OptimConfig = OptimConfig()
     lora: LoraConfig = LoraConfig()
     early_stop: EarlyStopConfig = EarlyStopConfig()
+
+    @model_validator(mode="after")
+    def _prompts_can_be_shared(self) -> TrainConfig:
+        if self.share_prompts and self.sequence_parallel > 1:
+            raise ValueError(
+                "train.share_prompts: with train.sequence_parallel each worker has a part of a sequence, and sequences "
+                "cannot share prompts; set one of the two"
+            )
+        if self.share_prompts and self.sequences_per_microbatch is not None:
+            raise ValueError(
+                "train.share_prompts keeps sequences of a prompt together, and train.sequences_per_microbatch parts "
+                "them; limit micro-batches with train.tokens_per_microbatch"
+            )
+        return self
 
     @model_validator(mode="after")
     def _rounding_has_effect(self) -> TrainConfig:

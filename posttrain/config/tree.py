@@ -82,6 +82,11 @@ class Config(Section):
             self._check_env()
         if self.command == "rl":
             self._check_rl()
+        if self.train.share_prompts and self.rollout.batch_invariant:
+            raise ValueError(
+                "train.share_prompts changes the last bits of log-probabilities, and rollout.batch_invariant keeps "
+                "them; set one of the two"
+            )
         if self.trains_reward_model:
             self._check_reward_model()
         if self.train.early_stop.patience is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from posttrain.core.types import Ids
 from posttrain.data.bins import assign
+from posttrain.data.prompts import Prompts
 
 Bools = Sequence[bool] | npt.NDArray[np.bool_]
 
@@ -53,6 +54,10 @@ class PackedBatch:
     """[T] float32, the critic's before this step's first update"""
     returns: Tensor | None = None
     """[T] float32, what the critic is to predict"""
+    shared: Tensor | None = None
+    """[B] int64: so many first tokens of a sequence are those of the last sequence before it that has 0 here, and are
+    computed once for both; None: every sequence is computed whole. The batch holds all tokens of all sequences in
+    either case."""
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +87,7 @@ class PackedBatch:
         )
 
     def select(self, sequences: Sequence[int]) -> PackedBatch:
-        """Return the batch of these sequences, in this order."""
+        """Return the batch of these sequences, in this order. Nothing is shared in it."""
         starts = self.cu_seqlens.tolist()
         tokens = torch.cat([torch.arange(starts[b], starts[b + 1]) for b in sequences])
         lengths = torch.tensor([starts[b + 1] - starts[b] for b in sequences])
@@ -91,7 +96,7 @@ class PackedBatch:
         columns: dict[str, Any] = {
             f.name: None if (column := getattr(self, f.name)) is None else column[tokens]
             for f in fields(self)
-            if f.name != "cu_seqlens"
+            if f.name not in ("cu_seqlens", "shared")
         }
         return PackedBatch(cu_seqlens=offsets, **columns)
 
@@ -113,10 +118,18 @@ class Placement:
     same number of micro-batches, and an empty list stands for a micro-batch without work."""
 
     parts: list[list[list[int]]]
+    prompts: Prompts | None = None
+    """Prompts that each micro-batch computes once; None: every sequence is computed whole."""
 
     def shards(self, batch: PackedBatch) -> list[list[PackedBatch]]:
         """Return ``batch`` as ``[rank][micro-batch]``."""
-        return [[batch.select(part) if part else batch.empty_like() for part in rank] for rank in self.parts]
+        return [[self._micro_batch(batch, part) for part in rank] for rank in self.parts]
+
+    def _micro_batch(self, batch: PackedBatch, part: list[int]) -> PackedBatch:
+        if not part:
+            return batch.empty_like()
+        shared = [0] if self.prompts is None else self.prompts.shared(part)
+        return replace(batch.select(part), shared=torch.tensor(shared) if any(shared) else None)
 
     def gather(self, columns: Sequence[Sequence[Tensor]], batch: PackedBatch) -> Tensor:
         """Put per-token columns computed as ``[rank][micro-batch]`` back into the order of ``batch``: [T]."""
@@ -135,3 +148,8 @@ class Placement:
 def place(lengths: Sequence[int], *, ranks: int, token_budget: int, sequence_limit: int | None = None) -> Placement:
     """Return the worker and the micro-batch of each sequence; see ``assign``."""
     return Placement(assign(lengths, ranks=ranks, token_budget=token_budget, sequence_limit=sequence_limit))
+
+
+def place_by_prompt(prompts: Prompts, *, ranks: int, token_budget: int) -> Placement:
+    """Return a placement in which a micro-batch computes each of its prompts once; see ``Prompts.assign``."""
+    return Placement(prompts.assign(ranks=ranks, token_budget=token_budget), prompts)

@@ -6,13 +6,18 @@ once a process (``choose``): FlashAttention where it is installed, else core tor
 (``torch.nn.attention.varlen``), both in half precision on CUDA; elsewhere the sequences are padded, within groups of
 similar length, into scaled dot-product attention. None of them sees a token of another sequence.
 
-Shape legend: T tokens of all sequences, B sequences, L longest sequence, H query heads, K key/value heads, D head size.
+Sequences that begin with the same prompt may share it (``SharedPrefixes``): its tokens are computed once, and the keys
+and values that come out of that are laid out once for each sequence. A sequence's own queries then attend to the
+prompt and to what came before them, and never to another sequence.
+
+Shape legend: T tokens of all sequences, C of them computed (all, where nothing is shared), B sequences, L longest
+sequence, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -28,8 +33,9 @@ if TYPE_CHECKING:
 
 NAME = "posttrain"
 
-Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
-"""(q [T, H, D], k [T, K, D], v [T, K, D], cu_seqlens [B + 1] int32, longest, scale) -> [T, H, D]"""
+Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
+"""(q [C, H, D], k [T, K, D], v [T, K, D], offsets of queries and of keys, [B + 1] int32 each, longest, scale) ->
+[C, H, D]. The queries of a sequence are its last tokens."""
 
 
 @dataclass(frozen=True)
@@ -57,25 +63,95 @@ class PaddedGroup:
 
 
 @dataclass(frozen=True)
+class SharedPrefixes:
+    """How T tokens of sequences follow from the C of them that are computed."""
+
+    source: Tensor
+    """[T] which of the computed tokens each token is"""
+    own: Tensor
+    """[C] where each computed token stands among all; of several places the first"""
+    offsets: Tensor
+    """[B + 1] int32 offsets of the sequences among the computed tokens"""
+    copies: Tensor
+    """[T] the places of all tokens, by the computed token that they are"""
+    first: Tensor
+    """[C] where the places of each computed token begin in ``copies``"""
+
+    @staticmethod
+    def build(cu_seqlens: Tensor, shared: Tensor) -> SharedPrefixes:
+        """Lay out sequences of which the first ``shared`` [B] tokens are those of the last one before that has 0
+        there."""
+        offsets = cu_seqlens.long()
+        lengths, numbers = offsets.diff(), torch.arange(len(shared))
+        leader = torch.where(shared == 0, numbers, 0).cummax(0).values
+        sequence = torch.repeat_interleave(numbers, lengths)
+        column = torch.arange(len(sequence)) - offsets[sequence]
+        place = offsets[leader[sequence]] + column
+        computed = column >= shared[sequence]
+        place = torch.where(computed, torch.arange(len(sequence)), place)
+        source = (computed.cumsum(0) - 1)[place]
+        first = torch.bincount(source).cumsum(0).roll(1)
+        first[0] = 0
+        own_offsets = torch.zeros(len(offsets), dtype=torch.int32)
+        own_offsets[1:] = (lengths - shared).cumsum(0)
+        return SharedPrefixes(source, computed.nonzero().flatten(), own_offsets, source.argsort(stable=True), first)
+
+    def to(self, device: torch.device) -> SharedPrefixes:
+        """Move it to the device."""
+        return SharedPrefixes(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[C, K, D] of the computed tokens -> [T, K, D] of all."""
+        result: Tensor = _Spread.apply(x, self.source, self.copies, self.first)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Spread(torch.autograd.Function):
+    """Copies tokens to their places. The gradient of a token is the sum over its places, always in the same order, and
+    on a GPU in float32; that of indexing would be added up with atomics, in the type of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, copies: Tensor, first: Tensor) -> Tensor:
+        ctx.save_for_backward(copies, first)
+        return x.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        copies, first = ctx.saved_tensors
+        grad = upstream[0]
+        summed = F.embedding_bag(copies, grad.flatten(1), first, mode="sum")
+        return summed.view(-1, *grad.shape[1:]), None, None, None
+
+
+@dataclass(frozen=True)
 class Ragged:
-    """How T packed tokens divide into sequences. Built once a micro-batch and passed to every layer as ``ragged=``."""
+    """How packed tokens divide into sequences. Built once a micro-batch and passed to every layer as ``ragged=``."""
 
     cu_seqlens: Tensor
-    """[B + 1] int32 offsets of the sequences, on the model's device."""
+    """[B + 1] int32 offsets of the sequences among their T tokens, on the model's device."""
     max_length: int
     kernel: Kernel
     groups: tuple[PaddedGroup, ...]
     """Used where attention is padded; empty where the kernel takes ragged rows."""
     parallel: SequenceParallel | None = None
     """Workers that hold the other tokens of these sequences; None: all of them are here."""
+    prefixes: SharedPrefixes | None = None
+    """What sequences share; None: all T tokens are computed."""
 
     @staticmethod
     def build(
-        cu_seqlens: Tensor, device: torch.device, kernel: Kernel, parallel: SequenceParallel | None = None
+        cu_seqlens: Tensor,
+        device: torch.device,
+        kernel: Kernel,
+        parallel: SequenceParallel | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> Ragged:
+        if parallel is not None and prefixes is not None:
+            raise ValueError("workers that share sequences cannot share prompts")
         lengths = cu_seqlens.diff().cpu()
         groups = () if kernel.varlen else tuple(_group(cu_seqlens.cpu(), lengths, device))
-        return Ragged(cu_seqlens.to(device, torch.int32), int(lengths.max()), kernel, groups, parallel)
+        prefixes = None if prefixes is None else prefixes.to(device)
+        return Ragged(cu_seqlens.to(device, torch.int32), int(lengths.max()), kernel, groups, parallel, prefixes)
 
 
 def available(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -132,10 +208,10 @@ def _flash(module: str) -> Varlen:
 
     flash_attn_varlen_func: Callable[..., Any] = import_module(module).flash_attn_varlen_func
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
-        out = flash_attn_varlen_func(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=True
-        )
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: int, scale: float | None
+    ) -> Tensor:
+        out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, longest, longest, softmax_scale=scale, causal=True)
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
@@ -144,8 +220,10 @@ def _flash(module: str) -> Varlen:
 
 
 def _torch_varlen() -> Varlen:
-    def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None) -> Tensor:
-        return _varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale)
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: int, scale: float | None
+    ) -> Tensor:
+        return _varlen(q, k, v, cu_q, cu_k, longest, longest, scale)
 
     return attend
 
@@ -220,9 +298,21 @@ def ragged_attention(
 
 
 def _ragged(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scaling: float | None) -> Tensor:
-    """Causal self-attention of packed sequences: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
+    """Causal self-attention of packed sequences: q [C, H, D], k and v [C, K, D] -> [C, H, D]."""
+    cu_k, longest, prefixes = ragged.cu_seqlens, ragged.max_length, ragged.prefixes
+    if prefixes is None:
+        if ragged.kernel.varlen is not None:
+            return ragged.kernel.varlen(q, k, v, cu_k, cu_k, longest, scaling)
+        return _in_groups(q, k, v, ragged, scaling)
+    k, v = prefixes.spread(k), prefixes.spread(v)
     if ragged.kernel.varlen is not None:
-        return ragged.kernel.varlen(q, k, v, ragged.cu_seqlens, ragged.max_length, scaling)
+        return ragged.kernel.varlen(q, k, v, prefixes.offsets, cu_k, longest, scaling)
+    # Queries as well: with a causal mask alone half of the padded products are left out, and with any other mask none.
+    return _in_groups(prefixes.spread(q), k, v, ragged, scaling).index_select(0, prefixes.own)
+
+
+def _in_groups(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scaling: float | None) -> Tensor:
+    """Causal self-attention of whole sequences, padded in groups: [T, H, D] -> [T, H, D]."""
     if len(ragged.groups) == 1:
         return _padded(q, k, v, ragged.groups[0], scaling)
     out = torch.zeros_like(q)

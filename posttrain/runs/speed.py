@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: TrainerGroup) -> dict[str, float]:
-    """Return the throughput, padding, peak memory and MFU of the optimizer updates of a step.
+    """Return the throughput, padding, peak memory and MFU of the optimizer updates of a step, and where prompts may be
+    shared, the share of the tokens that were.
 
     Args:
         results: what ``TrainerGroup.update`` returned, one for each optimizer update.
@@ -25,6 +26,8 @@ def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: Tra
         "perf/padding": 1.0 - tokens / sum(r["tokens_run"] for r in results),
         "perf/memory_gib": max(r["memory_gib"] for r in results),
     }
+    if actor.share_prompts:
+        metrics["perf/shared_tokens"] = sum(r["tokens_shared"] for r in results) / tokens
     if (peak := actor.metadata.get("peak_flops")) is not None:
         metrics["perf/mfu"] = sum(r["flops"] for r in results) / (seconds * workers * peak)
     return metrics

@@ -37,3 +37,21 @@ def model_flops(model: PreTrainedModel) -> Flops:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2.0 * config.num_hidden_layers * config.num_attention_heads * head_dim
     return Flops(forward, trained, attention)
+
+
+def sharing_cost(model: PreTrainedModel) -> float:
+    """Return the share of a batch's tokens that must be saved before a prompt that sequences share pays.
+
+    Sharing writes the keys and values of all tokens again, and adds their gradients up: 8 kv elements read or written a
+    token and layer. A token that is saved saves the layer's elementwise work, which ``plan.speed`` counts: 9 i + 22 h +
+    8 q + 4 kv elements. Its matrix products, which it saves too, are left out: what they are worth depends on the
+    device, and so the estimate errs to the side of not sharing.
+    """
+    config = model.config
+    h, heads = int(config.hidden_size), int(config.num_attention_heads)
+    head_dim = int(getattr(config, "head_dim", None) or h // heads)
+    kv = head_dim * int(getattr(config, "num_key_value_heads", None) or heads)
+    i = int(getattr(config, "intermediate_size", None) or 4 * h)
+    if routed := getattr(config, "num_experts_per_tok", None):
+        i = int(routed) * int(getattr(config, "moe_intermediate_size", None) or i)
+    return 8.0 * kv / (9 * i + 22 * h + 8 * head_dim * heads + 4 * kv)

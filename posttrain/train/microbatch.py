@@ -1,7 +1,7 @@
 """A micro-batch on the device of a worker, cut to the stretch of tokens that is the worker's.
 
-Shape legend: T packed tokens of the micro-batch, S of them on this worker (all, without sequence parallelism), N tokens
-that this worker predicts.
+Shape legend: T packed tokens of the micro-batch, S of them computed on this worker (all, without sequence parallelism
+and without prompts that sequences share), N tokens that this worker predicts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.data.pack import PackedBatch
-from posttrain.models.attention import Kernel, Ragged
+from posttrain.models.attention import Kernel, Ragged, SharedPrefixes
 from posttrain.models.ulysses import SequenceParallel
 
 
@@ -48,7 +48,8 @@ class MicroBatch:
     def build(
         batch: PackedBatch, device: torch.device, kernel: Kernel, parallel: SequenceParallel | None = None
     ) -> MicroBatch:
-        """Move ``batch`` to the device, or with ``parallel`` the worker's stretch of it."""
+        """Move ``batch`` to the device: of a prompt that sequences share one copy, and with ``parallel`` the worker's
+        stretch."""
         ids, positions, offsets = batch.input_ids, batch.position_ids, batch.cu_seqlens
         stretch = slice(0, len(ids))
         if parallel is not None:
@@ -61,6 +62,12 @@ class MicroBatch:
         if not has_loss:
             # Collectives need every worker in every micro-batch: predict something, and let it weigh nothing.
             predict = torch.tensor([max(1, stretch.start)])
+        computed: slice | Tensor = stretch
+        rows = (predict - 1 - stretch.start).clamp(min=0)
+        prefixes = None
+        if batch.shared is not None:
+            prefixes = SharedPrefixes.build(offsets, batch.shared)
+            computed, rows = prefixes.own, prefixes.source[rows]
         weights = torch.zeros(len(predict))
         if has_loss and batch.loss_weights is not None:
             weights = batch.loss_weights[predict]
@@ -72,10 +79,10 @@ class MicroBatch:
             return None if x is None else on_device(x[predict.clamp(max=len(x) - 1)])
 
         return MicroBatch(
-            input_ids=on_device(ids[stretch]),
-            position_ids=on_device(positions[stretch]),
-            ragged=Ragged.build(offsets, device, kernel, parallel),
-            rows=on_device((predict - 1 - stretch.start).clamp(min=0)),
+            input_ids=on_device(ids[computed]),
+            position_ids=on_device(positions[computed]),
+            ragged=Ragged.build(offsets, device, kernel, parallel, prefixes),
+            rows=on_device(rows),
             targets=on_device(ids[predict.clamp(max=len(ids) - 1)]),
             predict=predict,
             weights=on_device(weights),

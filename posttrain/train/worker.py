@@ -34,7 +34,7 @@ from posttrain.models.shards import nonfinite
 from posttrain.models.ulysses import SequenceParallel, check_heads
 from posttrain.models.weights import load_weights, materialize
 from posttrain.train import checkpoint, saver
-from posttrain.train.flops import model_flops, peak_flops
+from posttrain.train.flops import model_flops, peak_flops, sharing_cost
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM, PackedValues
 from posttrain.train.offload import CpuOffload
@@ -102,6 +102,7 @@ class TrainWorker:
             "attention": self.kernel.title,
             "dropout": dropout_settings(self.lm.model.config),
             "peak_flops": peak_flops(self.device),
+            "sharing_cost": sharing_cost(self.lm.model),
             "pid": os.getpid(),
         }
 
@@ -205,9 +206,14 @@ class TrainWorker:
         self.optimizer.zero_grad(set_to_none=True)  # now: a sampler may need the memory
         self.step += 1
         share = self.spec.train.sequence_parallel  # of ranks that count the same tokens
+        # What is not computed costs what sequences of those lengths would, and is no padding.
+        shared = [batch.shared.tolist() for batch in shard if batch.shared is not None]
+        flops = sum(map(self.flops.training, (batch.lengths for batch in shard)))
+        tokens_shared = float(sum(map(sum, shared)))
         computed = {
-            "flops": sum(self.flops.training(batch.lengths) for batch in shard) / share,
-            "tokens_run": float(sum(len(micro.input_ids) for micro in micros)),
+            "flops": (flops - sum(map(self.flops.training, shared))) / share,
+            "tokens_run": sum(len(micro.input_ids) for micro in micros) + tokens_shared,
+            "tokens_shared": tokens_shared,
         }
         return UpdateMetrics(
             sums={key: float(value) for key, value in sums.items()} | computed,

@@ -245,7 +245,11 @@ def test_remax_plays_greedy_episodes(here):
 # ---------------------------------------------------------------------- what must change nothing
 
 
-@pytest.mark.parametrize("sets", [[], ["algo.updates_per_step=2", "algo.kl_coef=0.1"]], ids=["grpo", "grpo, KL, twice"])
+@pytest.mark.parametrize(
+    "sets",
+    [[], ["algo.updates_per_step=2", "algo.kl_coef=0.1", "train.share_prompts=true"]],
+    ids=["grpo", "grpo, KL, twice, shared prompts"],
+)
 def test_without_a_learning_rate_nothing_changes_for_ten_steps(here, recorded, sets):
     """The same recorded batch again and again: every metric of the policy stays as it is. Ratios are to the engine's
     log-probabilities of this very policy, and 1 within the numerics of two ways to compute them in float32."""
@@ -256,6 +260,9 @@ def test_without_a_learning_rate_nothing_changes_for_ten_steps(here, recorded, s
     sets = ["train.optim.lr=0.0", "train.optim.weight_decay=0.0", "train.epochs=10", "train.steps=10", *sets]
     folder, metrics = run(here, "still", *sets, rollout__replay=str(first), run__overwrite=True)
     assert len(metrics) == 10
+    assert all(m["perf/padding"] == 0.0 for m in metrics)
+    assert all(("perf/shared_tokens" in m) == ("train.share_prompts=true" in sets) for m in metrics)
+    assert all(m.get("perf/shared_tokens", 1.0) > 0.3 for m in metrics)
     names = [n for n in metrics[0] if n.startswith(("actor/", "critic/", "rollout_gap/"))]
     assert {"actor/pg_loss", "actor/entropy", "actor/grad_norm", "rollout_gap/mean_abs"} <= set(names)
     for later in metrics[1:]:

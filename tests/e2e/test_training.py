@@ -120,8 +120,11 @@ def sft_batch():
 
 
 def rl_batch():
+    return rl_columns(sft_batch())
+
+
+def rl_columns(batch):
     """Ratios, advantages and a reference that reach every branch of the loss."""
-    batch = sft_batch()
     generator = torch.Generator().manual_seed(2)
     noise = lambda scale: torch.randn(batch.num_tokens, generator=generator) * scale  # noqa: E731
     batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "seq-mean-token-mean")
@@ -133,13 +136,26 @@ def rl_batch():
     return batch
 
 
+def group_batch():
+    """Groups of one prompt each, and responses of two turns."""
+    ids, masks = [], []
+    for group, prompt in enumerate(sequences(5, seed=4, longest=60)):
+        for response in sequences(group % 4 + 1, seed=10 + group, longest=40):
+            ids.append(prompt + response)
+            turn = len(response) // 3
+            own = [True] * turn + [False] * turn + [True] * (len(response) - 2 * turn)
+            masks.append([False] * len(prompt) + own)
+    return rl_columns(PackedBatch.from_sequences(ids, masks))
+
+
 RL = AlgoConfig(kl_coef=0.1, dual_clip=3.0, clip_high=0.28)
 LOSSES = {"sft": (sft_batch, LossSpec(), "loss"), "rl": (rl_batch, LossSpec(RL), "pg_loss")}
+MADE = {kind: (make, loss) for kind, (make, loss, _) in LOSSES.items()} | {"groups": (group_batch, LossSpec(RL))}
 
 
 def two_steps(group, start, kind, budget):
     """Metrics of two optimizer steps from the same start, and the log-probabilities after them."""
-    make, loss, _ = LOSSES[kind]
+    make, loss = MADE[kind]
     batch = make()
 
     async def work():
@@ -176,6 +192,30 @@ def test_steps_do_not_depend_on_workers_and_micro_batches(workers, budget, kind,
     assert expected[0][LOSSES[kind][2]] != pytest.approx(expected[1][LOSSES[kind][2]], rel=1e-3)
     assert expected[0]["grad_norm"] > 1e-3
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [LARGE, SMALL])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_shared_prompts_change_no_step(workers, budget, alone, pair, start, shared_prompts):
+    """Two steps of an RL loss on groups of 1 to 4 sequences: metrics and log-probabilities as without sharing, by 1
+    worker and by 2 (which recompute activations), and for any cut into micro-batches."""
+    batch, (expected, expected_logprobs) = shared_prompts
+    group = {1: alone[1], 2: pair}[workers]
+    group.share_prompts = True
+    steps, logprobs = two_steps(group, start, "groups", budget)
+    group.share_prompts = False
+    for got, wanted in zip(steps, expected, strict=True):
+        assert got["tokens_shared"] > 0.1 * batch.num_tokens
+        assert (got["tokens_run"], wanted["tokens_shared"]) == (batch.num_tokens, 0)
+        assert got["flops"] < wanted["flops"]
+        for name in (n for n in (*SAME, *SUMS) if n in wanted):
+            assert got[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6), name
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def shared_prompts(alone, start):
+    return group_batch(), two_steps(alone[1], start, "groups", LARGE)
 
 
 def test_the_first_loss_is_that_of_plain_transformers(start, reference):

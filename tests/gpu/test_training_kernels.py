@@ -9,7 +9,7 @@ import torch
 from posttrain.config import TrainConfig
 from posttrain.data.pack import PackedBatch
 from posttrain.models import attention, logprobs
-from posttrain.models.attention import Ragged
+from posttrain.models.attention import Ragged, SharedPrefixes
 from posttrain.models.load import ModelSource
 from posttrain.models.logprobs import token_logprobs, tokenwise_loss
 from tests.gpu.models import free_port, write_model
@@ -52,6 +52,43 @@ def test_ragged_attention_is_each_sequence_alone(name, heads):
     assert error(out, exact) <= 1.5 * error(eager, exact)
     for got, by_eager, wanted in zip(grads, eager_grads, exact_grads, strict=True):
         assert error(got, wanted) <= 1.5 * error(by_eager, wanted)
+
+
+@pytest.mark.parametrize("heads", [(8, 8, 64), (14, 2, 64), (28, 4, 128)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_over_a_shared_prompt_is_that_over_whole_sequences(name, heads):
+    """Against a float64 softmax of every whole sequence, forward and backward; as exact as eager bfloat16."""
+    query_heads, key_heads, size = heads
+    lengths = torch.tensor([330, 300, 301, 64, 700, 513, 514, 515, 2])
+    shared = torch.tensor([0, 299, 299, 0, 0, 512, 512, 512, 0])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    prefixes = SharedPrefixes.build(offsets, shared)
+    torch.manual_seed(0)
+    shapes = [(len(prefixes.own), h, size) for h in (query_heads, key_heads, key_heads, query_heads)]
+    q, k, v, upstream = (torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    kernel = attention.choose(name, CUDA, torch.bfloat16)
+    out = attention._ragged(*inputs, Ragged.build(offsets.int(), CUDA, kernel, prefixes=prefixes), None)
+    grads = torch.autograd.grad(out, inputs, upstream)
+
+    def whole(dtype):
+        """Every sequence by itself: copies of a prompt's tokens get no gradient from above, and give theirs to it."""
+        source, own = prefixes.source.to(CUDA), prefixes.own.to(CUDA)
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        above = torch.zeros(len(source), query_heads, size, device=CUDA, dtype=torch.bfloat16)
+        above[own] = upstream
+        found, of_copies = plain(*(x[source] for x in leaves), above, lengths.tolist(), dtype)
+        summed = [
+            torch.zeros_like(x, dtype=torch.float64).index_add_(0, source, grad.double())
+            for x, grad in zip(leaves, of_copies, strict=True)
+        ]
+        return found[own], summed
+
+    exact, exact_grads = whole(torch.float64)
+    eager, eager_grads = whole(torch.bfloat16)
+    assert error(out, exact) <= 1.5 * error(eager, exact)
+    for got, by_eager, wanted in zip(grads, eager_grads, exact_grads, strict=True):
+        assert error(got, wanted) <= 1.5 * max(error(by_eager, wanted), 2**-9)
 
 
 def plain(q, k, v, upstream, lengths, dtype):

@@ -69,7 +69,7 @@ varlen.register_autograd(
 
 
 def kernel(*, repeats_heads):
-    def attend(q, k, v, cu_seqlens, longest, scale):
+    def attend(q, k, v, cu_q, cu_k, longest, scale):
         if repeats_heads:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return varlen(q.contiguous(), k.contiguous(), v.contiguous())[0]

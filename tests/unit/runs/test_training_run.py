@@ -50,7 +50,9 @@ def test_speed_counts_all_updates_and_workers() -> None:
         "perf/memory_gib": 3.0,
         "perf/mfu": 12.0 / (2 * 8.0 * 4.0),
     }
-    group.metadata["peak_flops"] = None
+    group.metadata["peak_flops"], group.share_prompts = None, True
+    results[1]["tokens_shared"], results[0]["tokens_shared"] = 150.0, 0.0
+    assert update_speed(results, 600, group)["perf/shared_tokens"] == 0.25
     assert "perf/mfu" not in update_speed(results, 600, group)
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from posttrain.models import attention
-from posttrain.models.attention import Kernel, Ragged
+from posttrain.models.attention import Kernel, Ragged, SharedPrefixes
 from posttrain.train import parallel
 from posttrain.train.model import PackedLM
 
@@ -21,52 +21,63 @@ CONFIGS = {
 }
 
 
-# As the kernels on GPUs are: one operator, which is told of the sequences' offsets and the longest of them.
+# As the kernels on GPUs are: one operator, which is told of the offsets of queries and keys and the longest sequence. A
+# query meets the key and the value of its own token.
+
+
+def own_rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> torch.Tensor:
+    lengths = cu_q.diff()
+    return torch.cat([torch.arange(end - n, end) for n, end in zip(lengths.tolist(), cu_k[1:].tolist(), strict=True)])
 
 
 @torch.library.custom_op("paralleltest::varlen", mutates_args=())
-def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+def varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, longest: int
+) -> torch.Tensor:
     repeat = q.shape[1] // v.shape[1]
-    return q * float(longest) / len(cu_seqlens) + (k * v).repeat_interleave(repeat, dim=1)
+    return q * float(longest) / len(cu_q) + (k * v)[own_rows(cu_q, cu_k)].repeat_interleave(repeat, dim=1)
 
 
 @varlen.register_fake
-def _(q, k, v, cu_seqlens, longest):
+def _(q, k, v, cu_q, cu_k, longest):
     return torch.empty_like(q)
 
 
 def _remember(ctx, inputs, output):
-    _, k, v, cu_seqlens, ctx.longest = inputs
-    ctx.save_for_backward(k, v, cu_seqlens)
+    _, k, v, cu_q, cu_k, ctx.longest = inputs
+    ctx.save_for_backward(k, v, cu_q, cu_k)
 
 
 @torch.library.custom_op("paralleltest::varlen_backward", mutates_args=())
 def varlen_backward(
-    grad: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int
+    grad: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_product = grad.view(len(grad), k.shape[1], -1, k.shape[2]).sum(2)
-    return grad * float(longest) / len(cu_seqlens), of_product * v, of_product * k
+    of_product = torch.zeros_like(k)
+    of_product[own_rows(cu_q, cu_k)] = grad.view(len(grad), k.shape[1], -1, k.shape[2]).sum(2)
+    return grad * float(longest) / len(cu_q), of_product * v, of_product * k
 
 
 @varlen_backward.register_fake
-def _(grad, k, v, cu_seqlens, longest):
+def _(grad, k, v, cu_q, cu_k, longest):
     return torch.empty_like(grad), torch.empty_like(k), torch.empty_like(v)
 
 
 varlen.register_autograd(
-    lambda ctx, grad: (*varlen_backward(grad.contiguous(), *ctx.saved_tensors, ctx.longest), None, None),
+    lambda ctx, grad: (*varlen_backward(grad.contiguous(), *ctx.saved_tensors, ctx.longest), None, None, None),
     setup_context=_remember,
 )
 slow = partial(pytest.param, marks=pytest.mark.slow)
-KERNEL = Kernel("test", "test", lambda q, k, v, offsets, longest, scale: varlen(q, k, v, offsets, longest))
+KERNEL = Kernel("test", "test", lambda q, k, v, cu_q, cu_k, longest, scale: varlen(q, k, v, cu_q, cu_k, longest))
 
 
-def batch(lengths):
+def batch(lengths, shared):
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = int(offsets[-1])
     positions = torch.cat([torch.arange(n) for n in lengths])
-    ids = torch.arange(tokens) * 7 % 128
-    return ids, positions, torch.arange(tokens), ids, Ragged.build(offsets, torch.device("cpu"), KERNEL)
+    prefixes = SharedPrefixes.build(offsets, torch.tensor(shared)) if shared else None
+    positions = positions[prefixes.own] if prefixes else positions
+    ids = torch.arange(len(positions)) * 7 % 128
+    ragged = Ragged.build(offsets, torch.device("cpu"), KERNEL, prefixes=prefixes)
+    return ids, positions, torch.arange(len(ids)), ids, ragged
 
 
 def model(name, checkpointing, *, compiled):
@@ -78,11 +89,29 @@ def model(name, checkpointing, *, compiled):
     )
 
 
+WHOLE = [[5, 9], [5, 9], [4, 9], [5, 9, 2], [5, 8, 3], [3, 30], [17], [2, 2, 2, 2, 40]]
+SHARED = [
+    ([5, 9], [0, 3]),
+    ([6, 9, 7], [0, 3, 3]),
+    ([5, 8], [0, 1]),
+    ([30, 4, 4, 6], [0, 2, 2, 0]),
+    ([2, 40, 3], [0, 0, 2]),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "checkpointing"),
-    [("qwen2", "selective"), slow("qwen2", "none"), slow("qwen2", "full"), slow("qwen3", "none")],
+    ("name", "checkpointing", "batches"),
+    [
+        ("qwen2", "selective", [(lengths, None) for lengths in WHOLE]),
+        ("qwen2", "selective", SHARED),
+        slow("qwen2", "none", [(lengths, None) for lengths in WHOLE]),
+        slow("qwen2", "full", [(lengths, None) for lengths in WHOLE]),
+        slow("qwen2", "none", SHARED),
+        slow("qwen2", "full", SHARED),
+        slow("qwen3", "none", [(lengths, None) for lengths in WHOLE]),
+    ],
 )
-def test_no_length_is_compiled_for(monkeypatch, name, checkpointing):
+def test_no_length_is_compiled_for(monkeypatch, name, checkpointing, batches):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -90,8 +119,8 @@ def test_no_length_is_compiled_for(monkeypatch, name, checkpointing):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     compiled, eager = (model(name, checkpointing, compiled=compiled) for compiled in (True, False))
     seen = []
-    for lengths in ([5, 9], [5, 9], [4, 9], [5, 9, 2], [5, 8, 3], [3, 30], [17], [2, 2, 2, 2, 40]):
-        inputs = batch(lengths)
+    for lengths, shared in batches:
+        inputs = batch(lengths, shared)
         with torch.no_grad():
             scored = compiled(*inputs, 1.0)[0]
         found, expected = (lm(*inputs, 1.0)[0] for lm in (compiled, eager))
