@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from posttrain.core.errors import ConfigError, ModelError
 from posttrain.models.gather import whole, whole_many
-from posttrain.models.load import ModelSource, build, digest
+from posttrain.models.load import ModelSource, digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,11 +39,6 @@ _CONFIG = "adapter_config.json"
 
 
 # ---------------------------------------------------------------------- into the model
-
-
-def check(source: ModelSource, cfg: LoraConfig) -> None:
-    """Check that ``cfg`` fits the model, without its weights. Raises ``ConfigError`` as ``inject`` does."""
-    inject(build(source, dtype=torch.float32), cfg, dtype=torch.float32)
 
 
 def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype) -> None:
