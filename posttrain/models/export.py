@@ -63,7 +63,7 @@ def save_whole(
     config = load_config(source)
     scores = is_classifier(config) or is_critic_of_verl(config)
     model = (build_classifier if scores else build)(source, dtype=kind)
-    model.set_attn_implementation("sdpa")  # ours is registered in our own processes only
+    model.set_attn_implementation("eager")  # ours is registered in our own processes only
     weights = stream(model, source, dtype=kind, renamed=names_in_shards(source) if scores else None)
     stored = [(name, tuple(tensor.shape)) for name, tensor in as_stored(model, model.named_parameters())]
     whole = {

@@ -32,12 +32,21 @@ _PROVEN = frozenset(
 """Layers that get ``ragged`` from the model's ``forward``, and for which docs/models.md has tests."""
 
 
+_MAMBA = frozenset({"BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer"})
+
+
 def recurrent_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """(name, layer) of each layer that has a state: those with a convolution over tokens or a decay of their own."""
     for name, module in model.named_modules():
         own = {child for child, _ in module.named_parameters(recurse=False)}
         if "A_log" in own or any(isinstance(child, nn.Conv1d) for child in module.children()):
             yield name, module
+
+
+def bypassed(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of linear layers whose weights Mamba kernels take as they are, past an adapter beside them."""
+    mixers = (name for name, layer in recurrent_layers(model) if type(layer).__name__ in _MAMBA)
+    return frozenset(f"{name}.out_proj" for name in mixers)
 
 
 def unproven(model: PreTrainedModel) -> str | None:

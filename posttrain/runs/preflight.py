@@ -17,6 +17,7 @@ from posttrain.core.types import Sampling
 from posttrain.data.parquet import read_prompts, refuse_images
 from posttrain.data.shards import one_file
 from posttrain.engines.choice import EngineChoice, check_engine, choose_engine
+from posttrain.engines.classes import check_model_class
 from posttrain.engines.hf import BLOCK
 from posttrain.engines.start import NO_BATCH_INVARIANCE
 from posttrain.models.check import check_vocabulary, check_weights
@@ -186,13 +187,15 @@ def check_use(cfg: Config, source: ModelSource) -> None:
 
     from posttrain.models import lora, support
 
-    embedded = cfg.samples and not cfg.generate.endpoint.url and engine_of(cfg).name == "hf"
-    if not (cfg.trains or embedded) or getattr(load_config(source), "quantization_config", None) is not None:
+    engine = engine_of(cfg).name if cfg.samples and not cfg.generate.endpoint.url else None
+    if not (cfg.trains or engine == "hf") or getattr(load_config(source), "quantization_config", None) is not None:
         return
     model = build(source, dtype=torch.float32)
     support.check_architecture(model)
-    if embedded:
+    if engine == "hf":
         support.check_embedded(model)
+    elif engine is not None:
+        check_model_class(model, engine)
     if cfg.trains:
         support.check_sequence_parallel(model, cfg.train.sequence_parallel)
     if cfg.trains and cfg.train.lora.rank is not None:
