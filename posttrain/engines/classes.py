@@ -1,4 +1,4 @@
-"""Whether SGLang and vLLM can take a model's weights: by the classes of their own, as recorded from a release of each."""
+"""Which models SGLang and vLLM have code for, as recorded from a release of each, and what they take otherwise."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def check_model_class(model: PreTrainedModel, engine: EngineName) -> None:
         return
     for _, layer in recurrent_layers(model):
         raise ConfigError(
-            f"rollout.engine = {engine}: {recorded()[engine]['version']} has no class for {name}, and with transformers' code "
-            f"an engine has no place for the state of {type(layer).__name__}",
+            f"rollout.engine = {engine}: {recorded()[engine]['version']} has no class for {name}, and with "
+            f"transformers' code an engine has no place for the state of {type(layer).__name__}",
             hint=f"--set rollout.engine={'vllm' if engine == 'sglang' else 'sglang'}",
         )
 

@@ -7,6 +7,7 @@ product first, as a command would before a run.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -49,6 +50,7 @@ SDPA = choose("sdpa", CPU, torch.float32)
 LENGTHS = (9, 2, 31, 17)
 RECORDED = Path(__file__).parents[2] / "docs" / "models.json"
 Grads = dict[str, Tensor]
+Cell = dict[str, str]
 
 FEATURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "packed": ("packed", "packed sequences give what each gives alone: log-probabilities and gradients", {}),
@@ -88,6 +90,7 @@ class Bench:
         self.architecture = ARCHITECTURES[name]
         self.folder, self.source = folder / "model", ModelSource(str(folder / "model"))
         self.architecture.save(self.folder)
+        self.unread = True
         generator = torch.Generator().manual_seed(1)
         self.ids = [torch.randint(1, 1000, (n,), generator=generator) for n in LENGTHS]
         self.batch = PackedBatch.from_sequences(self.ids, [[True] * len(s) for s in self.ids])
@@ -311,9 +314,7 @@ def run_two_workers(benches: Sequence[Bench]) -> None:
     lines = "".join(f"{b.folder.parent} {kind} {port}\n" for (b, kind), port in zip(work, ports, strict=True))
     pipe = subprocess.PIPE
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _WORK, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "-c", _WORK, str(rank)], stdin=pipe, stdout=pipe, text=True)
         for rank in range(2)
     ]
     for process in ranks:
@@ -339,10 +340,12 @@ def two_workers(bench: Bench, kind: str) -> None:
 def refusal(bench: Bench, feature: str) -> UserError | None:
     """Return what a command says to the feature before its run; None: it goes on."""
     asked = FEATURES[feature][2]
-    samples = "rollout" in asked
-    cfg = Config.model_validate({"command": "rl" if samples else "sft", "model": {"path": str(bench.folder)}} | asked)
+    command = "rl" if "rollout" in asked else "sft"
+    cfg = Config.model_validate({"command": command, "model": {"path": str(bench.folder)}} | asked)
     try:
-        check_model(cfg, bench.source, str(bench.folder))
+        if bench.unread:  # the same for all features
+            check_model(cfg, bench.source, str(bench.folder))
+            bench.unread = False
         check_use(cfg, bench.source)
     except UserError as error:
         return error
@@ -356,15 +359,26 @@ CHECKS: dict[str, Callable[[Bench], None]] = {
 }  # fmt: skip
 
 
-def check(bench: Bench, feature: str, templates: Path | None) -> dict[str, str]:
-    """Return a cell: ``{"result": "right"}``, or "refused" with the reason and the hint. Fails where neither is so."""
+def check(bench: Bench, feature: str, templates: Path | None) -> Cell:
+    """Return a cell: what is right has no reason, what is refused has one and a hint. Fails where neither is so."""
     refused = refusal(bench, feature)
     if refused is not None:
         assert refused.hint
-        reason = refused.message.replace(str(bench.folder), "MODEL")
-        return {"result": "refused", "reason": reason, "hint": refused.hint}
+        return {"result": "refused", "reason": refused.message.replace(f"{bench.folder}: ", ""), "hint": refused.hint}
     if feature == "tools":
         tools(bench, templates)
     else:
         CHECKS[feature](bench)
     return {"result": "right"}
+
+
+def record(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is recorded: the features in words, and a row of each architecture."""
+    return {"features": {key: list(words[:2]) for key, words in FEATURES.items()}, "architectures": dict(table)}
+
+
+def row(bench: Bench, cells: Mapping[str, Cell]) -> dict[str, Any]:
+    """Return a row of the recorded table."""
+    config = json.loads((bench.folder / "config.json").read_text())
+    [name] = config["architectures"]
+    return {"class": name, "about": bench.architecture.about, "tools": bench.architecture.tools, "cells": dict(cells)}
