@@ -290,8 +290,10 @@ def _ragged(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -
         asked = {"window": scoring.window, "softcap": scoring.softcap}
         extra = {name: value for name, value in asked.items() if value is not None}
         width = v.shape[-1]
-        v = F.pad(v, (0, q.shape[-1] - width))  # kernels want values as wide as queries
-        return ragged.kernel.varlen(q, k, v, ragged.cu_seqlens, ragged.max_length, scoring.scale, **extra)[..., :width]
+        if width != q.shape[-1]:  # kernels want values as wide as queries
+            v = F.pad(v, (0, q.shape[-1] - width))
+        out = ragged.kernel.varlen(q, k, v, ragged.cu_seqlens, ragged.max_length, scoring.scale, **extra)
+        return out if width == out.shape[-1] else out[..., :width]
     if len(ragged.groups) == 1:
         return _padded(q, k, v, ragged.groups[0], scoring)
     out = q.new_zeros(*q.shape[:2], v.shape[-1])

@@ -39,7 +39,8 @@ def check_architecture(model: PreTrainedModel) -> None:
 def _problems(model: PreTrainedModel) -> Iterator[str]:
     """Yield why packed rows would be wrong."""
     config: Any = model.config.get_text_config()
-    if "ALL_ATTENTION_FUNCTIONS" not in vars(sys.modules[type(model).__module__]):
+    code = {type(module).__module__ for module in model.modules()}
+    if not any("ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[name]) for name in code):
         yield "compute attention in code of their own, which would mix packed sequences"
     if (layer := recurrent.unproven(model)) is not None:
         yield f"have layers with a state ({layer}), which would go from one packed sequence into the next"
