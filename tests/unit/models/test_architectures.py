@@ -57,7 +57,7 @@ def cells():
             yield pytest.param(name, feature, marks=marks, id=f"{name}-{feature}")
 
 
-@pytest.mark.parametrize(("name", "feature"), cells())
+@pytest.mark.parametrize(("name", "feature"), list(cells()))
 def test_a_cell_is_right_or_refused_as_the_page_says(request, benches, name, feature):
     templates = None
     if feature == "tools" and ARCHITECTURES[name].tools == "hermes":
@@ -93,7 +93,7 @@ def test_weights_that_checkpoints_hold_joined_do_not_go_to_sglang_or_vllm():
     from transformers import HrmTextConfig, HrmTextForCausalLM
 
     with torch.device("meta"):
-        model = HrmTextForCausalLM(HrmTextConfig(vocab_size=64, hidden_size=32, intermediate_size=48))
+        model = HrmTextForCausalLM(HrmTextConfig(vocab_size=64, hidden_size=48, intermediate_size=80, num_attention_heads=4))
     with pytest.raises(ConfigError, match="hold several weights joined in one"):
         check_model_class(model, "vllm")
 
