@@ -69,5 +69,6 @@ def joined(model: PreTrainedModel) -> list[str]:
     from transformers.core_model_loading import revert_weight_conversion
 
     weights: dict[str, Tensor] = dict(model.named_parameters())
-    pieces = {name for name, _ in as_stored(model, weights.items())}
-    return sorted(revert_weight_conversion(model, weights).keys() - pieces)
+    pieces = {(name, piece.shape) for name, piece in as_stored(model, weights.items())}
+    whole = revert_weight_conversion(model, weights)
+    return sorted(name for name, tensor in whole.items() if (name, tensor.shape) not in pieces)

@@ -93,7 +93,9 @@ def test_weights_that_checkpoints_hold_joined_do_not_go_to_sglang_or_vllm():
     from transformers import HrmTextConfig, HrmTextForCausalLM
 
     with torch.device("meta"):
-        model = HrmTextForCausalLM(HrmTextConfig(vocab_size=64, hidden_size=48, intermediate_size=80, num_attention_heads=4))
+        model = HrmTextForCausalLM(
+            HrmTextConfig(vocab_size=64, hidden_size=48, intermediate_size=80, num_attention_heads=4)
+        )
     with pytest.raises(ConfigError, match="hold several weights joined in one"):
         check_model_class(model, "vllm")
 
