@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _PROVEN = frozenset(
     {
-        "BambaMixer",
         "FalconH1Mixer",
         "GraniteMoeHybridMambaLayer",
         "Qwen3NextGatedDeltaNet",
@@ -29,10 +28,9 @@ _PROVEN = frozenset(
         "Qwen3_5MoeGatedDeltaNet",
     }
 )
-"""Layers that get ``ragged`` from the model's ``forward``, and for which docs/models.md has tests."""
+"""Layers whose packed rows are tested."""
 
-
-_MAMBA = frozenset({"BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer"})
+_MAMBA = frozenset({"FalconH1Mixer", "GraniteMoeHybridMambaLayer"})
 
 
 def recurrent_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

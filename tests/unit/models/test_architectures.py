@@ -1,6 +1,7 @@
 """Every cell of docs/models.md, on tiny models of transformers' own classes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,6 +142,13 @@ def test_a_layer_with_a_state_needs_to_know_where_sequences_begin(benches):
         model.base_model(input_ids=ids, use_cache=False)
     model.set_attn_implementation("eager")  # as transformers has it: each row is a sequence
     model.base_model(input_ids=ids, use_cache=False)
+
+
+def test_linear_attention_beside_experts_in_qwen3_5(tmp_path, monkeypatch):
+    dense, mixture = ARCHITECTURES["Qwen3.5 (text)"], ARCHITECTURES["Qwen3-Next"]
+    row = replace(dense, config="Qwen3_5MoeTextConfig", own=mixture.own)
+    monkeypatch.setitem(ARCHITECTURES, "Qwen3.5-MoE (text)", row)
+    assert check(Bench("Qwen3.5-MoE (text)", tmp_path), "packed", None) == {"result": "right"}
 
 
 def test_most_architectures_have_every_cell_right():
