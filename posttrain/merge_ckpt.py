@@ -134,5 +134,5 @@ def _adapted(source: ModelSource, folder: Path) -> PreTrainedModel:
     import torch
 
     base = load_model(replace(source, adapters=source.adapters[:-1]), dtype=torch.float32)
-    base.set_attn_implementation("sdpa")  # ours takes packed sequences
+    base.set_attn_implementation("eager")  # ours takes packed sequences
     return cast("PreTrainedModel", peft.PeftModel.from_pretrained(base, str(folder)))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Make ``docs/config.md`` from the config tree, ``docs/cli.md`` from the command line, and the tables of
 ``docs/data.md`` and ``docs/rollout-files.md`` from the row schemas and the data sets, ``docs/tools.md`` from the tools,
-those of ``docs/algorithms.md`` from the catalog of algorithms, and those of ``docs/from-verl.md`` from the rules of
-``import-verl``.
+those of ``docs/algorithms.md`` from the catalog of algorithms, those of ``docs/from-verl.md`` from the rules of
+``import-verl``, and those of ``docs/models.md`` from ``docs/models.json``, which ``scripts/check_models.py`` records.
 
 python scripts/make_docs.py            # writes them
 python scripts/make_docs.py --check    # exit code 1 if one is out of date
@@ -35,6 +35,7 @@ from posttrain.config.verl.rules import Outcome, Rule
 from posttrain.core.types import Trajectory
 from posttrain.data.preferences import PreferenceRow
 from posttrain.data.schema import ImageField, MessageField, RlhfRow, SftRow, ToolField
+from posttrain.engines.classes import has_class, recorded
 from posttrain.prep.card import Card
 from posttrain.prep.command import LISTED, listing
 from posttrain.rollout.files import COLUMNS, Column, RowHead
@@ -312,6 +313,46 @@ def _rules(rules: Iterable[Rule]) -> str:
     return _table(("verl", "here", "how, or why not"), rows)
 
 
+# ---------------------------------------------------------------------- docs/models.md
+
+
+def models_page() -> str:
+    """The page as it is, with its tables made again from docs/models.json, which tests hold against the models."""
+    stored = json.loads((DOCS / "models.json").read_text(encoding="utf-8"))
+    features, rows = stored["features"], stored["architectures"]
+    checked = [(heading, about[:1].upper() + about[1:]) for heading, about in features.values()]
+    table = [
+        (f"{name}<br>`{r['class']}`", r["about"], *(_cell(feature, r) for feature in features))
+        for name, r in rows.items()
+    ]
+    engines = [(name, found["version"], found["source"]) for name, found in recorded().items()]
+    parts = {
+        "features": _table(("column", "a cell is `yes` where"), checked),
+        "table": _table(("architecture", "in it", *(heading for heading, _ in features.values())), table),
+        "refused": _table(("architecture", "refused", "message"), _refused(features, rows)),
+        "engines": _table(("engine", "release", "list"), engines),
+    }
+    return _with_parts("models.md", parts)
+
+
+def _cell(feature: str, row: dict[str, Any]) -> str:
+    if row["cells"][feature]["result"] == "refused":
+        return "no"
+    if feature in ("vllm", "sglang") and not has_class(row["class"], feature):
+        return "yes, by transformers' code"
+    return f"yes, `{row['tools']}`" if feature == "tools" and row["tools"] else "yes"
+
+
+def _refused(features: dict[str, Any], rows: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name, row in rows.items():
+        reasons: dict[str, list[str]] = {}
+        for feature, cell in row["cells"].items():
+            if cell["result"] == "refused":
+                reasons.setdefault(cell["reason"], []).append(features[feature][0])
+        for reason, refused in reasons.items():
+            yield name, "all" if len(refused) == len(features) else ", ".join(refused), reason
+
+
 # ---------------------------------------------------------------------- all
 
 
@@ -328,7 +369,7 @@ def main() -> int:
     stale = 0
     pages = {
         "algorithms": algorithms_page, "config": config_page, "cli": cli_page, "data": data_page, "tools": tools_page,
-        "rollout-files": rollout_files_page, "from-verl": from_verl_page,
+        "rollout-files": rollout_files_page, "from-verl": from_verl_page, "models": models_page,
     }  # fmt: skip
     for name, text in ((f"{page}.md", make()) for page, make in pages.items()):
         file = DOCS / name

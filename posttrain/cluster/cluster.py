@@ -249,6 +249,7 @@ class Cluster:
             total_steps=total_steps,
             threads=_threads(world_size),
             batch_invariant=cfg.rollout.batch_invariant,
+            stored_names=cfg.rollout.engine != "hf",
         )
         options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]
         remote = actor_class(TrainActor)

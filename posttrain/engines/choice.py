@@ -120,6 +120,11 @@ def concurrent_requests(
     return max(1, int(min(cache_tokens / held, wanted, _MOST_REQUESTS)))
 
 
+def installed_version(engine: EngineName) -> str | None:
+    """Return the version of the engine's package; None: it is not installed, or needs none."""
+    return next((version for _, version in _found(ENGINES[engine])), None)
+
+
 def _found(kind: EngineKind) -> Iterator[tuple[str, str]]:
     """Yield (package, version) of those packages of an engine that are installed."""
     for package in kind.packages:

@@ -12,6 +12,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.machines import this_machine
 from posttrain.engines.base import Engine, EngineSpec
 from posttrain.models.load import build, load_config, load_model
+from posttrain.models.weights import as_stored
 from posttrain.weight_sync.sender import WeightSender
 
 
@@ -38,7 +39,7 @@ async def load_initial_weights(engine: Engine, spec: EngineSpec) -> None:
     if _reads_directly(spec):
         return
     model = load_model(spec.source, dtype=spec.torch_dtype, seed=spec.seed)
-    weights = ((name, parameter.data) for name, parameter in model.named_parameters())
+    weights = as_stored(model, ((name, parameter.data) for name, parameter in model.named_parameters()))
     sender = WeightSender(weights, spec.torch_dtype, "host")
     try:
         while (bucket := sender.next(0)) is not None:
@@ -85,4 +86,5 @@ def cache_bytes_per_token(spec: EngineSpec) -> int:
 
 def shapes(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters, by the names that the trainer sends."""
-    return {name: tuple(p.shape) for name, p in build(spec.source, dtype=spec.torch_dtype).named_parameters()}
+    model = build(spec.source, dtype=spec.torch_dtype)
+    return {name: tuple(tensor.shape) for name, tensor in as_stored(model, model.named_parameters())}

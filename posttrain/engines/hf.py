@@ -23,6 +23,8 @@ from posttrain.engines.hf_sampling import SeededSampling
 from posttrain.models import attention
 from posttrain.models.load import load_model
 from posttrain.models.logprobs import token_logprobs
+from posttrain.models.output_head import LogitRule
+from posttrain.models.support import check_embedded
 from posttrain.weight_sync.buckets import Bucket, BucketReader
 from posttrain.weight_sync.guard import UpdateGuard
 
@@ -49,9 +51,11 @@ class HFSampler:
         self.max_concurrent = concurrent_requests("hf", spec.rollout)
         self.device = torch.device(spec.device)
         self.dtype = spec.torch_dtype
-        self.kernel = attention.choose("auto", self.device, self.dtype)
         # Any: transformers annotates `to` wrongly, and `init_continuous_batching` not at all.
         self.model = cast(Any, load_model(spec.source, dtype=self.dtype, seed=spec.seed))
+        check_embedded(self.model)
+        self.kernel = attention.choose("auto", self.device, self.dtype, attention.needs(self.model))
+        self.rule = LogitRule.of(self.model)
         self.model.to(self.device).eval()
         self.model.requires_grad_(False)
         self.model.set_attn_implementation(f"paged|{attention.NAME}")
@@ -212,7 +216,9 @@ class HFSampler:
                 use_cache=False,
                 ragged=attention.Ragged.build(offsets, self.device, self.kernel),
             ).last_hidden_state[0]
-            logprobs, _ = token_logprobs(hidden[:-1], self.model.get_output_embeddings().weight, ids[1:], 1.0)
+            weight = self.model.get_output_embeddings().weight
+            hidden, temperature = self.rule.scaled(hidden[:-1]), self.rule.temperature(1.0)
+            logprobs, _ = token_logprobs(hidden, weight, ids[1:], temperature, self.rule.softcap)
         column = torch.cat([torch.zeros(1), logprobs.cpu()])
         column[offsets[:-1]] = 0.0
         return [part.tolist() for part in torch.split(column, lengths.tolist())]

@@ -6,19 +6,22 @@ once a process (``choose``): FlashAttention where it is installed, else core tor
 (``torch.nn.attention.varlen``), both in half precision on CUDA; elsewhere the sequences are padded, within groups of
 similar length, into scaled dot-product attention. None of them sees a token of another sequence.
 
+Layers may limit attention to a sliding window, cap scores (softcap) and have sinks (a learned score for each head that
+takes part in the softmax and has no value). A kernel that cannot do what a model's layers ask for is not chosen.
+
 Sequences that begin with the same prompt may share it (``SharedPrefixes``): its tokens are computed once, and the keys
 and values that come out of that are laid out once for each sequence. A sequence's own queries then attend to the
 prompt and to what came before them, and never to another sequence.
 
 Shape legend: T tokens of all sequences, C of them computed (all, where nothing is shared), B sequences, L longest
-sequence, H query heads, K key/value heads, D head size.
+sequence, H query heads, K key/value heads, D head size, E size of values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +32,35 @@ from torch import Tensor, nn
 from posttrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from posttrain.models.ulysses import SequenceParallel
 
 NAME = "posttrain"
 
-Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
+Varlen = Callable[..., Tensor]
 """(q [C, H, D], k [T, K, D], v [T, K, D], offsets of queries and of keys, [B + 1] int32 each, longest, scale) ->
-[C, H, D]. The queries of a sequence are its last tokens."""
+[C, H, D], with the keyword arguments ``window`` and ``softcap`` where a layer has them and the kernel supports them.
+The queries of a sequence are its last tokens."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer weighs keys."""
+
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(D)."""
+    window: int | None = None
+    """Tokens that a token sees, itself included; None: all before it."""
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)``."""
+    sinks: Tensor | None = None
+    """[H] score of each head's sink."""
+
+    @property
+    def plain(self) -> bool:
+        """Return True where scaled dot-product attention can do it, with a mask."""
+        return self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,7 @@ class Kernel:
     title: str
     """For the log."""
     varlen: Varlen | None = None
-    """None: padded scaled dot-product attention."""
+    """None: padded scaled dot-product attention, or the same step by step."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +163,12 @@ class Ragged:
     prefixes: SharedPrefixes | None = None
     """What sequences share; None: all T tokens are computed."""
 
+    @cached_property
+    def length_groups(self) -> tuple[PaddedGroup, ...]:
+        """The sequences as padded groups, whatever the kernel takes. Waits for a GPU once."""
+        offsets = self.cu_seqlens.cpu()
+        return self.groups or tuple(_group(offsets, offsets.diff(), self.cu_seqlens.device))
+
     @staticmethod
     def build(
         cu_seqlens: Tensor,
@@ -154,37 +185,52 @@ class Ragged:
         return Ragged(cu_seqlens.to(device, torch.int32), int(lengths.max()), kernel, groups, parallel, prefixes)
 
 
-def available(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The kernels that run here, the fastest first; padded scaled dot-product attention runs everywhere."""
-    return [*(name for name in _VARLEN if _why_not(name, device, dtype) is None), "sdpa"]
+def needs(model: PreTrainedModel) -> frozenset[str]:
+    """Return what the model's layers ask for beyond plain causal attention: window, softcap, sinks."""
+    config = model.config.get_text_config()
+    found = {
+        "window": bool(getattr(config, "sliding_window", None)),
+        "softcap": bool(getattr(config, "attn_logit_softcapping", None)),
+        "sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
+    }
+    return frozenset(name for name, needed in found.items() if needed)
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The kernel that ``name`` (`train.attention`) stands for; ``auto`` is the fastest one that is there.
+def available(device: torch.device, dtype: torch.dtype, needed: frozenset[str] = frozenset()) -> list[str]:
+    """The kernels that run here and do what is needed (``needs``), the fastest first; padded attention runs everywhere
+    and does everything."""
+    return [*(name for name in _VARLEN if _why_not(name, device, dtype, needed) is None), "sdpa"]
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype, needed: frozenset[str] = frozenset()) -> Kernel:
+    """The kernel that ``name`` (`train.attention`) stands for; ``auto`` is the fastest one that is there and does what
+    the model needs (``needs``).
 
     Raises:
-        ConfigError: it is not installed, or does not run on this device in this type.
+        ConfigError: it is not installed, does not run on this device in this type, or lacks what is needed.
     """
     if name == "auto":
-        name = available(device, dtype)[0]
+        name = available(device, dtype, needed)[0]
     if name == "sdpa":
         return Kernel("sdpa", "padded SDPA in length groups")
-    why_not = _why_not(name, device, dtype)
+    why_not = _why_not(name, device, dtype, needed)
     if why_not is not None:
         raise ConfigError(f"train.attention = {name!r}: {why_not}", hint="auto takes the fastest one that is there")
-    title, _, load = _VARLEN[name]
+    title, _, load, _ = _VARLEN[name]
     return Kernel(name, title, load())
 
 
-def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _why_not(name: str, device: torch.device, dtype: torch.dtype, needed: frozenset[str]) -> str | None:
     """Why a ragged kernel cannot run, or None."""
-    _, module, _ = _VARLEN[name]
+    _, module, _, supported = _VARLEN[name]
     if device.type != "cuda":
         return "it needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs train.dtype = 'bfloat16', not {str(dtype).removeprefix('torch.')!r}"
     if name in ("flash4", "flash3") and torch.cuda.get_device_capability(device) < (9, 0):
         return "it needs a Hopper GPU or a later one"
+    if lacking := sorted(needed - supported):
+        return f"the model's attention has {' and '.join(_NEEDS[need] for need in lacking)}, which it does not compute"
     return None if _installed(module) else f"the package of {module} is not installed"
 
 
@@ -209,9 +255,13 @@ def _flash(module: str) -> Varlen:
     flash_attn_varlen_func: Callable[..., Any] = import_module(module).flash_attn_varlen_func
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: int, scale: float | None
-    ) -> Tensor:
-        out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, longest, longest, softmax_scale=scale, causal=True)
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: int, scale: float | None,
+        window: int | None = None, softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        out = flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, longest, longest, softmax_scale=scale, causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0), softcap=softcap or 0.0,
+        )  # fmt: skip
         result: Tensor = out[0] if isinstance(out, tuple) else out
         return result
 
@@ -221,20 +271,31 @@ def _flash(module: str) -> Varlen:
 
 def _torch_varlen() -> Varlen:
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: int, scale: float | None
-    ) -> Tensor:
-        return _varlen(q, k, v, cu_q, cu_k, longest, longest, scale)
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: int, scale: float | None,
+        window: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        return _varlen(q, k, v, cu_q, cu_k, longest, longest, Scoring(scale, window))
 
     return attend
 
 
-_VARLEN: dict[str, tuple[str, str, Callable[[], Varlen]]] = {
-    "flash4": ("FlashAttention-4", "flash_attn.cute", _flash4),
-    "flash3": ("FlashAttention-3", "flash_attn_interface", lambda: _flash("flash_attn_interface")),
-    "flash2": ("FlashAttention-2", "flash_attn.flash_attn_interface", lambda: _flash("flash_attn")),
-    "torch": ("torch varlen (FlashAttention-2)", "torch.nn.attention.varlen", _torch_varlen),
-}
-"""Kernels over ragged rows, the fastest first: (title, module that must be there, how to load it)."""
+_VARLEN: dict[str, tuple[str, str, Callable[[], Varlen], frozenset[str]]] = {
+    "flash4": ("FlashAttention-4", "flash_attn.cute", _flash4, frozenset()),
+    "flash3": (
+        "FlashAttention-3", "flash_attn_interface", lambda: _flash("flash_attn_interface"),
+        frozenset({"window", "softcap"}),
+    ),
+    "flash2": (
+        "FlashAttention-2", "flash_attn.flash_attn_interface", lambda: _flash("flash_attn"),
+        frozenset({"window", "softcap"}),
+    ),
+    "torch": (
+        "torch varlen (FlashAttention-2)", "torch.nn.attention.varlen", _torch_varlen, frozenset({"window"}),
+    ),
+}  # fmt: skip
+"""Kernels over ragged rows, the fastest first: (title, module that must be there, how to load it, what it supports)."""
+
+_NEEDS = {"window": "a sliding window", "softcap": "a cap of its scores", "sinks": "sinks"}
 
 
 def _half_on_gpu(x: Tensor) -> bool:
@@ -274,70 +335,118 @@ def ragged_attention(
 
     Args:
         query: [1, H, T, D]; key and value: [1, K, T, D].
-        kwargs: ``ragged`` (a ``Ragged``) for packed rows, or what continuous batching passes (``cache``,
-            ``read_index``, ``write_index``, ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_seqlen_q``, ``max_seqlen_k``).
+        kwargs: the layer's ``sliding_window``, ``softcap`` and ``s_aux``; ``ragged`` (a ``Ragged``) for packed rows, or
+            what continuous batching passes (``cache``, ``read_index``, ``write_index``, ``cu_seq_lens_q``,
+            ``cu_seq_lens_k``, ``max_seqlen_q``, ``max_seqlen_k``).
 
     Returns:
         [1, T, H, D], and None for the attention weights.
     """
     if attention_mask is not None or dropout:
         raise ValueError("packed attention takes neither a mask nor dropout")
-    if getattr(module, "sliding_window", None) is not None:
-        raise ValueError("sliding-window attention layers are not supported")
+    scoring = Scoring(scaling, kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
     if kwargs.get("cache") is not None:
-        return _paged(module, query, key, value, scaling, kwargs), None
+        return _paged(module, query, key, value, scoring, kwargs), None
     ragged: Ragged | None = kwargs.get("ragged")
     if ragged is None:
         raise ValueError("packed attention needs `ragged=`: without it sequences would attend to each other")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if ragged.parallel is None:
-        return _ragged(q, k, v, ragged, scaling).unsqueeze(0), None
+        return _ragged(q, k, v, ragged, scoring).unsqueeze(0), None
+    if scoring.sinks is not None:
+        scoring = replace(scoring, sinks=scoring.sinks[ragged.parallel.stretch(len(scoring.sinks))])
     q, k, v = ragged.parallel.all_tokens_of_some_heads(q, k, v)
-    out = _ragged(q, k, v, ragged, scaling)
+    out = _ragged(q, k, v, ragged, scoring)
     return ragged.parallel.some_tokens_of_all_heads(out).unsqueeze(0), None
 
 
-def _ragged(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scaling: float | None) -> Tensor:
-    """Causal self-attention of packed sequences: q [C, H, D], k and v [C, K, D] -> [C, H, D]."""
-    cu_k, longest, prefixes = ragged.cu_seqlens, ragged.max_length, ragged.prefixes
-    if prefixes is None:
-        if ragged.kernel.varlen is not None:
-            return ragged.kernel.varlen(q, k, v, cu_k, cu_k, longest, scaling)
-        return _in_groups(q, k, v, ragged, scaling)
-    k, v = prefixes.spread(k), prefixes.spread(v)
+def _ragged(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> Tensor:
+    """Causal self-attention of packed sequences: q [C, H, D], k [C, K, D], v [C, K, E] -> [C, H, E]."""
+    prefixes = ragged.prefixes
+    if prefixes is not None:
+        k, v = prefixes.spread(k), prefixes.spread(v)
     if ragged.kernel.varlen is not None:
-        return ragged.kernel.varlen(q, k, v, prefixes.offsets, cu_k, longest, scaling)
+        return _in_kernel(q, k, v, ragged, ragged.kernel.varlen, scoring)
+    if prefixes is None:
+        return _in_groups(q, k, v, ragged, scoring)
     # Queries as well: with a causal mask alone half of the padded products are left out, and with any other mask none.
-    return _in_groups(prefixes.spread(q), k, v, ragged, scaling).index_select(0, prefixes.own)
+    return _in_groups(prefixes.spread(q), k, v, ragged, scoring).index_select(0, prefixes.own)
 
 
-def _in_groups(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scaling: float | None) -> Tensor:
-    """Causal self-attention of whole sequences, padded in groups: [T, H, D] -> [T, H, D]."""
+def _in_kernel(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, varlen: Varlen, scoring: Scoring) -> Tensor:
+    """Causal self-attention by a kernel over ragged rows: q [C, H, D], k [T, K, D], v [T, K, E] -> [C, H, E]."""
+    asked = {"window": scoring.window, "softcap": scoring.softcap}
+    extra = {name: value for name, value in asked.items() if value is not None}
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # kernels want values as wide as queries
+        v = F.pad(v, (0, q.shape[-1] - width))
+    cu_q = ragged.cu_seqlens if ragged.prefixes is None else ragged.prefixes.offsets
+    out = varlen(q, k, v, cu_q, ragged.cu_seqlens, ragged.max_length, scoring.scale, **extra)
+    return out if width == out.shape[-1] else out[..., :width]
+
+
+def _in_groups(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> Tensor:
+    """Causal self-attention of whole sequences, padded in groups: q [T, H, D] -> [T, H, E]."""
     if len(ragged.groups) == 1:
-        return _padded(q, k, v, ragged.groups[0], scaling)
-    out = torch.zeros_like(q)
+        return _padded(q, k, v, ragged.groups[0], scoring)
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
     for group in ragged.groups:
         tokens = group.tokens
         assert tokens is not None  # only a group that is alone has all tokens
         part_q, part_k, part_v = (x.index_select(0, tokens) for x in (q, k, v))
-        out = out.index_copy(0, tokens, _padded(part_q, part_k, part_v, group, scaling))
+        out = out.index_copy(0, tokens, _padded(part_q, part_k, part_v, group, scoring))
     return out
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, group: PaddedGroup, scaling: float | None) -> Tensor:
+def pad_rows(x: Tensor, group: PaddedGroup) -> Tensor:
+    """Put the tokens of a group into padded rows: [n, ...] -> [B, L, ...]. Padding is zeros, right of each sequence."""
+    padded = x.new_zeros(group.rows * group.length, *x.shape[1:]).index_copy(0, group.slots, x)
+    return padded.view(group.rows, group.length, *x.shape[1:])
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, group: PaddedGroup, scoring: Scoring) -> Tensor:
     """Causal self-attention of one group: [n, H, D] -> [n, H, D]. Padding sits right of every sequence, where a causal
     mask already hides it from the real tokens."""
+    q, k, v = (pad_rows(x, group).transpose(1, 2) for x in (q, k, v))
+    mask = None
+    if not scoring.plain or (scoring.window is not None and scoring.window < group.length):
+        position = torch.arange(group.length, device=q.device)
+        mask = _visible(position[:, None], position[None, :], scoring.window)
+    return _attend(q, k, v, mask, scoring).transpose(1, 2).flatten(0, 1).index_select(0, group.slots)
 
-    def pad(x: Tensor) -> Tensor:
-        padded = x.new_zeros(group.rows * group.length, *x.shape[1:]).index_copy(0, group.slots, x)
-        return padded.view(group.rows, group.length, *x.shape[1:]).transpose(1, 2)
 
-    out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, group.slots)
+def _visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """Return where a query of one position sees a key of another."""
+    visible = key <= query
+    return visible if window is None else visible & (key > query - window)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Attention over padded rows: q [B, H, Q, D], k [B, K, L, D], v [B, K, L, E] -> [B, H, Q, E].
+
+    Args:
+        mask: true where a query sees a key, broadcast to [B, H, Q, L]; None: causal.
+    """
+    if scoring.plain:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=True
+        )
+    assert mask is not None
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return weights.to(v.dtype) @ v
 
 
 def _paged(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, kwargs: dict[str, Any]
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, kwargs: dict[str, Any]
 ) -> Tensor:
     """One step of continuous batching: write the new keys and values, attend to each request's own cache."""
     k, v = kwargs["cache"].update(
@@ -348,25 +457,27 @@ def _paged(
         write_index=kwargs["write_index"],
     )
     q = query.squeeze(0).transpose(0, 1)
-    cu_q, cu_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-    if _half_on_gpu(q):
-        longest_q, longest_k = kwargs["max_seqlen_q"], kwargs["max_seqlen_k"]
-        return _varlen(q, k, v, cu_q.int(), cu_k.int(), longest_q, longest_k, scaling).unsqueeze(0)
+    cu_q, cu_k, longest_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], kwargs["max_seqlen_k"]
+    if isinstance(cu_k, dict):  # layers with a window keep fewer keys than those without
+        kind = "full_attention" if scoring.window is None else "sliding_attention"
+        cu_k, longest_k = cu_k[kind], longest_k[kind]
+    if _half_on_gpu(q) and scoring.plain:
+        return _varlen(q, k, v, cu_q.int(), cu_k.int(), kwargs["max_seqlen_q"], longest_k, scoring).unsqueeze(0)
     # Padded together, all requests would cost as much as the longest, and each token that is sampled as much as the
     # prompt of a request that is new in this step.
     kinds = 2 * (cu_k.diff().log2().ceil().to(torch.int32)) + (cu_q.diff() > 1)
     distinct = torch.unique(kinds).tolist()
     if len(distinct) == 1:
-        return _paged_padded(q, k, v, cu_q, cu_k, slice(None), scaling)[0].unsqueeze(0)
+        return _paged_padded(q, k, v, cu_q, cu_k, slice(None), scoring)[0].unsqueeze(0)
     out = torch.empty_like(q)
     for kind in distinct:
-        part, tokens = _paged_padded(q, k, v, cu_q, cu_k, (kinds == kind).nonzero().flatten(), scaling)
+        part, tokens = _paged_padded(q, k, v, cu_q, cu_k, (kinds == kind).nonzero().flatten(), scoring)
         out[tokens] = part
     return out.unsqueeze(0)
 
 
 def _paged_padded(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, requests: Tensor | slice, scaling: float | None
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, requests: Tensor | slice, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Attention of some requests, padded to the longest of them: out [n, H, D], and which of the T tokens these are."""
     start_q, start_k = cu_q[:-1][requests], cu_k[:-1][requests]
@@ -377,17 +488,15 @@ def _paged_padded(
     slots_q = (start_q[:, None] + column_q).clamp_(max=len(q) - 1)
     # A request's queries are its last tokens: query i sees keys up to i + (keys - queries).
     last = column_q[None, :] + (length_k - length_q)[:, None]
-    mask = (column_k[None, None, :] <= last[:, :, None])[:, None]
-    out = F.scaled_dot_product_attention(
-        q[slots_q].transpose(1, 2), k[slots_k].transpose(1, 2), v[slots_k].transpose(1, 2),
-        attn_mask=mask, scale=scaling, enable_gqa=True,
-    )  # fmt: skip
+    mask = _visible(last[:, :, None], column_k[None, None, :], scoring.window)[:, None]
+    rows = (q[slots_q].transpose(1, 2), k[slots_k].transpose(1, 2), v[slots_k].transpose(1, 2))
+    out = _attend(*rows, mask, scoring)
     real = column_q < length_q[:, None]
     return out.transpose(1, 2)[real], slots_q[real]
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scaling: float | None
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scoring: Scoring
 ) -> Tensor:
     """[T, H, D] queries over ragged keys, causal and aligned at the end of each sequence."""
     from torch.nn.attention.varlen import varlen_attn
@@ -396,7 +505,8 @@ def _varlen(
     if repeat > 1:  # torch 2.11 has no grouped-query flag here
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=(-1, 0))
+    window = (-1 if scoring.window is None else scoring.window - 1, 0)
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scoring.scale, window_size=window)
     assert isinstance(out, Tensor)  # a pair only where the log-sum-exp is asked for too
     return out
 

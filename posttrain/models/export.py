@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,8 +21,7 @@ from posttrain.models.classifier import (
 from posttrain.models.load import ModelSource, build, load_config, load_generation_config, load_tokenizer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig
 
 
 def save_text_side(source: ModelSource, folder: Path, *, reward_model: bool = False) -> None:
@@ -57,20 +56,20 @@ def save_whole(
     from transformers.dynamic_module_utils import custom_object_save
 
     from posttrain.models import safetensors_writer
-    from posttrain.models.weights import stream
+    from posttrain.models.weights import as_stored, stream
 
     folder.mkdir(parents=True, exist_ok=True)
     kind: torch.dtype = getattr(torch, dtype)
     config = load_config(source)
     scores = is_classifier(config) or is_critic_of_verl(config)
     model = (build_classifier if scores else build)(source, dtype=kind)
-    model.set_attn_implementation("sdpa")  # ours is registered in our own processes only
+    model.set_attn_implementation("eager")  # ours is registered in our own processes only
     weights = stream(model, source, dtype=kind, renamed=names_in_shards(source) if scores else None)
-    stored = [(name, tuple(tensor.shape)) for name, tensor in _as_stored(model, model.named_parameters())]
+    stored = [(name, tuple(tensor.shape)) for name, tensor in as_stored(model, model.named_parameters())]
     whole = {
         name: tuple(t.shape) for name, t in revert_weight_conversion(model, dict(model.named_parameters())).items()
     }
-    pieces = _as_stored(model, weights)
+    pieces = as_stored(model, weights)
     if sorted(stored) != sorted(whole.items()):  # a file's tensor is made of several of the model's
         stored, pieces = list(whole.items()), revert_weight_conversion(model, dict(weights)).items()
     safetensors_writer.write(folder, dict(stored), pieces, kind, max_shard_size)
@@ -86,14 +85,6 @@ def save_whole(
 def _save_generation_config(config: GenerationConfig, folder: Path) -> None:
     """As it is: its own ``save_pretrained`` refuses what some releases say."""
     config.to_json_file(folder / "generation_config.json")
-
-
-def _as_stored(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same under the names, and in the pieces, that files on the hub have: experts of a mixture one by one."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    for name, tensor in weights:
-        yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 Check = Callable[[Path], None]

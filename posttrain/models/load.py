@@ -270,7 +270,7 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    from posttrain.models import attention
+    from posttrain.models import attention, recurrent
 
     attention.register()
     config = load_config(source)
@@ -288,8 +288,9 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
         raise ModelError(
             f"{source.path}: models of type {config.model_type} store more than parameters, for example {state[0]}, "
             "and this version does not read that",
-            hint="dense models, Qwen3-MoE and Mixtral store parameters only",
+            hint="docs/models.md lists the architectures that work",
         )
+    recurrent.separate_sequences(model)
     return model
 
 

@@ -28,7 +28,9 @@ TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(logprobs [n], entropies [n], which of the N tokens they belong to) -> a scalar, to be summed over all tokens."""
 
 
-def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float = 1.0, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each target token and entropy of its distribution, at a sampling temperature.
 
     Args:
@@ -36,27 +38,36 @@ def token_logprobs(hidden: Tensor, head: Tensor, targets: Tensor, temperature: f
         head: [V, D] output weights, of the same type.
         targets: [N] int64.
         temperature: logits are divided by it, as the engine does before it samples.
+        softcap: before that they become ``softcap * tanh(logit / softcap)``.
 
     Returns:
         logprobs [N] float32, entropies [N] float32, both with gradient to ``hidden`` and ``head``.
     """
-    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden, head, targets, temperature)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden, head, targets, temperature, softcap)  # type: ignore[no-untyped-call]
     return result
 
 
 def tokenwise_loss(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, loss: TokenLoss
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float,
+    loss: TokenLoss,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of ``loss`` over all tokens, with gradient, and what it was computed from, without.
 
     Args:
-        hidden, head, targets, temperature: as in ``token_logprobs``.
+        hidden, head, targets, temperature, softcap: as in ``token_logprobs``.
         loss: called once for each chunk of tokens, in order, in the forward pass.
 
     Returns:
         loss [] float32, logprobs [N] float32, entropies [N] float32.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _TokenwiseLoss.apply(hidden, head, targets, temperature, loss)  # type: ignore[no-untyped-call]
+    # torch leaves ``Function.apply`` without types.
+    result: tuple[Tensor, Tensor, Tensor] = _TokenwiseLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, head, targets, temperature, loss, softcap
+    )
     return result
 
 
@@ -82,44 +93,52 @@ class _PickRows(torch.autograd.Function):
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
         rows = _Rows(len(targets), hidden.device)
         for part in _chunks(hidden, head):
-            rows.fill(part, _logits(hidden[part], head, temperature), targets[part])
+            rows.fill(part, _logits(hidden[part], head, temperature, softcap), targets[part])
         ctx.save_for_backward(hidden, head, targets, rows.normaliser, rows.entropies)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.softcap = temperature, softcap
         ctx.set_materialize_grads(False)
         return rows.logprobs, rows.entropies
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, head, targets, normaliser, entropies = ctx.saved_tensors
         by_logprob, by_entropy = upstream
-        grads = _Gradients(hidden, head, ctx.temperature, ctx.needs_input_grad)
+        grads = _Gradients(hidden, head, ctx.temperature, ctx.softcap, ctx.needs_input_grad)
         for part in _chunks(hidden, head):
             grads.add(
                 part,
-                _logits(hidden[part], head, ctx.temperature),
+                _logits(hidden[part], head, ctx.temperature, ctx.softcap),
                 targets[part],
                 normaliser[part],
                 entropies[part],
                 None if by_logprob is None else by_logprob[part],
                 None if by_entropy is None else by_entropy[part],
             )
-        return *grads.finish(), None, None
+        return *grads.finish(), None, None, None
 
 
 class _TokenwiseLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float, loss: TokenLoss
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        loss: TokenLoss,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _Rows(len(targets), hidden.device)
         total = torch.zeros((), device=hidden.device)
         needed = any(ctx.needs_input_grad)
-        grads = _Gradients(hidden, head, temperature, ctx.needs_input_grad) if needed else None
+        grads = _Gradients(hidden, head, temperature, softcap, ctx.needs_input_grad) if needed else None
         for part in _chunks(hidden, head):
-            logits = _logits(hidden[part], head, temperature)
+            logits = _logits(hidden[part], head, temperature, softcap)
             rows.fill(part, logits, targets[part])
             with torch.enable_grad():
                 logprobs = rows.logprobs[part].detach().requires_grad_(needed)
@@ -137,7 +156,7 @@ class _TokenwiseLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         grads = [None if grad is None else grad.mul_(upstream[0].to(grad.dtype)) for grad in ctx.saved_tensors]
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 class _Rows:
@@ -163,8 +182,11 @@ class _Rows:
 class _Gradients:
     """Gradients of hidden states and head, from the logits' of one chunk after another."""
 
-    def __init__(self, hidden: Tensor, head: Tensor, temperature: float, needed: tuple[bool, ...]) -> None:
+    def __init__(
+        self, hidden: Tensor, head: Tensor, temperature: float, softcap: float | None, needed: tuple[bool, ...]
+    ) -> None:
         self._hidden, self._head, self._scale = hidden, head, 1.0 / temperature
+        self._cap = None if softcap is None else softcap / temperature
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
         # In float32: each chunk adds to the same sum, and in bfloat16 what it adds is lost as the sum grows.
         self._of_head = torch.zeros_like(head, dtype=torch.float32) if needed[1] else None
@@ -182,15 +204,17 @@ class _Gradients:
         """Chain the derivatives [n] by log-probability and entropy to the logits [n, V], which are overwritten, and
         those to the hidden states and the head.
 
-        With p the softmax of z, d logprob / d z_j = [j = target] - p_j, and d H / d z_j = -p_j (log p_j + H).
+        With p the softmax of z, d logprob / d z_j = [j = target] - p_j, and d H / d z_j = -p_j (log p_j + H). A cap c
+        adds the factor 1 - (z / c)^2, the derivative of c tanh(x / c).
         """
         upstream = (by_logprob, by_entropy)
-        if logits.is_cuda:
+        if logits.is_cuda and self._cap is None:
             from posttrain.models import logprobs_triton as kernels
 
             grad = kernels.gradient(logits, targets, normaliser, entropies, *upstream, self._scale, self._hidden.dtype)
         else:
-            grad = _gradient(logits, targets, normaliser, entropies, *upstream).mul_(self._scale)
+            slope = self._scale if self._cap is None else (1 - (logits / self._cap) ** 2).mul_(self._scale)
+            grad = _gradient(logits, targets, normaliser, entropies, *upstream).mul_(slope)
             grad = grad.to(self._hidden.dtype)
         if self._of_hidden is not None:
             torch.mm(grad, self._head, out=self._of_hidden[part])
@@ -246,6 +270,8 @@ def float32_logits(hidden: Tensor, head: Tensor) -> Tensor:
     return (hidden @ head.t()).float()
 
 
-def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, head: Tensor, temperature: float, softcap: float | None) -> Tensor:
     logits = float32_logits(hidden, head)
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits if temperature == 1.0 else logits.div_(temperature)

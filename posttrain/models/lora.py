@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.errors import ConfigError, ModelError
+from posttrain.models import recurrent
 from posttrain.models.gather import whole, whole_many
-from posttrain.models.load import ModelSource, build, digest
+from posttrain.models.load import ModelSource, digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,16 +35,12 @@ if TYPE_CHECKING:
 
 NAME = "default"
 """peft's name for the only adapter of a model. It does not stand in the files."""
+_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
 
 
 # ---------------------------------------------------------------------- into the model
-
-
-def check(source: ModelSource, cfg: LoraConfig) -> None:
-    """Check that ``cfg`` fits the model, without its weights. Raises ``ConfigError`` as ``inject`` does."""
-    inject(build(source, dtype=torch.float32), cfg, dtype=torch.float32)
 
 
 def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype) -> None:
@@ -56,7 +53,7 @@ def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype) -> No
 
     assert cfg.rank is not None
     given = cfg.target_modules
-    linear = _linear_layers(model)
+    linear, bypassed = _linear_layers(model), recurrent.bypassed(model)
     hint = f"what can be adapted in this model: {', '.join(sorted({_last(name) for name in linear}))}"
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     config = peft.LoraConfig(
@@ -82,6 +79,12 @@ def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype) -> No
                 "be adapted",
                 hint=hint,
             )
+        if name in bypassed:
+            raise ConfigError(
+                f"train.lora.target_modules = {given!r}: Mamba's kernels take the weight of {name} as it is, and would "
+                "not see an adapter beside it",
+                hint=hint,
+            )
         if type(layer) is not peft.tuners.lora.Linear or not isinstance(base, nn.Linear):
             raise ConfigError(
                 f"train.lora.target_modules = {given!r}: {name} is a {type(base).__name__}; linear layers alone can "
@@ -97,10 +100,16 @@ def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype) -> No
 
 
 def _linear_layers(model: PreTrainedModel) -> set[str]:
-    """Names of all linear layers but the output head. Experts of a mixture are none in transformers: peft would adapt
-    them too for ``all-linear``, as parameters."""
-    head = model.get_output_embeddings()
-    return {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    """Names of all linear layers but the output head, and those whose adapters a kernel would not see.
+
+    Experts of a mixture are none in transformers: peft would adapt them too for ``all-linear``, as parameters. It also
+    does where a name ends as those of experts in checkpoints do, so that the MLPs beside experts are left out.
+    """
+    head, left_out = model.get_output_embeddings(), recurrent.bypassed(model)
+    modules = dict(model.named_modules())
+    linear = {name for name, m in modules.items() if isinstance(m, nn.Linear) and m is not head} - left_out
+    mixture = any(_last(name) == "experts" for name in modules)
+    return {name for name in linear if not (mixture and _last(name) in _OF_EXPERTS)}
 
 
 def _short(names: set[str], model: nn.Module) -> list[str]:

@@ -109,6 +109,15 @@ def stream(
     yield from loaded()
 
 
+def as_stored(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole weights under the names, and in the pieces, that files on the hub have: experts of a mixture one by
+    one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in weights:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
 def _load(
     model: PreTrainedModel,
     parameters: Mapping[str, Tensor],

@@ -17,11 +17,12 @@ from posttrain.core.types import Sampling
 from posttrain.data.parquet import read_prompts, refuse_images
 from posttrain.data.shards import one_file
 from posttrain.engines.choice import EngineChoice, check_engine, choose_engine
+from posttrain.engines.classes import check_model_class
 from posttrain.engines.hf import BLOCK
 from posttrain.engines.start import NO_BATCH_INVARIANCE
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import VALUE_HEAD, is_classifier
-from posttrain.models.load import ModelSource, load_config, load_tokenizer, locate
+from posttrain.models.load import ModelSource, build, load_config, load_tokenizer, locate
 from posttrain.runs.run import weights_of
 from posttrain.train import checkpoint
 
@@ -175,11 +176,30 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
         )
     tokenizer = check_model(cfg, source, cfg.model.path, values=cfg.trains_reward_model)
     check_template(tokenizer, cfg.data.chat_kwargs)
-    if cfg.trains and cfg.train.lora.rank is not None:
-        from posttrain.models import lora
-
-        lora.check(source, cfg.train.lora)
+    check_use(cfg, source)
     return source, tokenizer
+
+
+def check_use(cfg: Config, source: ModelSource) -> None:
+    """Check that the run can do with the model what its config asks for: train it on packed rows, share sequences,
+    sample from it in an embedded engine, adapt it. Raises ``ModelError``, ``ConfigError``."""
+    import torch
+
+    from posttrain.models import lora, support
+
+    engine = engine_of(cfg).name if cfg.samples and not cfg.generate.endpoint.url else None
+    if not (cfg.trains or engine == "hf") or getattr(load_config(source), "quantization_config", None) is not None:
+        return
+    model = build(source, dtype=torch.float32)
+    support.check_architecture(model)
+    if engine == "hf":
+        support.check_embedded(model)
+    elif engine is not None:
+        check_model_class(model, engine)
+    if cfg.trains:
+        support.check_sequence_parallel(model, cfg.train.sequence_parallel)
+    if cfg.trains and cfg.train.lora.rank is not None:
+        lora.inject(model, cfg.train.lora, dtype=torch.float32)
 
 
 def find_model(cfg: Config, path: str, key: str = "model.path") -> ModelSource:

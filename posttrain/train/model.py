@@ -14,6 +14,7 @@ from posttrain.core.errors import ModelError
 from posttrain.models.attention import Ragged
 from posttrain.models.classifier import VALUE_HEAD
 from posttrain.models.logprobs import TokenLoss, pick_rows, token_logprobs, tokenwise_loss
+from posttrain.models.output_head import LogitRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,9 +26,8 @@ class PackedLM(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        if getattr(model.get_output_embeddings(), "bias", None) is not None:
-            raise ModelError(f"{type(model).__name__} has a bias in its output head, which is not supported")
         self.model = model
+        self.rule = LogitRule.of(model)
 
     def forward(
         self,
@@ -62,9 +62,10 @@ class PackedLM(nn.Module):
     ) -> tuple[Tensor, ...]:
         """What ``forward`` returns, of the hidden states [N, D] that predict."""
         weight = self.model.get_output_embeddings().weight
+        hidden, temperature, cap = self.rule.scaled(hidden), self.rule.temperature(temperature), self.rule.softcap
         if loss is None:
-            return token_logprobs(hidden, weight, targets, temperature)
-        return tokenwise_loss(hidden, weight, targets, temperature, loss)
+            return token_logprobs(hidden, weight, targets, temperature, cap)
+        return tokenwise_loss(hidden, weight, targets, temperature, loss, cap)
 
 
 class PackedValues(PackedLM):

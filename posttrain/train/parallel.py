@@ -45,10 +45,13 @@ def parallelize(
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
     """
     layers = decoder_layers(lm.model)
+    kept = _EXPENSIVE
+    if any(name.endswith("_proj_bias") for name, _ in lm.model.named_parameters()):
+        kept -= {"aten._grouped_mm.default"}  # transformers adds the experts' biases to its result in place
     for layer in layers:
         forward: Callable[..., Any] = layer.forward
         if activation_checkpointing != "none":
-            forward = _checkpointed(forward, activation_checkpointing)
+            forward = _checkpointed(forward, activation_checkpointing, kept)
         if compiled:
             # The tokens of a micro-batch, its sequences and the longest of them are new nearly every time. Left to find
             # out, torch compiles for the first numbers, then again, and again in a later step when another one moves.
@@ -91,18 +94,21 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def _checkpointed(forward: Callable[..., Any], how: str) -> Callable[..., Any]:
-    """``forward``, whose activations are computed again in the backward pass: all of them, or those that are cheap."""
+def _checkpointed(forward: Callable[..., Any], how: str, kept: frozenset[str]) -> Callable[..., Any]:
+    """``forward``, whose activations are computed again in the backward pass: all of them, or those that are cheap.
+    ``kept``: the operators whose results are kept then."""
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_what_is_expensive)
+        policy = partial(_keep_what_is_expensive, kept)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     return partial(checkpoint, forward, **options)
 
 
-def _keep_what_is_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_what_is_expensive(
+    kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     """Matrix products and attention. Norms, activations and rotary embeddings take memory and hardly any time."""
-    name = str(operator)
-    return CheckpointPolicy.MUST_SAVE if name in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(operator) in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _EXPENSIVE = frozenset(

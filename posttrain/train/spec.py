@@ -34,6 +34,8 @@ class WorkerSpec:
     """CPU threads of this process; 0: torch's default."""
     batch_invariant: bool = False
     """A sequence's result does not depend on the batch that it is in (`rollout.batch_invariant`)."""
+    stored_names: bool = False
+    """Engines get weights as files on the hub have them, experts one by one; else as the model does."""
 
 
 @dataclass(frozen=True)

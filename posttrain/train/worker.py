@@ -31,8 +31,9 @@ from posttrain.models.batch_invariant import use_invariant_products
 from posttrain.models.load import build, dropout_settings
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.shards import nonfinite
-from posttrain.models.ulysses import SequenceParallel, check_heads
-from posttrain.models.weights import load_weights, materialize
+from posttrain.models.support import check_architecture, check_sequence_parallel
+from posttrain.models.ulysses import SequenceParallel
+from posttrain.models.weights import as_stored, load_weights, materialize
 from posttrain.train import checkpoint, saver
 from posttrain.train.flops import model_flops, peak_flops, sharing_cost
 from posttrain.train.microbatch import MicroBatch
@@ -85,7 +86,6 @@ class TrainWorker:
         torch.manual_seed(spec.seed)
         self.device = torch.device(spec.device)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        self.kernel = attention.choose(spec.train.attention, self.device, self.dtype)
         self.lm = self._load()
         self.optimizer = build_optimizer(self.lm, spec.train.optim) if spec.trainable else None
         self.parameters = dict(self.lm.model.named_parameters())
@@ -114,14 +114,15 @@ class TrainWorker:
         # What is frozen has no master weights: it is kept in the type that it computes in.
         param_dtype = getattr(torch, train.param_dtype) if spec.trainable else self.dtype
         model = build(spec.source, dtype=self.dtype if self.adapted else param_dtype)
+        check_architecture(model)
+        check_sequence_parallel(model, train.sequence_parallel)
+        self.kernel = attention.choose(train.attention, self.device, self.dtype, attention.needs(model))
         lm = PackedValues(model) if spec.values else PackedLM(model)
         # Trained or not: dropout would make ratios and preferences noisy, and a loss depend on how a batch is cut.
         lm.eval()
         lm.requires_grad_(spec.trainable)
         if self.adapted:
             lora.inject(lm.model, train.lora, dtype=param_dtype)
-        if train.sequence_parallel > 1:
-            check_heads(lm.model.config, train.sequence_parallel)
         self.parallel = SequenceParallel.among(train.sequence_parallel, self.rank, self.world_size)
         # Alone, and with weights of the type it computes in, a worker has no use for FSDP.
         self.sharded = self.world_size > 1 or param_dtype != self.dtype or train.cpu_offload
@@ -334,6 +335,8 @@ class TrainWorker:
         whole = sum(p.numel() for p in self.parameters.values()) * self.dtype.itemsize
         size = sizes.bucket_bytes(whole, bucket_bytes)
         weights = lora.whole_weights(self.lm.model, self.dtype)
+        if self.spec.stored_names:
+            weights = as_stored(self.lm.model, weights)
         self.sender = WeightSender(
             weights, self.dtype, transport, self.device, bucket_bytes=size, connection=self.broadcasts
         )

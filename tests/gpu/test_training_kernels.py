@@ -44,7 +44,7 @@ def test_ragged_attention_is_each_sequence_alone(name, heads):
     inputs = [x.requires_grad_() for x in (q, k, v)]
     kernel = attention.choose(name, CUDA, torch.bfloat16)
     ragged = Ragged.build(offsets.int(), CUDA, kernel)
-    out = attention._ragged(*inputs, ragged, None)
+    out = attention._ragged(*inputs, ragged, attention.Scoring())
     grads = torch.autograd.grad(out, inputs, upstream)
 
     exact, exact_grads = plain(q, k, v, upstream, lengths.tolist(), torch.float64)

@@ -40,7 +40,7 @@ def make_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["config", "cli", "data", "tools", "rollout_files", "from_verl"])
+@pytest.mark.parametrize("page", ["config", "cli", "data", "tools", "rollout_files", "from_verl", "models"])
 def test_made_page_is_up_to_date(page: str) -> None:
     made = getattr(make_docs(), f"{page}_page")()
     stored = (REPO / "docs" / f"{page.replace('_', '-')}.md").read_text(encoding="utf-8")

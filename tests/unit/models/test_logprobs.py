@@ -21,10 +21,13 @@ def objective(logprobs, entropies, part=slice(None)):
     return (weights * (logprobs.exp() + 0.3 * logprobs)).sum() + (weights * (0.1 * entropies.square())).sum()
 
 
-def reference(hidden, head, targets, temperature):
+def reference(hidden, head, targets, temperature, softcap=None):
     """A full softmax in float64: values, entropies, the objective and its gradients."""
     hidden, head = hidden.double().requires_grad_(), head.double().requires_grad_()
-    logprobs = ((hidden @ head.t()) / temperature).log_softmax(-1)
+    logits = hidden @ head.t()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logprobs = (logits / temperature).log_softmax(-1)
     chosen = logprobs[torch.arange(len(targets)), targets]
     entropies = -(logprobs.exp() * logprobs).sum(-1)
     total = objective(chosen, entropies)
@@ -79,6 +82,22 @@ def test_a_loss_of_tokens_takes_its_gradient_chunk_by_chunk(monkeypatch, rows, t
     close((values, entropies, total, *grads), reference(plain_hidden, plain_head, targets, temperature))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rows", CUTS[1:3])
+def test_a_cap_of_logits_comes_before_the_temperature(monkeypatch, rows, fused):
+    small_chunks(monkeypatch, rows)
+    plain_hidden, plain_head, targets = inputs()
+    hidden, head = plain_hidden.clone().requires_grad_(), plain_head.clone().requires_grad_()
+    if fused:
+        total, values, entropies = tokenwise_loss(hidden, head, targets, 0.7, objective, softcap=4.0)
+    else:
+        values, entropies = token_logprobs(hidden, head, targets, 0.7, softcap=4.0)
+        total = objective(values, entropies)
+    total.backward()
+    expected = reference(plain_hidden, plain_head, targets, 0.7, softcap=4.0)
+    close((values, entropies, total, hidden.grad, head.grad), expected)
+
+
 def test_only_the_gradients_that_are_asked_for():
     plain_hidden, plain_head, targets = inputs()
     *_, grad_hidden, grad_head = reference(plain_hidden, plain_head, targets, 1.0)
@@ -111,9 +130,9 @@ def test_the_logits_never_exist_at_once(monkeypatch, fused):
     sizes = []
     original = module._logits
 
-    def spy(hidden, head, temperature):
+    def spy(hidden, head, *args):
         sizes.append(len(hidden))
-        return original(hidden, head, temperature)
+        return original(hidden, head, *args)
 
     monkeypatch.setattr(module, "_logits", spy)
     hidden, head, targets = inputs()

@@ -248,7 +248,7 @@ REFUSED = [
 def test_targets_that_cannot_be_adapted(folders, name, targets, message):
     source = folders.get(name, TINY)
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
-        lora.check(source, LoraConfig(rank=4, target_modules=targets))
+        lora.inject(build(source, dtype=torch.float32), LoraConfig(rank=4, target_modules=targets), dtype=torch.float32)
     assert "train.lora.target_modules" in error.value.message
     assert name == "gpt2" or "q_proj" in error.value.hint
 

@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -18,7 +20,7 @@ from transformers import (
 )
 
 from posttrain.core.errors import ConfigError, ModelError
-from posttrain.models.attention import available, choose
+from posttrain.models.attention import available, choose, needs
 from posttrain.models.load import ModelSource, build
 from posttrain.models.ulysses import check_heads
 from posttrain.models.weights import load_weights, materialize
@@ -178,6 +180,16 @@ def test_on_a_cpu_attention_is_padded_sdpa():
     for name in ("flash4", "flash3", "flash2", "torch"):
         with pytest.raises(ConfigError, match=f"train.attention = '{name}': it needs a GPU"):
             choose(name, CPU, torch.bfloat16)
+
+
+def test_a_kernel_that_lacks_what_layers_ask_for_is_refused():
+    with torch.device("meta"):
+        model = Gemma2ForCausalLM(Gemma2Config(**COMMON))
+    assert needs(model) == {"window", "softcap"}
+    for needed, message in (({"window", "softcap"}, "a cap of its scores"), ({"sinks"}, "sinks")):
+        with pytest.raises(ConfigError, match=f"train.attention = 'torch': the model's attention has {message}, which"):
+            choose("torch", torch.device("cuda"), torch.bfloat16, frozenset(needed))
+    assert choose("sdpa", CPU, torch.float32, needs(model)).name == "sdpa"
 
 
 def test_flops_of_published_shapes():

@@ -6,14 +6,17 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from posttrain.algos.reduce import token_weights
@@ -22,7 +25,7 @@ from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import Config, LoraConfig
 from posttrain.data.pack import PackedBatch, place, place_by_prompt
 from posttrain.data.prompts import Prompts
-from posttrain.models import attention, lora
+from posttrain.models import attention, lora, recurrent
 from posttrain.models.load import ModelSource, build
 from posttrain.models.weights import load_weights, materialize
 from posttrain.train.flops import sharing_cost
@@ -45,7 +48,14 @@ CONFIGS = {
     "gpt2": GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4),
     "gpt_neox": GPTNeoXConfig(**MLP),
     "granite": GraniteConfig(**GROUPED),
-}
+    "mistral": MistralConfig(**GROUPED, head_dim=8, sliding_window=8),
+    "gemma2": Gemma2Config(**GROUPED, head_dim=8, sliding_window=8, attn_logit_softcapping=5.0),
+    "qwen3_next": Qwen3NextConfig(
+        **GROUPED, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
+        shared_expert_intermediate_size=24, layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    ),
+}  # fmt: skip
 
 
 def grouped_batch(seed, prompts=5, longest=60):
@@ -70,7 +80,9 @@ def grouped_batch(seed, prompts=5, longest=60):
 def model(name, kind=PackedLM):
     attention.register()
     torch.manual_seed(0)
-    lm = kind(AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention.NAME, dtype=torch.float32))
+    inner = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention.NAME, dtype=torch.float32)
+    recurrent.separate_sequences(inner)
+    lm = kind(inner)
     lm.eval()
     if kind is PackedValues:
         torch.nn.init.normal_(lm.model.get_output_embeddings().weight)
