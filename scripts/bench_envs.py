@@ -27,7 +27,7 @@ from posttrain.rl import command as rl
 from posttrain.sft import command as sft
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-HIGHEST, GUESSES = 9, 3
+HIGHEST, GUESSES = 5, 3
 WAYS = {
     "env": {"rollout.env": f"{EXAMPLES / 'guess.py'}:Guess"},
     "agent": {"rollout.agent": f"{EXAMPLES / 'guess.py'}:play", "rollout.env": ""},
@@ -70,12 +70,12 @@ def curve(folder: Path, way: str, seed: int, steps: int) -> list[float]:
     """Train by one of ``WAYS`` from run ``sft``. Returns the mean reward of each step."""
     flags = WAYS[way] | {
         "model.path": "run:sft", "data.batch_size": 16, "train.steps": steps, "rollout.n": 8, "rollout.max_turns": GUESSES,
-        "rollout.max_response_tokens": 64, "rollout.max_prompt_tokens": 64, "train.optim.lr": 1e-3,
+        "rollout.max_response_tokens": 64, "rollout.max_prompt_tokens": 64, "train.optim.lr": 4e-4,
         "train.optim.weight_decay": 0.0, "rollout.engine": "hf",
     }  # fmt: skip
     rl.run(resolve("rl", str(EXAMPLES / "guess.toml"), flags=flags | common(folder, way, seed)))
     lines = (folder / way / "metrics.jsonl").read_text().splitlines()
-    return [row["reward/mean"] for row in map(json.loads, lines) if "reward/mean" in row]
+    return [row["reward/score/mean"] for row in map(json.loads, lines) if "reward/score/mean" in row]
 
 
 def common(folder: Path, run: str, seed: int) -> dict[str, Any]:
