@@ -22,7 +22,7 @@ class Guess(Environment):
         guesses: turns until the game is lost.
     """
 
-    def __init__(self, *, highest: int = 5, guesses: int = 3) -> None:
+    def __init__(self, *, highest: int = 3, guesses: int = 2) -> None:
         self.highest, self.left, self.hidden = highest, guesses, 0
 
     def tasks(self, split: Split) -> Sequence[Prompt]:

@@ -25,7 +25,7 @@ def found(completion, answer):
     return float(bool(said) and said[-1] == answer)
 
 
-def load_environment(highest: int = 5, guesses: int = 3, **kwargs) -> vf.Environment:
+def load_environment(highest: int = 3, guesses: int = 2, **kwargs) -> vf.Environment:
     question = f"I think of a number from 1 to {highest}. Which?"
     hidden = [random.Random(i).randint(1, highest) for i in range(80)]
     rows = [{"question": question, "answer": str(number)} for number in hidden]

@@ -27,7 +27,7 @@ from posttrain.rl import command as rl
 from posttrain.sft import command as sft
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-HIGHEST, GUESSES = 5, 3
+HIGHEST, GUESSES = 3, 2
 WAYS = {
     "env": {"rollout.env": f"{EXAMPLES / 'guess.py'}:Guess"},
     "agent": {"rollout.agent": f"{EXAMPLES / 'guess.py'}:play", "rollout.env": ""},
@@ -70,7 +70,7 @@ def curve(folder: Path, way: str, seed: int, steps: int) -> list[float]:
     """Train by one of ``WAYS`` from run ``sft``. Returns the mean reward of each step."""
     flags = WAYS[way] | {
         "model.path": "run:sft", "data.batch_size": 16, "train.steps": steps, "rollout.n": 8, "rollout.max_turns": GUESSES,
-        "rollout.max_response_tokens": 64, "rollout.max_prompt_tokens": 64, "train.optim.lr": 4e-4,
+        "rollout.max_response_tokens": 64, "rollout.max_prompt_tokens": 64, "train.optim.lr": 1e-3,
         "train.optim.weight_decay": 0.0, "rollout.engine": "hf",
     }  # fmt: skip
     rl.run(resolve("rl", str(EXAMPLES / "guess.toml"), flags=flags | common(folder, way, seed)))
@@ -99,7 +99,7 @@ def main() -> None:
     with local_ray():
         for seed in args.seeds:
             folder = args.out / f"seed_{seed}"
-            learn_numbers(folder, seed, 100)
+            learn_numbers(folder, seed, 50)
             for way in args.ways:
                 begun = time.monotonic()
                 first, last = ends(curve(folder, way, seed, args.steps))
