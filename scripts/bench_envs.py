@@ -27,7 +27,7 @@ from posttrain.rl import command as rl
 from posttrain.sft import command as sft
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-HIGHEST, GUESSES = 3, 2
+HIGHEST, GUESSES, BY_HINTS = 3, 2, 0.3
 WAYS = {
     "env": {"rollout.env": f"{EXAMPLES / 'guess.py'}:Guess"},
     "agent": {"rollout.agent": f"{EXAMPLES / 'guess.py'}:play", "rollout.env": ""},
@@ -38,27 +38,28 @@ AVERAGED = 5
 
 
 def games(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return conversations of games in which each guess is made by chance."""
+    """Return conversations of games; in a share of ``BY_HINTS`` the player heeds the hints, else guesses by chance."""
     chance = random.Random(seed)
-    return [{"messages": _game(chance)} for _ in range(count)]
+    return [{"messages": _game(chance, chance.random() < BY_HINTS)} for _ in range(count)]
 
 
-def _game(chance: random.Random) -> list[dict[str, str]]:
-    hidden = chance.randint(1, HIGHEST)
+def _game(chance: random.Random, by_hints: bool) -> list[dict[str, str]]:
+    hidden, low, high = chance.randint(1, HIGHEST), 1, HIGHEST
     messages = [{"role": "user", "content": f"I think of a number from 1 to {HIGHEST}. Which?"}]
-    for _ in range(GUESSES):
-        guess = chance.randint(1, HIGHEST)
+    for turn in range(GUESSES):
+        guess = (low + high) // 2 if by_hints else chance.randint(1, HIGHEST)
         messages.append({"role": "assistant", "content": str(guess)})
-        if guess == hidden:
+        if guess == hidden or turn + 1 == GUESSES:
             break
         messages.append({"role": "user", "content": f"No, {'higher' if guess < hidden else 'lower'}."})
-    return messages if messages[-1]["role"] == "assistant" else messages[:-1]
+        low, high = (guess + 1, high) if guess < hidden else (low, guess - 1)
+    return messages
 
 
 def learn_numbers(folder: Path, seed: int, steps: int) -> None:
     """Train a model that guesses by chance: run ``sft`` of the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(folder / "games.parquet", games(512, seed))
+    write_rows(folder / "games.parquet", games(1024, seed))
     flags = {
         "model.path": "builtin:tiny", "data.train": str(folder / "games.parquet"), "data.batch_size": 32,
         "train.steps": steps, "train.optim.lr": 2.5e-3, "train.optim.weight_decay": 0.0,
@@ -70,7 +71,7 @@ def curve(folder: Path, way: str, seed: int, steps: int) -> list[float]:
     """Train by one of ``WAYS`` from run ``sft``. Returns the mean reward of each step."""
     flags = WAYS[way] | {
         "model.path": "run:sft", "data.batch_size": 16, "train.steps": steps, "rollout.n": 8, "rollout.max_turns": GUESSES,
-        "rollout.max_response_tokens": 64, "rollout.max_prompt_tokens": 64, "train.optim.lr": 1e-3,
+        "rollout.max_response_tokens": 64, "rollout.max_prompt_tokens": 64, "train.optim.lr": 5e-4,
         "train.optim.weight_decay": 0.0, "rollout.engine": "hf",
     }  # fmt: skip
     rl.run(resolve("rl", str(EXAMPLES / "guess.toml"), flags=flags | common(folder, way, seed)))
@@ -99,7 +100,7 @@ def main() -> None:
     with local_ray():
         for seed in args.seeds:
             folder = args.out / f"seed_{seed}"
-            learn_numbers(folder, seed, 50)
+            learn_numbers(folder, seed, 100)
             for way in args.ways:
                 begun = time.monotonic()
                 first, last = ends(curve(folder, way, seed, args.steps))
