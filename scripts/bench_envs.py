@@ -3,9 +3,9 @@ of OpenAI at the endpoint, and as an environment of the package verifiers.
 
     python scripts/bench_envs.py [--seeds 0 1 2] [--ways env agent verifiers]
 
-For each seed the model first learns from games of guesses by chance (`sft`): it can write numbers then, and knows nothing
-of hints. Each way goes on from there with `rl`. A curve is the mean reward of each step; what is reported is the mean over
-its first and its last steps. Games are alike in all three ways, and so should be the curves, within noise.
+For each seed the model first learns from recorded games (`sft`), of which few heed the hints. Each way goes on from
+there with `rl`. A curve is the mean reward of each step; what is reported is the mean over its first and its last
+steps. Games are alike in all three ways, and so should be the curves, within noise.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def learn_numbers(folder: Path, seed: int, steps: int) -> None:
 def curve(folder: Path, way: str, seed: int, steps: int) -> list[float]:
     """Train by one of ``WAYS`` from run ``sft``. Returns the mean reward of each step."""
     flags = WAYS[way] | {
-        "model.path": "run:sft", "data.batch_size": 16, "train.steps": steps, "rollout.n": 8, "rollout.max_turns": GUESSES,
-        "rollout.max_response_tokens": 64, "rollout.max_prompt_tokens": 64, "train.optim.lr": 5e-4,
-        "train.optim.weight_decay": 0.0, "rollout.engine": "hf",
+        "model.path": "run:sft", "data.batch_size": 16, "train.steps": steps, "train.optim.lr": 5e-4,
+        "train.optim.weight_decay": 0.0, "rollout.engine": "hf", "rollout.n": 8, "rollout.max_turns": GUESSES,
+        "rollout.max_prompt_tokens": 64, "rollout.max_response_tokens": 64,
     }  # fmt: skip
     rl.run(resolve("rl", str(EXAMPLES / "guess.toml"), flags=flags | common(folder, way, seed)))
     lines = (folder / way / "metrics.jsonl").read_text().splitlines()
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench_envs"))
     args = parser.parse_args()
     sys.path.insert(0, str(EXAMPLES))  # verifiers' environments are modules that can be imported
-    print("| seed | way | reward, first steps | last steps | gain | seconds of rl |\n| --- | --- | --- | --- | --- | --- |")
+    print("| seed | way | reward, first steps | last steps | gain | seconds of rl |", "| --- " * 6 + "|", sep="\n")
     with local_ray():
         for seed in args.seeds:
             folder = args.out / f"seed_{seed}"

@@ -64,7 +64,7 @@ class Environment(Protocol):
 
 
 def seeded_tasks(split: Split, count: int, question: str, source: str) -> list[Prompt]:
-    """Return ``count`` tasks to train on that differ by their seeds alone, or an eighth as many others to validate on."""
+    """Return ``count`` tasks to train on that differ by their seeds alone; to validate on, an eighth as many others."""
     places = range(count) if split == "train" else range(count, count + max(1, count // 8))
     return [Prompt(i, [{"role": "user", "content": question}], source, "") for i in places]
 

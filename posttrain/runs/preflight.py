@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from posttrain.config import RolloutConfig, ValConfig
     from posttrain.core.types import Prompt, ToolSchema
-    from posttrain.envs.base import Split
     from posttrain.envs.agents import Agent
+    from posttrain.envs.base import Split
     from posttrain.rollout.agents import AgentHost
     from posttrain.rollout.episode import EpisodeContext
     from posttrain.tools.formats import ToolParser
@@ -316,7 +316,9 @@ def _host(
     from posttrain.rollout.agents import AgentHost
 
     renderer = Renderer(tokenizer, parser, stop_token_ids, cfg.data.chat_kwargs)
-    return AgentHost(agent, renderer, Endpoint(), f"environment {cfg.rollout.env!r}" if cfg.rollout.env else "the agent")
+    return AgentHost(
+        agent, renderer, Endpoint(), f"environment {cfg.rollout.env!r}" if cfg.rollout.env else "the agent"
+    )
 
 
 def check_tools_shown(

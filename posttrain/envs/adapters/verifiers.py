@@ -30,7 +30,7 @@ _EMPTY = "EmptyModelResponseError"
 
 
 class VerifiersAgent:
-    """An environment of verifiers that is installed: single-turn, multi-turn or with tools. Its rubric gives the reward.
+    """An installed environment of verifiers: single-turn, multi-turn or with tools. Its rubric gives the reward.
 
     Episodes run in an event loop of their own: reward functions may take long without waiting.
 
@@ -91,7 +91,8 @@ class VerifiersAgent:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._play(task), self._loop))
 
     async def _play(self, task: AgentTask) -> float:
-        _RAISED.set(raised := [])
+        raised: list[str] = []
+        _RAISED.set(raised)
         given = {"example_id": task.index, "task": self.name, **task.extra_info}
         given |= {"prompt": task.messages, "answer": task.ground_truth}
         config: Any = self.package.types.ClientConfig

@@ -193,7 +193,8 @@ async def test_a_program_plays_and_posts_its_reward_and_one_that_dies_fails_its_
 
 async def test_a_program_that_dies_amid_a_request_fails_its_episode_and_no_other(tmp_path):
     file = tmp_path / "agent.py"
-    file.write_text(PROGRAM.replace("answer = ", "import threading\nthreading.Timer(0.1, os.kill, (os.getpid(), 9)).start()\nanswer = "))
+    soon = "import threading\nthreading.Timer(0.1, os.kill, (os.getpid(), 9)).start()\nanswer = "
+    file.write_text(PROGRAM.replace("answer = ", soon))
     [died], _ = await play(Program(f"{sys.executable} {file}"), 30.0, "8", episode_deadline_s=25.0)
     assert died.stop_reason == "error"
     assert "ended with signal SIGKILL" in died.error or "disconnected amid a request" in died.error

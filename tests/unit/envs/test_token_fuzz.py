@@ -86,8 +86,9 @@ class Messages(Chat):
 
     async def ask(self, url, items, streamed):
         system = [item["content"] for item in items if item["role"] == "system"]
-        given = {"model": "policy", "max_tokens": 10_000, "tools": self.tools} | ({"system": system[0]} if system else {})
-        given["messages"] = [item for item in items if item["role"] != "system"]
+        messages = [item for item in items if item["role"] != "system"]
+        given = {"model": "policy", "max_tokens": 10_000, "tools": self.tools, "messages": messages}
+        given |= {"system": system[0]} if system else {}
         client = self.client.with_options(base_url=url)
         if streamed:
             async with client.messages.stream(**given) as events:
@@ -127,7 +128,9 @@ def served(request):
         runner.run(endpoint.__aexit__(None, None, None))
 
 
-WORDS = st.sampled_from(["\n", " ", "7", "é", "漢", "The answer", "<tool_response>", "{", "}", '"', "\\n", "🙂", "user"])
+WORDS = st.sampled_from(
+    ["\n", " ", "7", "é", "漢", "The answer", "<tool_response>", "{", "}", '"', "\\n", "🙂", "user"]
+)
 TEXTS = st.lists(WORDS, min_size=1, max_size=4).map("".join)
 CALLS = st.lists(TEXTS.map(lambda text: ParsedCall("say", {"text": text})), max_size=3)
 TURNS = st.builds(ParsedTurn, TEXTS.map(str.strip), CALLS, st.sampled_from(["", "", "let me see"]))
