@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=40, help="of RL")
+    parser.add_argument("--steps", type=int, default=25, help="of RL")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_envs"))
     args = parser.parse_args()
     sys.path.insert(0, str(EXAMPLES))  # verifiers' environments are modules that can be imported

@@ -117,7 +117,7 @@ def verifiers(tmp_path, monkeypatch):
 
 async def test_an_environment_of_verifiers_plays_several_turns_at_the_endpoint(verifiers):
     handler = signal.getsignal(signal.SIGINT)
-    agent = verifiers("guess-verifiers", highest=1)
+    agent = verifiers("guess-verifiers", highest=1, guesses=3)
     assert signal.getsignal(signal.SIGINT) is handler  # verifiers sets its own
     task = agent.tasks("train")[0]
     assert (len(agent.tasks("train")), len(agent.tasks("val"))) == (64, 16)
