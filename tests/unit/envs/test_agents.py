@@ -229,7 +229,7 @@ def test_settings_of_agents_without_effect_are_refused(rollout, said):
 async def test_the_same_game_by_an_episode_and_by_an_openai_client_has_the_same_tokens():
     pytest.importorskip("openai")
     agent = open_agent(f"{REPO / 'examples' / 'guess.py'}:play", "")
-    task = Prompt(5, [user("I think of a number from 1 to 5. Which?")], "guess", "train")
+    task = Prompt(5, [user("I think of a number from 1 to 3. Which?")], "guess", "train")
     turns = ("eh", "0", "10")
     [by_agent], _ = await play(agent, *turns, prompt=task)
     env = dataclasses.replace(environment(), world=open_world(f"{REPO / 'examples' / 'guess.py'}:Guess", {}))
