@@ -23,7 +23,7 @@ from posttrain.envs.agents import AgentTask
 from posttrain.envs.base import Split
 from posttrain.tools.options import check_options
 
-_VERSIONS = "verifiers>=0.1.10,<0.2"
+_VERSIONS = "verifiers>=0.1.10,<0.3"
 _RAISED: ContextVar[list[str]] = ContextVar("raised")
 """What the reward functions of an episode have raised."""
 _EMPTY = "EmptyModelResponseError"
