@@ -96,7 +96,10 @@ def _from_sharegpt(message: AnyMessage) -> dict[str, Any]:
 
 def _from_openai(message: AnyMessage) -> dict[str, Any]:
     if message.keys() == _PLAIN and isinstance(message["role"], str) and isinstance(message["content"], str):
-        return {"role": message["role"], "content": message["content"]}  # most are, and agents send them again and again
+        return {
+            "role": message["role"],
+            "content": message["content"],
+        }  # most are, and agents send them again and again
     if not isinstance(message.get("role"), str):
         raise ValueError("it has no role")
     turn = {"role": message["role"], "content": ""}

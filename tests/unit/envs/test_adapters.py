@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import uvicorn
 
+from posttrain.config import Config
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.data.chat import ChatDeltas
 from posttrain.envs.opening import open_environment_agent, open_world
+from posttrain.models.load import ModelSource
 from posttrain.rollout.episode import run_episode
 from posttrain.rollout.seeds import seed_of
+from posttrain.runs.preflight import episode_context
 from tests.helpers.agents import play
 from tests.helpers.scripted import TOKENIZER, ScriptedSampler, environment, gsm8k_prompt
 
@@ -163,6 +166,17 @@ async def test_an_episode_of_verifiers_that_has_no_turns_left_keeps_its_rubrics_
 def test_what_verifiers_cannot_play_is_refused(verifiers, name, options, said):
     with pytest.raises(ConfigError, match=said):
         verifiers(name, **options)
+
+
+def test_a_run_plays_an_environment_of_verifiers_by_an_agent(verifiers):
+    settings = {"env": "verifiers:guess-verifiers", "env_options": {"highest": 2}, "branches": "last"}
+    source = ModelSource("builtin:tiny")
+    context = episode_context(Config(command="rl", rollout=settings), source, TOKENIZER)
+    assert (context.world, context.agents.name) == (None, "environment 'verifiers:guess-verifiers'")
+    assert "from 1 to 2" in context.agents.tasks("val")[0].messages[0]["content"]
+    plain = Config(command="rl", rollout={"env": f"{EXAMPLES / 'guess.py'}:Guess", "branches": "last"})
+    with pytest.raises(ConfigError, match=r"rollout.branches has no effect without an agent"):
+        episode_context(plain, source, TOKENIZER)
 
 
 # ---------------------------------------------------------------------- OpenEnv
