@@ -93,7 +93,7 @@ class VerifiersAgent:
     async def _play(self, task: AgentTask) -> float:
         raised: list[str] = []
         _RAISED.set(raised)
-        given = {"example_id": task.index, "task": self.name, **task.extra_info}
+        given = {"example_id": task.index, **task.extra_info}
         given |= {"prompt": task.messages, "answer": task.ground_truth}
         openai: Any = import_module("openai")
         http = openai.DefaultAsyncHttpxClient(verify=False)  # certificates, of no use on loopback, take 20 ms to read
