@@ -66,6 +66,8 @@ class VerifiersAgent:
                 hint="give each episode a reward of its own: the advantages compare them",
             )
         logging.getLogger("verifiers.rubrics").addHandler(_HANDLER)
+        for handler in logging.getLogger("verifiers").handlers:  # what it prints of episodes is in rollout files
+            handler.setLevel(logging.CRITICAL)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"verifiers:{name}", daemon=True).start()
 
