@@ -76,6 +76,8 @@ async def test_an_environment_of_skyrl_gym_pays_for_each_turn():
 # ---------------------------------------------------------------------- verifiers
 
 TOOLS_ENVIRONMENT = '''
+import threading
+
 import verifiers as vf
 from datasets import Dataset
 
@@ -90,7 +92,12 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+RELEASED = threading.Event()
+
+
 def right(completion, answer):
+    if answer == "late":
+        RELEASED.wait(30)
     if answer == "?":
         raise ValueError("no answer is known")
     return float(completion[-1]["content"] == answer)
@@ -145,6 +152,14 @@ async def test_a_reward_function_of_verifiers_that_raises_fails_the_episode(veri
     agent = verifiers("vf_adding", answer="?")
     [trajectory], _ = await play(agent, "8", prompt=agent.tasks("train")[0], max_response_tokens=2000)
     assert "Error calling reward function right: no answer is known" in trajectory.error
+
+
+async def test_a_reward_function_of_verifiers_that_blocks_holds_up_nobody_else(verifiers):
+    agent = verifiers("vf_adding", answer="late")
+    [late], _ = await play(agent, "8", prompt=agent.tasks("train")[0], max_response_tokens=2000, episode_deadline_s=1.0)
+    assert not sys.modules["vf_adding"].RELEASED.is_set()  # it still blocks
+    sys.modules["vf_adding"].RELEASED.set()
+    assert (late.stop_reason, "rollout.episode_deadline_s" in late.error) == ("deadline", True)
 
 
 async def test_an_episode_of_verifiers_that_has_no_turns_left_keeps_its_rubrics_reward(verifiers):
