@@ -21,8 +21,9 @@ class Guess(vf.MultiTurnEnv):
 
 
 def found(completion, answer):
-    said = re.findall(r"\d+", next(m["content"] or "" for m in reversed(completion) if m["role"] == "assistant"))
-    return float(bool(said) and said[-1] == answer)
+    turns = [message["content"] or "" for message in completion if message["role"] == "assistant"]
+    said = re.findall(r"\d+", turns[-1]) if turns else []  # an answer without words is no turn of verifiers
+    return float(said[-1:] == [answer])
 
 
 def load_environment(highest: int = 3, guesses: int = 2, **kwargs) -> vf.Environment:

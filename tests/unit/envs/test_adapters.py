@@ -138,6 +138,8 @@ async def test_an_environment_of_verifiers_plays_several_turns_at_the_endpoint(v
     assert (source.stats.branches, source.stats.unmatched) == (0, 0)
     [lost], _ = await play(agent, "3", "2", "9", prompt=task)
     assert (lost.error, lost.reward_parts["env"], lost.turns) == (None, 0.0, 3)
+    [silent], _ = await play(agent, "", prompt=task)  # verifiers calls it an error
+    assert (silent.error, silent.reward_parts["env"], silent.turns) == (None, 0.0, 1)
 
 
 async def test_an_environment_of_verifiers_calls_its_tools(verifiers):
