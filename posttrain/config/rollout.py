@@ -53,8 +53,8 @@ class RolloutConfig(Section):
     """Keyword arguments of the interaction."""
     env: str = ""
     """Environment that plays with the model and gives the reward: `FILE.py:NAME`, one from a plugin, or
-    `gymnasium:NAME` or `skyrl:NAME`; empty: none. See environments.md. Its own tasks are used where `data.train`,
-    `data.val` or `generate.data` is empty."""
+    `gymnasium:NAME`, `openenv:NAME`, `skyrl:NAME` or `verifiers:NAME`; empty: none. See environments.md. Its own tasks
+    are used where `data.train`, `data.val` or `generate.data` is empty."""
     env_options: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     agent: str = ""
@@ -136,7 +136,7 @@ class RolloutConfig(Section):
                 raise ValueError("rollout.agent and rollout.agent_command exclude each other")
             if taken:
                 raise ValueError(f"rollout.{taken[0]} has no effect with an agent, which brings its own")
-        elif "branches" in self.changed:
+        elif "branches" in self.changed and not self.env:
             raise ValueError("rollout.branches has no effect without rollout.agent or rollout.agent_command")
         if self.only and (self.over_sample_rate or self.filter_groups):
             raise ValueError("rollout.over_sample_rate and rollout.filter_groups have no effect without training")

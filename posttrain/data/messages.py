@@ -34,6 +34,7 @@ _SHAREGPT_ROLES = {
 }
 _SHAREGPT_CALLS = ("function_call", "tool_call")
 _PLACEHOLDERS = {"image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"}
+_PLAIN = {"role", "content"}
 _THOUGHTS = ("reasoning", "thinking", "reasoning_content")
 
 
@@ -94,6 +95,11 @@ def _from_sharegpt(message: AnyMessage) -> dict[str, Any]:
 
 
 def _from_openai(message: AnyMessage) -> dict[str, Any]:
+    if message.keys() == _PLAIN and isinstance(message["role"], str) and isinstance(message["content"], str):
+        return {
+            "role": message["role"],
+            "content": message["content"],
+        }  # most are, and agents send them again and again
     if not isinstance(message.get("role"), str):
         raise ValueError("it has no role")
     turn = {"role": message["role"], "content": ""}

@@ -63,5 +63,19 @@ class Environment(Protocol):
         return
 
 
+def seeded_tasks(split: Split, count: int, question: str, source: str) -> list[Prompt]:
+    """Return ``count`` tasks to train on that differ by their seeds alone; to validate on, an eighth as many others."""
+    places = range(count) if split == "train" else range(count, count + max(1, count // 8))
+    return [Prompt(i, [{"role": "user", "content": question}], source, "") for i in places]
+
+
+def asked(messages: Sequence[Message], observation: str) -> list[Message]:
+    """Return the messages with an observation behind the last one, or as the only one."""
+    if not messages:
+        return [{"role": "user", "content": observation}]
+    *before, last = messages
+    return [*before, {**last, "content": f"{last['content']}\n\n{observation}"}]
+
+
 ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry("environment")
 """Environments that plugins register, by name."""

@@ -1,4 +1,4 @@
-"""From a name to an environment: a registered one, ``FILE.py:NAME``, or ``ADAPTER:NAME`` of a package of others."""
+"""From a name to an environment: a registered one, ``FILE.py:NAME``, or ``ADAPTER:NAME`` of another package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from posttrain.core.errors import CodeError, ConfigError
 from posttrain.core.plugins import definition_of, user_code, with_place
 from posttrain.core.registry import Registry, load_object
 from posttrain.core.types import Prompt, ToolSchema
+from posttrain.envs.agents import Agent
 from posttrain.envs.base import ENVIRONMENTS, Environment, Split
 from posttrain.tools.options import check_options
 
@@ -18,10 +19,15 @@ ADAPTERS: Registry[Callable[..., Environment]] = Registry(
     "adapter of environments",
     {
         "gymnasium": "posttrain.envs.adapters.gymnasium:GymnasiumEnvironment",
+        "openenv": "posttrain.envs.adapters.openenv:OpenEnvEnvironment",
         "skyrl": "posttrain.envs.adapters.skyrl:SkyRLEnvironment",
     },
 )
 """Adapters by the word before the colon; each is called with the word behind it and the options."""
+AGENT_ADAPTERS: Registry[Callable[[str, Mapping[str, Any]], Agent]] = Registry(
+    "adapter of environments", {"verifiers": "posttrain.envs.adapters.verifiers:VerifiersAgent"}
+)
+"""Adapters of environments that ask for the model's turns by themselves: each makes an agent."""
 _MEMBERS = ("tools", "tasks", "reset", "step", "close")
 
 
@@ -40,6 +46,17 @@ class World:
         environment = self.make()
         with user_code(f"{self.name} failed in tasks", environment.tasks):
             return list(environment.tasks(split))
+
+
+def open_environment_agent(name: str, options: Mapping[str, Any]) -> Agent | None:
+    """Return the agent that plays `rollout.env`, if that environment asks for the model's turns by itself; None: it is
+    one for ``open_world``.
+
+    Raises:
+        ConfigError: it or an option is unknown. As ``CodeError``: it cannot be made.
+    """
+    adapter, _, rest = name.partition(":")
+    return AGENT_ADAPTERS.get(adapter)(rest, options) if adapter in AGENT_ADAPTERS else None
 
 
 def open_world(name: str, options: Mapping[str, Any]) -> World:

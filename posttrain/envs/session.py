@@ -29,6 +29,7 @@ from posttrain.tools.formats import ToolParser
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_JSON = json.JSONEncoder(sort_keys=True).encode
 _TOOL_LISTS = 256
 """Most lists of tools whose deltas are kept."""
 
@@ -159,7 +160,7 @@ class Session:
         """
         conversation = _checked(messages)
         shown = _renamed(conversation)
-        tools_key = json.dumps(list(tools), sort_keys=True)
+        tools_key = _JSON(list(tools))
         digests = _digests(tools_key, shown)
         last = max((i for i, m in enumerate(conversation) if m["role"] == "assistant"), default=-1)
         parent = self._find(conversation[last], digests[last + 1]) if last >= 0 else None
@@ -271,7 +272,8 @@ def _digest(before: bytes, text: str) -> bytes:
 def _identity(message: Message) -> str:
     """Return what tells a message from others. Clients send an assistant's turn back without its thoughts, some with
     other white space around its words."""
-    if message["role"] != "assistant":
-        return json.dumps(message, sort_keys=True)
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    return json.dumps(["assistant", message["content"].strip(), calls], sort_keys=True)
+    role, content, calls = message["role"], message["content"], message.get("tool_calls", ())
+    if role == "assistant":
+        content = content.strip()
+        return _JSON([content, [call["function"] for call in calls]]) if calls else f"assistant\0{content}"
+    return _JSON(message) if len(message) > 2 else f"{role}\0{content}"

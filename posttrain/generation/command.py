@@ -126,7 +126,7 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
         if cfg.run.overwrite or not (parts_folder(out) / MANIFEST).exists():
             with tracker.phase("start"):
                 check_prompts(tasks.prompts(), env, tasks.name)
-        parts = _open_parts(out, manifest, count, further_columns(cfg.rollout), overwrite=cfg.run.overwrite)
+        parts = _open_parts(out, manifest, count, further_columns(env), overwrite=cfg.run.overwrite)
         try:
             for note in filter(None, [tasks.note, *parts.notes]):
                 tracker.note(note)

@@ -32,8 +32,8 @@ from posttrain.runs.lock import RunLock
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from posttrain.config import RolloutConfig
     from posttrain.core.types import Trajectory
+    from posttrain.rollout.episode import EpisodeContext
 
 MANIFEST = "manifest.json"
 KEY = b"posttrain.generation.command"
@@ -54,11 +54,11 @@ Row = tuple[int, Sequence["Trajectory"]]
 """A prompt's row number, and its episodes."""
 
 
-def further_columns(rollout: RolloutConfig) -> tuple[str, ...]:
+def further_columns(env: EpisodeContext) -> tuple[str, ...]:
     """Return the columns that a file has beside the usual ones, by what plays its episodes."""
-    if rollout.has_agent:
+    if env.agents is not None:
         return (*VERDICTS, BRANCHES)
-    return VERDICTS if rollout.env else ()
+    return VERDICTS if env.world is not None else ()
 
 
 def response_schema(further: Sequence[str] = ()) -> pa.Schema:

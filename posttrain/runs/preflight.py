@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from posttrain.config import RolloutConfig, ValConfig
     from posttrain.core.types import Prompt, ToolSchema
+    from posttrain.envs.agents import Agent
     from posttrain.envs.base import Split
     from posttrain.rollout.agents import AgentHost
     from posttrain.rollout.episode import EpisodeContext
@@ -284,13 +285,14 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
     for tool in tools.values():
         with user_code(f"tool {tool.name!r} failed in check", tool):
             tool.check()
-    world = open_world(cfg.rollout.env, cfg.rollout.env_options) if cfg.rollout.env else None
+    agent = _agent(cfg)
+    world = open_world(cfg.rollout.env, cfg.rollout.env_options) if cfg.rollout.env and agent is None else None
     schemas = [*(tool.schema for tool in tools.values()), *(world.tools if world else ())] or None
     template_kwargs = cfg.data.chat_kwargs
     check_tools_shown(tokenizer, schemas or [], template_kwargs)
-    parser = tool_parser(cfg.rollout.tool_format, tokenizer, [_PROBE] if cfg.rollout.has_agent else schemas)
+    parser = tool_parser(cfg.rollout.tool_format, tokenizer, [_PROBE] if agent is not None else schemas)
     stops = set(stop_token_ids(tokenizer, source))
-    if schemas or cfg.rollout.has_agent:
+    if schemas or agent is not None:
         vocabulary = tokenizer.get_vocab()
         stops |= {vocabulary[token] for token in parser.stop_tokens if token in vocabulary}
     return EpisodeContext(
@@ -303,20 +305,40 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
         template_kwargs=template_kwargs,
         interaction=interaction,
         world=world,
-        agents=_agents(cfg, tokenizer, parser, frozenset(stops)) if cfg.rollout.has_agent else None,
+        agents=None if agent is None else _host(agent, cfg, tokenizer, parser, frozenset(stops)),
     )
 
 
-def _agents(
-    cfg: Config, tokenizer: PreTrainedTokenizerBase, parser: ToolParser, stop_token_ids: frozenset[int]
-) -> AgentHost:
+def _agent(cfg: Config) -> Agent | None:
+    """Return what plays the episodes, if it samples at an endpoint. Raises ``ConfigError``."""
     from posttrain.envs.agents import open_agent
+    from posttrain.envs.opening import open_environment_agent
+
+    if cfg.rollout.has_agent:
+        return open_agent(cfg.rollout.agent, cfg.rollout.agent_command)
+    agent = open_environment_agent(cfg.rollout.env, cfg.rollout.env_options)
+    if agent is None and cfg.rollout.branches != "all":
+        raise ConfigError(
+            "rollout.branches has no effect without an agent", hint="episodes of other kinds have one branch"
+        )
+    return agent
+
+
+def _host(
+    agent: Agent,
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    parser: ToolParser,
+    stop_token_ids: frozenset[int],
+) -> AgentHost:
     from posttrain.envs.endpoint import Endpoint
     from posttrain.envs.session import Renderer
     from posttrain.rollout.agents import AgentHost
 
-    agent = open_agent(cfg.rollout.agent, cfg.rollout.agent_command)
-    return AgentHost(agent, Renderer(tokenizer, parser, stop_token_ids, cfg.data.chat_kwargs), Endpoint())
+    renderer = Renderer(tokenizer, parser, stop_token_ids, cfg.data.chat_kwargs)
+    return AgentHost(
+        agent, renderer, Endpoint(), f"environment {cfg.rollout.env!r}" if cfg.rollout.env else "the agent"
+    )
 
 
 def check_tools_shown(

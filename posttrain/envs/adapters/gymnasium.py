@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.types import Message, Prompt
-from posttrain.envs.base import Environment, Split, Step
+from posttrain.envs.base import Environment, Split, Step, asked, seeded_tasks
 
 
 class GymnasiumEnvironment(Environment):
@@ -53,15 +53,11 @@ class GymnasiumEnvironment(Environment):
         self.instructions = instructions or (self.how if self.numbers else "Play.")
 
     def tasks(self, split: Split) -> Sequence[Prompt]:
-        count = self.count if split == "train" else max(1, self.count // 8)
-        asked: list[Message] = [{"role": "user", "content": self.instructions}]
-        offset = 0 if split == "train" else self.count  # other seeds
-        return [Prompt(offset + i, asked, self.name, "") for i in range(count)]
+        return seeded_tasks(split, self.count, self.instructions, self.name)
 
     async def reset(self, task: Prompt, seed: int) -> list[Message]:
         observation, _ = await asyncio.to_thread(self.world.reset, seed=seed)
-        *before, last = task.messages
-        return [*before, {**last, "content": f"{last['content']}\n\n{self._shown(observation)}"}]
+        return asked(task.messages, self._shown(observation))
 
     async def step(self, message: Message) -> Step:
         action: Any = message["content"].strip()
@@ -72,7 +68,7 @@ class GymnasiumEnvironment(Environment):
             action = numbers[-1]
         observation, reward, terminated, truncated, _ = await asyncio.to_thread(self.world.step, action)
         over = bool(terminated or truncated)
-        return Step([] if over else [{"role": "user", "content": self._shown(observation)}], float(reward), over)
+        return Step([] if over else asked([], self._shown(observation)), float(reward), over)
 
     def _shown(self, observation: Any) -> str:
         if self.world.render_mode == "ansi":

@@ -2,14 +2,27 @@
 
 import dataclasses
 import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
+import uvicorn
 
-from posttrain.core.errors import ConfigError
+from posttrain.config import Config
+from posttrain.core.errors import ConfigError, RunError
 from posttrain.data.chat import ChatDeltas
-from posttrain.envs.opening import open_world
+from posttrain.envs.opening import open_environment_agent, open_world
+from posttrain.models.load import ModelSource
 from posttrain.rollout.episode import run_episode
+from posttrain.rollout.seeds import seed_of
+from posttrain.runs.preflight import episode_context
+from tests.helpers.agents import play
 from tests.helpers.scripted import TOKENIZER, ScriptedSampler, environment, gsm8k_prompt
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 async def played(name, options, *turns, task=None):
@@ -58,3 +71,217 @@ async def test_an_environment_of_skyrl_gym_pays_for_each_turn():
         open_world("skyrl:gsm9k", {})
     assert "gsm8k" in error.value.hint
     json.dumps(trajectory.messages)
+
+
+# ---------------------------------------------------------------------- verifiers
+
+TOOLS_ENVIRONMENT = '''
+import threading
+
+import verifiers as vf
+from datasets import Dataset
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+RELEASED = threading.Event()
+
+
+def right(completion, answer):
+    if answer == "late":
+        RELEASED.wait(30)
+    if answer == "?":
+        raise ValueError("no answer is known")
+    return float(completion[-1]["content"] == answer)
+
+
+def load_environment(answer: str = "8", together: bool = False):
+    rows = [{"question": "3 + 5?", "answer": answer, "info": {"level": 1}}]
+
+    def best(completions):
+        return [1.0] * len(completions)
+
+    funcs = [best] if together else [right]
+    return vf.ToolEnv(dataset=Dataset.from_list(rows), tools=[add], rubric=vf.Rubric(funcs=funcs), max_turns=4)
+'''
+
+
+@pytest.fixture
+def verifiers(tmp_path, monkeypatch):
+    """Opens environments of verifiers: that of the examples, and one with a tool."""
+    pytest.importorskip("verifiers")
+    (tmp_path / "vf_adding.py").write_text(TOOLS_ENVIRONMENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield lambda name, **options: open_environment_agent(f"verifiers:{name}", options)
+    sys.modules.pop("vf_adding", None)
+
+
+async def test_an_environment_of_verifiers_plays_several_turns_at_the_endpoint(verifiers):
+    handler = signal.getsignal(signal.SIGINT)
+    agent = verifiers("guess-verifiers", highest=1, guesses=3)
+    assert signal.getsignal(signal.SIGINT) is handler  # verifiers sets its own
+    task = agent.tasks("train")[0]
+    assert (len(agent.tasks("train")), len(agent.tasks("val"))) == (64, 16)
+    assert not {t.index for t in agent.tasks("train")} & {t.index for t in agent.tasks("val")}
+    [won], source = await play(agent, "5", "eh", "1", prompt=task)
+    assert (won.error, won.stop_reason, won.reward_parts["env"], won.turns) == (None, "stop", 1.0, 3)
+    assert [m["content"] for m in won.messages[1:]] == ["5", "No, lower.", "eh", "Say a number.", "1"]
+    assert (source.stats.branches, source.stats.unmatched) == (0, 0)
+    [lost], _ = await play(agent, "3", "2", "9", prompt=task)
+    assert (lost.error, lost.reward_parts["env"], lost.turns) == (None, 0.0, 3)
+    [silent], _ = await play(agent, "", prompt=task)  # verifiers calls it an error
+    assert (silent.error, silent.reward_parts["env"], silent.turns) == (None, 0.0, 1)
+
+
+async def test_an_environment_of_verifiers_calls_its_tools(verifiers):
+    agent = verifiers("vf_adding")
+    text = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 5}}\n</tool_call>'
+    [trajectory], _ = await play(agent, text, "8", prompt=agent.tasks("train")[0], max_response_tokens=2000)
+    assert (trajectory.error, trajectory.reward, trajectory.turns, trajectory.tool_calls) == (None, 1.0, 2, 1)
+    assert trajectory.messages[-2]["content"] == "8"
+
+
+async def test_a_reward_function_of_verifiers_that_raises_fails_the_episode(verifiers):
+    agent = verifiers("vf_adding", answer="?")
+    [trajectory], _ = await play(agent, "8", prompt=agent.tasks("train")[0], max_response_tokens=2000)
+    assert "Error calling reward function right: no answer is known" in trajectory.error
+
+
+async def test_a_reward_function_of_verifiers_that_blocks_holds_up_nobody_else(verifiers):
+    agent = verifiers("vf_adding", answer="late")
+    [late], _ = await play(agent, "8", prompt=agent.tasks("train")[0], max_response_tokens=2000, episode_deadline_s=1.0)
+    assert not sys.modules["vf_adding"].RELEASED.is_set()  # it still blocks
+    sys.modules["vf_adding"].RELEASED.set()
+    assert (late.stop_reason, "rollout.episode_deadline_s" in late.error) == ("deadline", True)
+
+
+async def test_an_episode_of_verifiers_that_has_no_turns_left_keeps_its_rubrics_reward(verifiers):
+    agent = verifiers("guess-verifiers", highest=1, guesses=9)
+    [trajectory], _ = await play(agent, "2", "3", prompt=agent.tasks("train")[0], max_turns=2)
+    assert (trajectory.error, trajectory.stop_reason, trajectory.reward_parts["env"]) == (None, "max_turns", 0.0)
+    [failed], _ = await play(agent, RunError("the engine is gone"), prompt=agent.tasks("train")[0])
+    assert failed.error == "RunError: the engine is gone"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("no-such-thing", {}, "there is no module 'no_such_thing'"),
+        ("vf_adding", {"answers": 1}, "unknown option 'answers'"),
+        ("vf_adding", {"together": True}, "compare the episodes of a group"),
+    ],
+)
+def test_what_verifiers_cannot_play_is_refused(verifiers, name, options, said):
+    with pytest.raises(ConfigError, match=said):
+        verifiers(name, **options)
+
+
+def test_a_run_plays_an_environment_of_verifiers_by_an_agent(verifiers):
+    settings = {"env": "verifiers:guess-verifiers", "env_options": {"highest": 2}, "branches": "last"}
+    source = ModelSource("builtin:tiny")
+    context = episode_context(Config(command="rl", rollout=settings), source, TOKENIZER)
+    assert (context.world, context.agents.name) == (None, "environment 'verifiers:guess-verifiers'")
+    assert "from 1 to 2" in context.agents.tasks("val")[0].messages[0]["content"]
+    plain = Config(command="rl", rollout={"env": f"{EXAMPLES / 'guess.py'}:Guess", "branches": "last"})
+    with pytest.raises(ConfigError, match=r"rollout.branches has no effect without an agent"):
+        episode_context(plain, source, TOKENIZER)
+
+
+# ---------------------------------------------------------------------- OpenEnv
+
+OPENENV = '''
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+
+class Say(Action):
+    message: str
+
+
+class Number(Action):
+    number: int
+
+
+class Heard(Observation):
+    text: str = ""
+
+
+class Game(Environment):
+    """Wants the seed's last digit, or a word."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, word="", **kwargs):
+        self.wanted, self.turns = word or str(seed % 10), 0
+        return Heard(text="Guess.", done=False)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        said = action.message if isinstance(action, Say) else str(action.number)
+        self.turns += 1
+        if said == "break":
+            raise ValueError("broken")
+        return Heard(text=f"{said}? No.", done=said == self.wanted, reward=float(said == self.wanted))
+
+    @property
+    def state(self):
+        return State(step_count=self.turns)
+'''
+
+
+@pytest.fixture
+def openenv():
+    """Serves the game over a kind of action; returns its URL."""
+    server = pytest.importorskip("openenv.core.env_server", reason="openenv-core is not installed")
+    game = {}
+    exec(OPENENV, game)
+    running = []
+
+    def serve(kind):
+        app = server.create_fastapi_app(game["Game"], game[kind], game["Heard"], max_concurrent_envs=4)
+        running.append(serving := uvicorn.Server(uvicorn.Config(app, port=0, log_level="error")))
+        thread = threading.Thread(target=serving.run, daemon=True)
+        thread.start()
+        while not serving.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        return f"http://127.0.0.1:{serving.servers[0].sockets[0].getsockname()[1]}"
+
+    yield serve
+    for serving in running:
+        serving.should_exit = True
+
+
+async def test_a_server_of_openenv_takes_texts(openenv):
+    options = {"instructions": "Say it.", "count": 8}
+    world = f"openenv:{openenv('Say')}"
+    task = dataclasses.replace(gsm8k_prompt("Say hi."), extra_info={"reset": {"word": "hi"}})
+    trajectory = await played(world, options, "ho", "hi", task=task)
+    assert (trajectory.error, trajectory.turns, trajectory.reward_parts) == (None, 2, {"env": 1.0})
+    assert [m["content"] for m in trajectory.messages] == ["Say hi.\n\nGuess.", "ho", "ho? No.", "hi"]
+    broken = await played(world, options, "break", task=task)
+    assert "the OpenEnv server at http://127.0.0.1:" in broken.error
+    assert "broken" in broken.error
+
+
+async def test_a_server_of_openenv_takes_numbers_and_seeds_its_tasks(openenv):
+    world = f"openenv:{openenv('Number')}"
+    task = open_world(world, {}).tasks("train")[3]
+    wanted = seed_of(3) % 10
+    trajectory = await played(world, {}, "none", f"{wanted + 1}", f"1.5 or 0{wanted}", task=task)
+    assert (trajectory.error, trajectory.reward_parts) == (None, {"env": 1.0})
+    said = [m["content"] for m in trajectory.messages]
+    assert (said[0], said[2]) == ("Answer with a number.\n\nGuess.", "Answer with a number.")
+
+
+def test_a_server_of_openenv_that_is_not_there_is_refused():
+    pytest.importorskip("websockets")
+    with pytest.raises(ConfigError, match=r"no OpenEnv server answers at http://127\.0\.0\.1:9"):
+        open_world("openenv:http://127.0.0.1:9", {})

@@ -104,6 +104,27 @@ async def _malformed(task):
     return 1.0
 
 
+async def _huge(task):
+    async def parts():
+        for _ in range(50):
+            yield b"x" * 1_000_000
+
+    async with httpx.AsyncClient(timeout=20) as client:
+        await client.post(f"{task.openai_url}/chat/completions", content=parts())
+    return 1.0
+
+
+async def _leaves(task):
+    url = httpx.URL(task.url)
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "stream": true}'
+    head = f"POST {url.path}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    writer.close()
+    await asyncio.sleep(60)  # the episode ends all the same
+
+
 @pytest.mark.parametrize(
     ("agent", "reason", "said"),
     [
@@ -112,10 +133,13 @@ async def _malformed(task):
         (_endless, "deadline", "rollout.episode_deadline_s"),
         (_strange, "error", "the agent returned 'good'"),
         (_malformed, "error", "a request that is not JSON"),
+        (_huge, "error", "a request of 50,000,000 bytes"),
+        (_leaves, "error", "the client disconnected amid a request"),
     ],
 )
 async def test_a_failure_of_an_agent_is_a_failed_episode_with_its_reason(agent, reason, said):
-    [trajectory], source = await play(agent, "one", episode_deadline_s=2.0 if agent is _endless else 60.0)
+    turns = [30.0, "one"] if agent is _leaves else ["one"]
+    [trajectory], source = await play(agent, *turns, episode_deadline_s=2.0 if agent is _endless else 60.0)
     assert (trajectory.stop_reason, said in trajectory.error) == (reason, True), trajectory.error
     assert source.stats.failed == 1
 
@@ -168,6 +192,15 @@ async def test_a_program_plays_and_posts_its_reward_and_one_that_dies_fails_its_
     assert "the agent's program ended with signal SIGKILL: out of luck" in died.error
 
 
+async def test_a_program_that_dies_amid_a_request_fails_its_episode_and_no_other(tmp_path):
+    file = tmp_path / "agent.py"
+    soon = "import threading\nthreading.Timer(0.1, os.kill, (os.getpid(), 9)).start()\nanswer = "
+    file.write_text(PROGRAM.replace("answer = ", soon))
+    [died], _ = await play(Program(f"{sys.executable} {file}"), 30.0, "8", episode_deadline_s=25.0)
+    assert died.stop_reason == "error"
+    assert "ended with signal SIGKILL" in died.error or "disconnected amid a request" in died.error
+
+
 def test_agents_that_cannot_be_are_refused(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def plain(task):\n    return 1.0\n")
@@ -197,7 +230,7 @@ def test_settings_of_agents_without_effect_are_refused(rollout, said):
 async def test_the_same_game_by_an_episode_and_by_an_openai_client_has_the_same_tokens():
     pytest.importorskip("openai")
     agent = open_agent(f"{REPO / 'examples' / 'guess.py'}:play", "")
-    task = Prompt(5, [user("I think of a number from 1 to 9. Which?")], "guess", "train")
+    task = Prompt(5, [user("I think of a number from 1 to 3. Which?")], "guess", "train")
     turns = ("eh", "0", "10")
     [by_agent], _ = await play(agent, *turns, prompt=task)
     env = dataclasses.replace(environment(), world=open_world(f"{REPO / 'examples' / 'guess.py'}:Guess", {}))

@@ -196,11 +196,15 @@ async def test_malformed_json_fails_the_episode_and_no_other():
         assert other.agent.failure is None
 
 
-async def test_a_message_of_50_mb_fails_the_episode():
+async def test_a_message_of_50_mb_fails_the_episode_and_no_other():
     async with serving("one") as served:
+        other = Served(served.endpoint, ScriptedSampler("two"))
         answer = await served.client.post("/v1/chat/completions", content=b"x" * 50_000_000)
         assert answer.status_code == 413
         assert "50,000,000 bytes" in served.agent.failure
+        async with other.client:
+            assert (await other.chat()).status_code == 200
+        assert other.agent.failure is None
 
 
 async def test_a_client_that_disconnects_aborts_its_request_and_fails_the_episode():

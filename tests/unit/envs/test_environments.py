@@ -171,12 +171,12 @@ async def test_the_reward_of_an_environment_is_the_verdict_in_place_of_a_graders
 # ---------------------------------------------------------------------- the examples
 
 
-def example(name):
-    return open_world(f"{EXAMPLES / name}", {})
+def example(name, **options):
+    return open_world(f"{EXAMPLES / name}", options)
 
 
 async def test_the_text_game_gives_hints_and_pays_for_the_number():
-    world = example("guess.py:Guess")
+    world = example("guess.py:Guess", guesses=3)
     env = dataclasses.replace(environment(max_turns=4), world=world)
     task = world.tasks("train")[3]
     module = importlib.import_module(type(world.make()).__module__)
