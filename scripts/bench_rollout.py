@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -178,7 +178,7 @@ async def through_ray(env: EpisodeContext, script: Script, episodes: int) -> flo
 
     actor = actor_class(ScriptActor).options(num_cpus=0).remote(ActorContext.of_driver([]), "hf")
     sampler = RemoteSampler(ActorHandle("sampler 0", actor, 600.0), deadline_s=600.0)
-    await sampler.start(script, 120.0)
+    await sampler.start(cast(Any, script), 120.0)
     await ours(env, sampler, 64)  # connections, first pickles
     seconds, _ = await ours(env, sampler, episodes)
     ray.kill(actor)
