@@ -256,7 +256,6 @@ class Cluster:
             batch_invariant=cfg.rollout.batch_invariant,
         )
         options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]
-        await self._prepare_samplers()
         remote = actor_class(TrainActor)
         names = [f"{role} worker {rank}" for rank in range(world_size)]
         actors = [
@@ -274,12 +273,15 @@ class Cluster:
         await group.start(cfg.cluster.start_deadline_s)
         return group
 
-    async def _prepare_samplers(self) -> None:
-        """Start the processes of the engines of `rl`, once: they import the engine while the first trainer starts."""
+    async def prepare_samplers(self) -> None:
+        """Start the processes of the engines that sample for a run, ahead of its trainers: each imports its engine, and
+        ``sampler`` starts it."""
         cfg = self.cfg
-        if cfg.command == "rl" and not cfg.rollout.replay and not self._prepared and not self._samplers:
-            for index in range(cfg.rollout.replicas):
-                self._prepared[index] = await self._sampler_process(index)
+        if cfg.rollout.replay:
+            return
+        await self._options("trainers", cfg.cluster.workers, 0)  # reserves their GPUs, on which engines may be put
+        for index in range(cfg.rollout.replicas):
+            self._prepared[index] = await self._sampler_process(index)
 
     async def samplers(self, source: ModelSource, stop_token_ids: list[int]) -> list[RemoteSampler]:
         """Start ``rollout.replicas`` engines with the model's own weights, as version 0."""
