@@ -180,6 +180,7 @@ def phases() -> Iterator[Timed]:
         ("embedded engine, 128 episodes of 256 tokens", "hf", 128, 256, 6.6),
         ("embedded engine, 256 of 256", "hf", 256, 256, 8.91),
         ("SGLang, 128 of up to 512, with a tool", "sglang", 128, 512, 1.45),
+        ("SGLang, 1,024 of 394, one turn", "sglang", 1024, 394, 5.05),
     ):
         rollout = RolloutConfig.model_validate({"engine": engine, "memory_fraction": 0.3})
         memory = EngineMemory(shape("0.5b"), rollout, 2, gpu.memory, engine)

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -172,12 +172,13 @@ async def through_ray(env: EpisodeContext, script: Script, episodes: int) -> flo
     from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 
     class ScriptActor(SamplerActor):
-        async def start(self) -> None:
-            self.engine = self.spec  # type: ignore[assignment]
+        async def start(self, spec: Any) -> int:
+            self.engine = spec
+            return 0
 
-    actor = actor_class(ScriptActor).options(num_cpus=0).remote(script, ActorContext.of_driver([]))
+    actor = actor_class(ScriptActor).options(num_cpus=0).remote(ActorContext.of_driver([]), "hf")
     sampler = RemoteSampler(ActorHandle("sampler 0", actor, 600.0), deadline_s=600.0)
-    await sampler.start(120.0)
+    await sampler.start(cast(Any, script), 120.0)
     await ours(env, sampler, 64)  # connections, first pickles
     seconds, _ = await ours(env, sampler, episodes)
     ray.kill(actor)

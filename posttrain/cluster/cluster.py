@@ -19,6 +19,7 @@ from typing import Any
 from posttrain.config import Config, RewardModelConfig, TrainConfig, tolerance
 from posttrain.core.errors import ConfigError, DeadlineError, RunError
 from posttrain.engines.base import EngineSpec
+from posttrain.engines.choice import choose_engine
 from posttrain.models.load import ModelSource
 from posttrain.train.spec import WorkerSpec
 
@@ -28,6 +29,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # another job) a step then takes several times as long; a short spin costs an idle machine little. Workers inherit it.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Ray would start an idle worker for each core, beside the processes of the run, which cannot use them.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import ray
 from ray._private import ray_constants
@@ -169,6 +172,8 @@ class Cluster:
         self.cfg = cfg
         self.handles: list[ActorHandle] = []
         self._samplers: dict[int, RemoteSampler] = {}
+        self._prepared: dict[int, RemoteSampler] = {}
+        """Processes for engines that have not started."""
         self.groups: dict[str, PlacementGroup] = {}
         self._gpus: dict[str, list[tuple[str, str]]] = {}
         self.owns_ray = False
@@ -270,6 +275,16 @@ class Cluster:
         await group.start(cfg.cluster.start_deadline_s)
         return group
 
+    async def prepare_samplers(self) -> None:
+        """Start the processes of the engines that sample for a run, ahead of its trainers: each imports its engine, and
+        ``sampler`` starts it."""
+        cfg = self.cfg
+        if cfg.rollout.replay:
+            return
+        await self._options("trainers", cfg.cluster.workers, 0)  # reserves their GPUs, on which engines may be put
+        for index in range(cfg.rollout.replicas):
+            self._prepared[index] = await self._sampler_process(index)
+
     async def samplers(self, source: ModelSource, stop_token_ids: list[int]) -> list[RemoteSampler]:
         """Start ``rollout.replicas`` engines with the model's own weights, as version 0."""
         starting = (self.sampler(source, stop_token_ids, index) for index in range(self.cfg.rollout.replicas))
@@ -294,20 +309,26 @@ class Cluster:
         )
         if (dead := self._samplers.pop(index, None)) is not None:
             await dead.handle.kill()  # a process that only hangs would hold its memory
+        sampler = self._prepared.pop(index, None) or await self._sampler_process(index)
+        await sampler.start(spec, cfg.cluster.start_deadline_s)
+        self._samplers[index] = sampler
+        return sampler
+
+    async def _sampler_process(self, index: int) -> RemoteSampler:
+        """Start the process of engine ``index``."""
+        cfg = self.cfg
         ranks = cfg.rollout.tensor_parallel
         pool = "trainers" if cfg.cluster.placement == "colocated" and "trainers" in self.groups else "samplers"
-        options, bundles = await self._engine_options(pool, count, ranks, index)
+        options, bundles = await self._engine_options(pool, cfg.rollout.replicas, ranks, index)
         name = f"sampler {index}"
-        actor = actor_class(SamplerActor).options(**options).remote(spec, self.context.of_actor(name))
-        sampler = RemoteSampler(
+        engine = choose_engine(cfg.rollout.engine, gpu=self.device == "cuda").name
+        actor = actor_class(SamplerActor).options(**options).remote(self.context.of_actor(name), engine)
+        return RemoteSampler(
             self._handle(name, actor),
             deadline_s=cfg.cluster.step_deadline_s,
             ranks=ranks,
             trainers=bundles if pool == "trainers" else (),
         )
-        await sampler.start(cfg.cluster.start_deadline_s)
-        self._samplers[index] = sampler
-        return sampler
 
     async def reward_model(self, cfg: RewardModelConfig) -> RemoteRewardModel:
         """Start a reward model. It shares the last, least loaded GPU of the processes started before it: the

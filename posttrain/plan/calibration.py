@@ -53,6 +53,10 @@ actor's passes took longer than the reference's on earlier hosts; less by 15 %, 
 HOST_DECODE_S = {"hf": 1.25e-3, "sglang": 0.1e-3, "vllm": 0.1e-3}
 """Seconds of the host for a layer of one decoding step. hf: 6.6 to 8.9 s for 256 steps of 24 layers, for 128 and for
 256 requests. The other two run CUDA graphs: 1.45 s for up to 512 steps of SGLang."""
+HOST_TOKEN_S = {"hf": 0.0, "sglang": 13e-6, "vllm": 13e-6}
+"""Seconds of an engine's scheduler for each sampled token, in one thread of Python, hidden where a step's launching or
+the GPU takes longer. sglang: 404,000 tokens of 1,024 requests in 5.05 s at 0.5B, and 74,000 tokens/s of
+256. vllm: assumed to be the same. hf: not known apart from ``HOST_DECODE_S``."""
 DECODE_BANDWIDTH = 0.7
 """Share of the memory bandwidth, for reading weights and KV cache while decoding. Assumed."""
 CALL_S = 0.02

@@ -225,7 +225,9 @@ def generation_seconds(
     memory = steps * read / (gpu.bandwidth * known.DECODE_BANDWIDTH)
     tokens = episodes * (prompt + response) / rollout.tensor_parallel
     compute = _products(shape, gpu, tokens, 1.0)
-    host = steps * shape.layers * known.HOST_DECODE_S[engine.name]
+    # A step of few requests takes as long as launching its layers, one of many as long as its requests' bookkeeping.
+    launching = steps * shape.layers * known.HOST_DECODE_S[engine.name]
+    host = max(launching, episodes * response * known.HOST_TOKEN_S[engine.name])
     return Seconds(compute, memory, 0.0, host)
 
 

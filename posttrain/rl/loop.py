@@ -87,6 +87,7 @@ async def train(run: TrainingRun, start: Start) -> None:
     cfg, tracker = run.cfg, run.tracker
     async with Cluster(cfg, run.folder.logs) as cluster, run, AsyncExitStack() as closing:
         with tracker.phase("start"):
+            await cluster.prepare_samplers()
             learner = await Learner.open(cluster, run)  # actor; critic, reference, teacher where the algorithm has them
             engines, rollouts = await start(cluster, run, learner, closing)
 

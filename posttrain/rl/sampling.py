@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -211,6 +212,7 @@ async def open_source(
         closing.push_async_callback(scorer.close)
     rewarder = Rewarder(run.cfg.reward, task.graders, run.cfg.rollout.max_response_tokens, scorers)
     source = TrajectorySource(pool, task.env, rewarder)
+    gc.freeze()  # else Python looks through all that was loaded so far, for a second, amid sampling
     run.tracker.watch(source.in_flight)
     return source
 

@@ -5,7 +5,8 @@ GPU to GPU.
     POSTTRAIN_GPU_ENGINE=sglang POSTTRAIN_GPU_TOKENIZER=FOLDER POSTTRAIN_GPU_GSM8K=FOLDER \\
         pytest -m gpu tests/gpu/test_engines_gpu.py -s
 
-The last is what `posttrain prep gsm8k` wrote. Each test prints a line for docs/benchmarks.md.
+The last is what `posttrain prep gsm8k` wrote. `POSTTRAIN_GPU_MODEL` names another model than the one that is trained on
+the spot. Each test prints a line for docs/benchmarks.md.
 """
 
 import asyncio
@@ -51,6 +52,8 @@ CHECK = [list(range(100, 164)), list(range(5000, 5200))]
 @pytest.fixture(scope="module")
 def model():
     """As sure of its tokens as a real model. The benchmarks take the same one."""
+    if given := os.environ.get("POSTTRAIN_GPU_MODEL"):
+        return Path(given)
     script = Path(__file__).parents[2] / "scripts" / "gpu_model.py"
     command = [sys.executable, str(script), "--tokenizer", TOKENIZER, "--data", GSM8K]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

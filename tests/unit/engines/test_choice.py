@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain.config import RolloutConfig
-from posttrain.engines import choice
+from posttrain.engines import choice, start
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import choose_engine, concurrent_requests
 from posttrain.engines.external import arguments, cache_bytes_per_token, cache_tokens
@@ -82,3 +82,13 @@ def test_the_cache_of_an_engine_is_what_weights_leave(monkeypatch):
 def test_options_of_the_engine_replace_defaults():
     spec = engine_spec(engine_options={"cuda_graph_max_bs_decode": 64})
     assert arguments(spec, {"a": 1}, {"cuda_graph_max_bs_decode": 512}) == {"a": 1, "cuda_graph_max_bs_decode": 64}
+
+
+def test_importing_an_engine_ahead_leaves_a_missing_package_for_its_start_to_report(monkeypatch):
+    imported = []
+    monkeypatch.setattr(start, "import_module", imported.append)
+    monkeypatch.setitem(
+        choice.ENGINES, "sglang", choice.EngineKind("ours", slow_imports=("no_such_package.engine", "json.tool"))
+    )
+    start.import_engine("sglang")
+    assert imported == ["ours", "json.tool"]

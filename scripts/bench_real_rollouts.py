@@ -1,0 +1,346 @@
+"""Rollouts of real prompts beside the raw engine: `rl`'s own episodes, grading and driver against `sglang.Engine`.
+
+    python scripts/bench_real_rollouts.py --model models/smollm2-135m-instruct --data data/gsm8k-plain
+    python scripts/bench_real_rollouts.py --model ... --data ... --raw default={} --raw 'graphs={"env": {"A": 1}}'
+
+`--data` is what `posttrain prep gsm8k --demos plain` wrote. Each round samples the `--prompts` x `--n` requests of one
+step of `rl`, up to `--new` tokens, which end at different times. The engine of a run plays them twice: "ours" by the
+episodes of the driver, "raw, same engine" by SGLang's own API in the engine's process. Each `--raw NAME=JSON` is an
+engine of its own without us, started with these arguments (`"env"`: its environment variables). All of them start at
+the same time; those that do not measure are stopped (SIGSTOP) meanwhile. Tokens/s are of sampled tokens. Beside them:
+cores that each process keeps busy, and the share of the time in which the GPU runs kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+Requests = list[list[int]]
+
+
+@dataclass
+class Usage:
+    """CPU time of this process's family and how busy the GPU is, while it is entered."""
+
+    cores: dict[str, float] = field(default_factory=dict)
+    """Cores that processes of one name keep busy."""
+    gpu: float = 0.0
+    """Share of the time in which a kernel ran."""
+    seconds: float = 0.0
+
+    def __enter__(self) -> Self:
+        self._began, self._before, self._samples = time.perf_counter(), _cpu_seconds(), list[float]()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        import pynvml  # type: ignore[import-not-found]
+
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        while not self._stop.wait(0.2):
+            self._samples.append(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100)
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = time.perf_counter() - self._began
+        self._stop.set()
+        self._thread.join()
+        self.gpu = statistics.fmean(self._samples) if self._samples else float("nan")
+        for name, seconds in _cpu_seconds().items():
+            if (cores := (seconds - self._before.get(name, 0.0)) / self.seconds) >= 0.05:
+                self.cores[name] = cores
+
+    def __str__(self) -> str:
+        busiest = sorted(self.cores.items(), key=lambda item: -item[1])
+        return f"GPU {self.gpu:.0%}; " + ", ".join(f"{name} {cores:.2f}" for name, cores in busiest)
+
+
+def _cpu_seconds() -> dict[str, float]:
+    """Return the CPU seconds of this process and its descendants so far, by name and number."""
+    found = {}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            words = " ".join(process.cmdline()) or process.name()
+            name = words.split()[0].rpartition("/")[2]
+            if "--child" in words:
+                name = "raw"
+            found[f"{'driver' if process.pid == os.getpid() else name[:28]} {process.pid}"] = sum(
+                process.cpu_times()[:2]
+            )
+    return found
+
+
+@contextmanager
+def profiled(tag: str) -> Iterator[None]:
+    """Mark a time for a profiler in the processes: the file `PT_PROF`/on holds ``tag`` meanwhile."""
+    folder = os.environ.get("PT_PROF")
+    if not folder or not tag:
+        yield
+        return
+    mark = Path(folder) / "on"
+    mark.write_text(tag)
+    try:
+        yield
+    finally:
+        mark.unlink()
+        time.sleep(0.5)
+
+
+@dataclass
+class Measured:
+    """Rounds of one way to sample."""
+
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    usage: str = ""
+
+    def add(self, tokens: int, usage: Usage) -> None:
+        self.tokens.append(tokens)
+        self.seconds.append(usage.seconds)
+        self.usage = str(usage)
+
+    @property
+    def rate(self) -> float:
+        """Return tokens/s of the rounds after the first, which warms up."""
+        return sum(self.tokens[1:]) / sum(self.seconds[1:])
+
+    def row(self) -> tuple[str, str, str]:
+        rates = ", ".join(f"{t / s:,.0f}" for t, s in zip(self.tokens, self.seconds, strict=True))
+        return f"{self.rate:,.0f}", rates, f"{statistics.fmean(self.tokens):,.0f}"
+
+
+# ---------------------------------------------------------------------------------------------------- raw engines
+
+
+async def sample_raw(engine: Any, requests: Requests, new: int, stop: Sequence[int]) -> list[int]:
+    """Sample all requests by SGLang's own API; returns the lengths."""
+    params = {"temperature": 1.0, "max_new_tokens": new, "stop_token_ids": list(stop)}
+
+    async def one(ids: list[int]) -> int:
+        output = await engine.async_generate(input_ids=ids, sampling_params=params, return_logprob=True)
+        return len(output["output_ids"])
+
+    return list(await asyncio.gather(*(one(ids) for ids in requests)))
+
+
+def child(spec: dict[str, Any]) -> None:
+    """A raw engine: starts, and samples a file of requests for each line that it reads."""
+    began = time.perf_counter()
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine(model_path=spec["model"], skip_tokenizer_init=True, log_level="error", **spec["options"])
+    print(json.dumps({"started": time.perf_counter() - began}), flush=True)
+
+    async def answer() -> None:
+        loop = asyncio.get_running_loop()
+        while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
+            lengths = await sample_raw(engine, json.loads(Path(line).read_text()), spec["new"], spec["stop"])
+            print(json.dumps({"tokens": sum(lengths)}), flush=True)
+
+    engine.loop.run_until_complete(answer())
+    engine.shutdown()
+
+
+class RawEngine:
+    """The driver's side of a ``child``."""
+
+    def __init__(self, name: str, options: dict[str, Any], args: argparse.Namespace, stop: Sequence[int]) -> None:
+        self.name = name
+        env = {name: str(value) for name, value in options.pop("env", {}).items()}
+        spec = {"model": str(args.model), "options": options, "new": args.new, "stop": list(stop)}
+        command = [sys.executable, __file__, "--child", json.dumps(spec)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ) | env
+        )
+
+    def read(self, key: str) -> float:
+        """Return a number that the child says; other lines are SGLang's."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with suppress(ValueError, TypeError, KeyError):
+                return float(json.loads(line)[key])
+        raise RuntimeError(f"the raw engine {self.name} has ended")
+
+    def sample(self, file: Path) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{file}\n")
+        self.process.stdin.flush()
+        return int(self.read("tokens"))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to its processes."""
+        with suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self.process.pid)
+            for process in [*parent.children(recursive=True), parent]:
+                process.send_signal(number)
+
+
+def measure_raw(args: argparse.Namespace, files: Sequence[Path], stop: Sequence[int]) -> dict[str, Measured]:
+    """Start all raw engines together, and measure one after the other."""
+    given = dict(text.split("=", 1) for text in args.raw)
+    engines = [RawEngine(name, json.loads(options), args, stop) for name, options in given.items()]
+    found: dict[str, Measured] = {}
+    for engine in engines:
+        print(f"raw {engine.name}: started in {engine.read('started'):.1f} s", flush=True)
+    for engine in engines:
+        engine.signal(signal.SIGSTOP)
+    for engine in engines:
+        engine.signal(signal.SIGCONT)
+        measured = found[f"raw: {engine.name}"] = Measured()
+        for number, file in enumerate(files[: args.rounds]):
+            with profiled(f"raw-{engine.name}" if number == 1 else ""), Usage() as usage:
+                tokens = engine.sample(file)
+            measured.add(tokens, usage)
+        print(f"raw {engine.name}: {measured.row()}", flush=True)
+        engine.signal(signal.SIGSTOP)
+    for engine in engines:
+        engine.signal(signal.SIGKILL)
+        engine.process.wait()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ ours
+
+
+async def measure_ours(args: argparse.Namespace, job: Any, batches: Sequence[list[int]]) -> dict[str, Measured]:
+    """Play the episodes of each round on the engine of a run, and sample the same requests in its process."""
+    from posttrain.cluster.cluster import Cluster
+    from posttrain.core.types import ON_POLICY
+    from posttrain.rewards.compose import Rewarder
+    from posttrain.rewards.grade import GraderPool
+    from posttrain.rollout.pool import SamplerPool
+    from posttrain.rollout.source import TrajectorySource
+
+    cfg = job.resolved.config
+    stop = sorted(job.env.stop_token_ids)
+    ours, same = Measured(), Measured()
+    began = time.perf_counter()
+    with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
+        async with Cluster(cfg) as cluster:
+            with profiled("start"):
+                samplers = await cluster.samplers(job.source, stop)
+            print(f"ours: started in {time.perf_counter() - began:.1f} s", flush=True)
+            rewarder = Rewarder(cfg.reward, graders, cfg.rollout.max_response_tokens, [])
+            source = TrajectorySource(SamplerPool(samplers), job.env, rewarder)
+            gc.freeze()  # as a run does
+            for number in range(args.rounds):
+                prompts = [job.prompts[i] for i in batches[number]]
+                with profiled("ours" if number == 1 else ""), Usage() as usage:
+                    groups = await source.sample(prompts, args.n, ON_POLICY)
+                played = [t for group in groups for t in group]
+                if source.stats.failed:
+                    raise RuntimeError(f"{source.stats.failed} episodes failed: {source.stats.first_failure}")
+                ours.add(sum(int(t.loss_mask.sum()) for t in played), usage)
+                if args.turns > 1:
+                    continue
+                requests = [job.env.prompt_ids(p) for p in prompts for _ in range(args.n)]
+                parts = [requests[i :: len(samplers)] for i in range(len(samplers))]
+                with profiled("same" if number == 1 else ""), Usage() as usage:
+                    counts = await asyncio.gather(
+                        *(
+                            _in_actor(sampler, part, args.new, stop)
+                            for sampler, part in zip(samplers, parts, strict=True)
+                        )
+                    )
+                same.add(sum(counts), usage)
+    found = {"ours": ours}
+    if same.tokens:
+        found["raw, same engine"] = same
+    return found
+
+
+async def _in_actor(sampler: Any, requests: Requests, new: int, stop: Sequence[int]) -> int:
+    def run(self: Any) -> int:  # in a thread of its own
+        lengths = asyncio.run_coroutine_threadsafe(
+            sample_raw(self.engine.engine, requests, new, stop), self.loop
+        ).result()
+        return sum(lengths)
+
+    tokens: int = await sampler.actor.__ray_call__.remote(run)
+    return tokens
+
+
+def prepared(args: argparse.Namespace) -> Any:
+    """Return the checked run that "ours" measures."""
+    from posttrain.config.presets import resolve
+    from posttrain.rl import command
+
+    tools = "['calculator']" if args.turns > 1 else "[]"
+    settings = [
+        f"model.path={args.model}", f"data.train={args.data}/train.parquet", "data.val=",
+        f"data.batch_size={args.prompts}", f"rollout.n={args.n}", f"rollout.max_response_tokens={args.new}",
+        f"rollout.tools={tools}", f"rollout.max_turns={args.turns}", "rollout.only=true", "rollout.engine=sglang",
+        "cluster.device=cuda", *args.set,
+    ]  # fmt: skip
+    return command.prepare(resolve("rl", "smollm2-135m-gsm8k", sets=settings))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--raw", action="append", default=[], metavar="NAME=JSON")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of ours")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--n", type=int, default=16)
+    parser.add_argument("--new", type=int, default=400)
+    parser.add_argument("--turns", type=int, default=1, help="more than one: with the calculator, and ours only")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child)
+        return
+    import tempfile
+
+    import torch
+
+    from posttrain.data.loader import BatchOrder
+
+    job = prepared(args)
+    cfg = job.resolved.config
+    order = BatchOrder(len(job.prompts), args.prompts, cfg.run.seed, cfg.data.shuffle)
+    batches = [order.next() for _ in range(args.rounds)]
+    found: dict[str, Measured] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        files = []
+        for number, rows in enumerate(batches):
+            files.append(Path(folder) / f"{number}.json")
+            files[-1].write_text(json.dumps([job.env.prompt_ids(job.prompts[i]) for i in rows for _ in range(args.n)]))
+        if args.raw:
+            found |= measure_raw(args, files, sorted(job.env.stop_token_ids))
+        found |= asyncio.run(measure_ours(args, job, batches))
+    table = Table("", "tokens/s", "each round", "tokens a round", title=torch.cuda.get_device_name())
+    for name, measured in found.items():
+        table.add_row(name, *measured.row())
+    Console(width=120).print(table)
+    for name, measured in found.items():
+        print(f"{name}: {measured.usage}")
+    best = max((m.rate for name, m in found.items() if name.startswith("raw")), default=0.0)
+    if best:
+        print(f"ours / best raw: {found['ours'].rate / best:.3f}")
+
+
+if __name__ == "__main__":
+    main()
