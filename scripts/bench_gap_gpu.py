@@ -33,7 +33,7 @@ from posttrain.core.types import Ids, SamplingParams
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import read_prompts
 from posttrain.models.load import ModelSource, load_tokenizer
-from posttrain.runs.preflight import episode_context
+from posttrain.runs.episodes import episode_context
 
 FEW, MANY = 8, 64
 

@@ -40,16 +40,9 @@ from posttrain.generation.tasks import Tasks, own_tasks, rows_of
 from posttrain.models.load import mark_of
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.window import Window
-from posttrain.runs.preflight import (
-    check_machine,
-    check_prompts,
-    check_supported,
-    engine_note,
-    episode_context,
-    open_model,
-    sampling_of,
-    with_engine,
-)
+from posttrain.runs.episodes import episode_context
+from posttrain.runs.preflight import check_machine, check_supported, engine_note, open_model, sampling_of, with_engine
+from posttrain.runs.prompts import check_prompts
 from posttrain.runs.run import StopSignal
 from posttrain.tools.base import telling
 from posttrain.tools.sets import close_tools

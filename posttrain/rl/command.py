@@ -20,19 +20,9 @@ from posttrain.plan.command import Known, check_budget
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import replay, sampling
 from posttrain.rl.loop import train
-from posttrain.runs.preflight import (
-    check_algo,
-    check_machine,
-    check_reward,
-    check_supported,
-    engine_note,
-    episode_context,
-    fitting_prompts,
-    open_model,
-    read_tasks,
-    reading_validation,
-    validation_note,
-)
+from posttrain.runs.episodes import episode_context
+from posttrain.runs.preflight import check_algo, check_machine, check_supported, engine_note, open_model
+from posttrain.runs.prompts import check_reward, fitting_prompts, read_tasks, reading_validation, validation_note
 from posttrain.runs.training_run import Loop
 from posttrain.tools.base import telling, telling_warning
 from posttrain.tracking.tracker import Tracker

@@ -13,13 +13,8 @@ from posttrain.data.prefetch import Rendered
 from posttrain.data.stream import Counts, SampleStream
 from posttrain.launch import TrainingJob
 from posttrain.plan.command import Known
-from posttrain.runs.preflight import (
-    check_machine,
-    check_supported,
-    open_model,
-    reading_validation,
-    validation_note,
-)
+from posttrain.runs.preflight import check_machine, check_supported, open_model
+from posttrain.runs.prompts import reading_validation, validation_note
 from posttrain.runs.training_run import Loop
 from posttrain.sft.loop import train
 from posttrain.sft.objective import Objective

@@ -18,7 +18,8 @@ from posttrain.rewards.grade import GraderPool
 from posttrain.rl.batch import pack, usable
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
-from posttrain.runs.preflight import episode_context, open_model
+from posttrain.runs.episodes import episode_context
+from posttrain.runs.preflight import open_model
 
 SOURCE = ModelSource("builtin:tiny")
 TOKENIZER = builtin_tokenizer("tiny")

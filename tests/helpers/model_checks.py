@@ -36,7 +36,8 @@ from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource, build, load_model, locate
 from posttrain.models.weights import as_stored, load_weights, materialize
-from posttrain.runs.preflight import check_model, check_use, tool_parser
+from posttrain.runs.episodes import tool_parser
+from posttrain.runs.preflight import check_model, check_use
 from posttrain.tools.formats import PARSERS
 from posttrain.train import saver
 from posttrain.train.model import PackedLM

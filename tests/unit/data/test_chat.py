@@ -15,7 +15,7 @@ from posttrain.core.types import Prompt
 from posttrain.data.chat import ChatDeltas, render_chat, render_chats, render_prompt
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
-from posttrain.runs.preflight import episode_context
+from posttrain.runs.episodes import episode_context
 
 TINY = builtin_tokenizer("builtin:tiny")
 QWEN = ["qwen2_5", "qwen2_5_training", "qwen3_instruct_2507", "qwen3_instruct_2507_training"]

@@ -18,7 +18,7 @@ from posttrain.envs.opening import open_environment_agent, open_world
 from posttrain.models.load import ModelSource
 from posttrain.rollout.episode import run_episode
 from posttrain.rollout.seeds import seed_of
-from posttrain.runs.preflight import episode_context
+from posttrain.runs.episodes import episode_context
 from tests.helpers.agents import play
 from tests.helpers.scripted import TOKENIZER, ScriptedSampler, environment, gsm8k_prompt
 

@@ -17,17 +17,16 @@ from posttrain.engines.start import open_engine
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource
+from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import (
     check_machine,
     check_packages,
-    check_prompts,
     check_supported,
     engine_note,
-    episode_context,
-    fitting_prompts,
     open_model,
     with_engine,
 )
+from posttrain.runs.prompts import check_prompts, fitting_prompts
 from posttrain.train import checkpoint, saver
 
 

@@ -19,7 +19,7 @@ from posttrain.core.errors import RunError, WorkerError
 from posttrain.data.parquet import Conversation, sft_row, write_rows
 from posttrain.rl.metrics import failures, rollout_metrics
 from posttrain.runs import report
-from posttrain.runs.preflight import validation_note
+from posttrain.runs.prompts import validation_note
 from posttrain.runs.recording import open_tracker
 from posttrain.runs.run import RunDir
 from posttrain.tracking import Tracker

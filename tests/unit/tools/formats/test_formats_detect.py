@@ -9,7 +9,7 @@ from posttrain.config import Config
 from posttrain.core.errors import ConfigError
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
-from posttrain.runs.preflight import episode_context
+from posttrain.runs.episodes import episode_context
 from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn, detect
 
 # What matters of the templates of each family, in few words.

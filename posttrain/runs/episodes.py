@@ -1,0 +1,153 @@
+"""What the episodes of a run share: tools, environment or agent, call format. Checked before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.plugins import user_code
+from posttrain.core.registry import some
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from posttrain.config import Config
+    from posttrain.core.types import ToolSchema
+    from posttrain.envs.agents import Agent
+    from posttrain.models.load import ModelSource
+    from posttrain.rollout.agents import AgentHost
+    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.tools.formats import ToolParser
+
+_NO_TOOLS = (
+    "use a model whose chat template shows tools, or put such a template into its folder as chat_template.jinja; "
+    "without tools: --set rollout.tools=[]"
+)
+
+
+_PROBE: ToolSchema = {
+    "type": "function",
+    "function": {"name": "f", "description": "A tool.", "parameters": {"type": "object", "properties": {}}},
+}
+"""Stands for the tools of an agent, which are known when it sends them."""
+
+
+def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> EpisodeContext:
+    """Return the tools, environment, parser and chat deltas of a run's episodes.
+
+    Raises:
+        ConfigError: a tool, environment or call format is unknown, the chat template does not show the format, or a
+            tool cannot work in this run.
+    """
+    from posttrain.data.chat import ChatDeltas
+    from posttrain.envs.opening import open_world
+    from posttrain.models.load import stop_token_ids
+    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.interaction import open_interaction
+    from posttrain.sandbox import configure
+    from posttrain.tools.sets import open_tools
+
+    interaction = None
+    if cfg.rollout.interaction:
+        interaction = open_interaction(cfg.rollout.interaction, cfg.rollout.interaction_options)
+    configure(cfg.sandbox)
+    tools = open_tools(cfg.rollout.tools, cfg.tools, cfg.sandbox)
+    for tool in tools.values():
+        with user_code(f"tool {tool.name!r} failed in check", tool):
+            tool.check()
+    agent = _agent(cfg)
+    world = open_world(cfg.rollout.env, cfg.rollout.env_options) if cfg.rollout.env and agent is None else None
+    schemas = [*(tool.schema for tool in tools.values()), *(world.tools if world else ())] or None
+    template_kwargs = cfg.data.chat_kwargs
+    check_tools_shown(tokenizer, schemas or [], template_kwargs)
+    parser = tool_parser(cfg.rollout.tool_format, tokenizer, [_PROBE] if agent is not None else schemas)
+    stops = set(stop_token_ids(tokenizer, source))
+    if schemas or agent is not None:
+        vocabulary = tokenizer.get_vocab()
+        stops |= {vocabulary[token] for token in parser.stop_tokens if token in vocabulary}
+    return EpisodeContext(
+        tokenizer=tokenizer,
+        stop_token_ids=frozenset(stops),
+        tools=tools,
+        parser=parser,
+        deltas=ChatDeltas(tokenizer, schemas, **template_kwargs),
+        cfg=cfg.rollout,
+        template_kwargs=template_kwargs,
+        interaction=interaction,
+        world=world,
+        agents=None if agent is None else _host(agent, cfg, tokenizer, parser, frozenset(stops)),
+    )
+
+
+def _agent(cfg: Config) -> Agent | None:
+    """Return what plays the episodes, if it samples at an endpoint. Raises ``ConfigError``."""
+    from posttrain.envs.agents import open_agent
+    from posttrain.envs.opening import open_environment_agent
+
+    if cfg.rollout.has_agent:
+        return open_agent(cfg.rollout.agent, cfg.rollout.agent_command)
+    agent = open_environment_agent(cfg.rollout.env, cfg.rollout.env_options)
+    if agent is None and cfg.rollout.branches != "all":
+        raise ConfigError(
+            "rollout.branches has no effect without an agent", hint="episodes of other kinds have one branch"
+        )
+    return agent
+
+
+def _host(
+    agent: Agent,
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    parser: ToolParser,
+    stop_token_ids: frozenset[int],
+) -> AgentHost:
+    from posttrain.envs.endpoint import Endpoint
+    from posttrain.envs.session import Renderer
+    from posttrain.rollout.agents import AgentHost
+
+    renderer = Renderer(tokenizer, parser, stop_token_ids, cfg.data.chat_kwargs)
+    return AgentHost(
+        agent, renderer, Endpoint(), f"environment {cfg.rollout.env!r}" if cfg.rollout.env else "the agent"
+    )
+
+
+def check_tools_shown(
+    tokenizer: PreTrainedTokenizerBase, schemas: list[ToolSchema], chat_kwargs: Mapping[str, Any]
+) -> None:
+    """Check that the chat template shows the model its tools. Raises ``ConfigError``."""
+    from posttrain.data.template import ChatTemplate, hidden_tools
+
+    if not schemas:
+        return
+    try:
+        user = {"role": "user", "content": "?"}
+        hidden = hidden_tools(ChatTemplate(tokenizer, chat_kwargs).text([user], schemas), schemas)
+    except DataError as error:
+        raise ConfigError(f"rollout.tools: {error.message}", hint=_NO_TOOLS) from error
+    if hidden:
+        raise ConfigError(
+            f"rollout.tools: the chat template does not show {some(hidden)}: the model would not know of it",
+            hint=_NO_TOOLS,
+        )
+
+
+def tool_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: list[ToolSchema] | None) -> ToolParser:
+    """Return the parser of `rollout.tool_format`; ``auto`` detects the format from the chat template with these tools.
+
+    Raises:
+        ConfigError: there is no such format, or the template does not show which one it is.
+    """
+    from posttrain.tools.formats import PARSERS, detect
+
+    if name != "auto":
+        return PARSERS.get(name)
+    if not schemas:
+        return PARSERS.get("hermes")  # not used: without tools no turn is parsed
+    found = detect(str(tokenizer.get_chat_template(None, schemas)))
+    if found is None:
+        raise ConfigError(
+            "the chat template does not tell in which format the model calls tools",
+            hint=f"set rollout.tool_format to one of {', '.join(PARSERS.names())}",
+        )
+    return PARSERS.get(found)

@@ -1,0 +1,171 @@
+"""The prompts of a run: where they come from, and checks of them before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.data.parquet import read_prompts, refuse_images
+from posttrain.data.shards import one_file
+
+if TYPE_CHECKING:
+    from posttrain.config import Config
+    from posttrain.config.presets import Resolved
+    from posttrain.core.types import Prompt
+    from posttrain.envs.base import Split
+    from posttrain.rollout.episode import EpisodeContext
+
+
+def check_prompts(prompts: Iterable[Prompt], env: EpisodeContext, file: str) -> None:
+    """Check that no prompt is longer than `rollout.max_prompt_tokens`, before the first step.
+
+    Raises:
+        DataError: naming the file, the first row that is too long, how many are, and the longest; or a row with images.
+    """
+    limit = env.cfg.max_prompt_tokens
+    lengths = ((prompt.index, _prompt_length(prompt, env, file)) for prompt in prompts)
+    if too_long := [(row, length) for row, length in lengths if length > limit]:
+        row, length = too_long[0]
+        others = "" if len(too_long) == 1 else f"; {_overlong([length for _, length in too_long])}"
+        raise DataError(
+            f"{file}, row {row}: the prompt has {length} tokens, rollout.max_prompt_tokens is {limit}{others}",
+            hint="raise rollout.max_prompt_tokens, remove such rows, or in `rl` --set data.truncation=drop",
+        )
+
+
+def read_tasks(cfg: Config, env: EpisodeContext, split: Split, limit: int | None = None) -> tuple[list[Prompt], str]:
+    """Return the first ``limit`` prompts (None: all) of a split, and where they come from, for messages.
+
+    They are those of `data.train` or `data.val`, or the environment's own where the key is empty. There may be none to
+    validate on.
+
+    Raises:
+        DataError: the file cannot be read.
+        ConfigError: there is no file, and the environment has no tasks.
+    """
+    named = cfg.data.train if split == "train" else cfg.data.val
+    own = env.world or env.agents
+    if own is not None and not named:
+        tasks = own.tasks(split)
+        if not tasks and split == "train":
+            raise ConfigError(f"{own.name} has no tasks of its own", hint="give --data FILE.parquet")
+        return tasks[:limit], own.name
+    if split == "val" and not named:
+        return [], ""
+    file = one_file(named)
+    return read_prompts(file, limit), file
+
+
+def fitting_prompts(
+    prompts: Sequence[Prompt], env: EpisodeContext, file: str, truncation: str
+) -> tuple[list[Prompt], str | None]:
+    """Return the prompts of an RL run. ``truncation = "drop"`` leaves out those above `rollout.max_prompt_tokens`.
+
+    Returns:
+        The prompts, and a message about those that are left out (None: none is).
+
+    Raises:
+        DataError: naming the file and the row of a prompt that is too long, or has images; or none is left.
+    """
+    if truncation != "drop":
+        check_prompts(prompts, env, file)
+        return list(prompts), None
+    limit = env.cfg.max_prompt_tokens
+    lengths = [_prompt_length(prompt, env, file) for prompt in prompts]
+    fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
+    if prompts and not fitting:
+        raise DataError(
+            f"{file}: each of its {len(prompts)} prompts has more than rollout.max_prompt_tokens = {limit} tokens",
+            hint="raise rollout.max_prompt_tokens",
+        )
+    if len(fitting) == len(prompts):
+        return fitting, None
+    said = _overlong([length for length in lengths if length > limit])
+    return fitting, f"{file}: {said}, and left out (rollout.max_prompt_tokens = {limit}, data.truncation = drop)"
+
+
+def _overlong(lengths: Sequence[int]) -> str:
+    """Return how many prompts are too long, and the length of the longest, for a message."""
+    many = "prompts are" if len(lengths) > 1 else "prompt is"
+    return f"{len(lengths):,} {many} too long, the longest has {max(lengths)} tokens"
+
+
+def _prompt_length(prompt: Prompt, env: EpisodeContext, file: str) -> int:
+    """Return the length of a prompt in tokens. Raises ``DataError`` for one with images."""
+    refuse_images(prompt, file, prompt.index)
+    return len(env.prompt_ids(prompt))
+
+
+def check_reward(prompts: Sequence[Prompt], cfg: Config, env: EpisodeContext, file: str) -> str | None:
+    """Check that every row can be graded: by its grader, the user's function, the reward model or the judge, in a
+    sandbox where a grader runs programs. Tools that `reward.weights` names must be tools of the run.
+
+    Args:
+        file: the file of the first of ``prompts``.
+
+    Returns:
+        A warning where the user's function fails on the first row.
+
+    Raises:
+        ConfigError, ModelError: one of these checks fails.
+    """
+    from posttrain.models.reward import open_reward_model
+    from posttrain.rewards import needs_sandbox
+    from posttrain.rewards.judge import check_judge
+    from posttrain.rewards.trial import try_function
+    from posttrain.sandbox import check_sandbox
+
+    unknown = [n for n in cfg.reward.weights if n.startswith("tool/") and n.removeprefix("tool/") not in env.tools]
+    if unknown:
+        raise ConfigError(
+            f"reward.weights names {', '.join(unknown)}", hint=f"tools of this run: {', '.join(env.tools) or 'none'}"
+        )
+    if cfg.reward.model.path:
+        open_reward_model(cfg.reward.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    if cfg.reward.judge.url:
+        check_judge(cfg.reward.judge)
+    if (env.world is not None or env.agents is not None) and not cfg.reward.function:
+        return None  # an environment gives the verdict, and an agent may
+    if cfg.reward.function:
+        return try_function(cfg.reward, cfg.sandbox, cfg.plugins, prompts[0], file)
+    # A sum evaluates every source, so that one without a grader is found here.
+    if sum(needs_sandbox(source) for source in {p.data_source for p in prompts}):
+        check_sandbox(cfg.sandbox)
+    return None
+
+
+@contextmanager
+def reading_validation() -> Iterator[None]:
+    """Add to an error of the validation set that `data.val` names it: `--data` replaces `data.train` alone."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(
+            f"data.val: {error.message}",
+            hint=f"{error.hint}; --data replaces data.train alone: --set data.val=FILE, or --set data.val= for none",
+        ) from error
+
+
+def validation_note(resolved: Resolved, count: int, unit: str) -> str:
+    """Return a line that says what the run is validated on and when.
+
+    Args:
+        count: size of the validation set.
+        unit: plural name of its samples.
+    """
+    cfg, origin = resolved.config, resolved.provenance
+    if not count:
+        return f"no validation: {f'none of the {unit} of data.val are usable' if cfg.data.val else 'data.val is empty'}"
+    files = [cfg.data.val] if isinstance(cfg.data.val, str) else cfg.data.val
+    every = cfg.train.val_every
+    when = "after the last step" if every is None else f"every {every} steps and after the last"
+    source = f" of {', '.join(files)}" if cfg.data.val else ", which the environment or agent brings"
+    text = f"validation on {count:,} {unit}{source}, {when}"
+    if origin["data.val"].startswith("preset") and not origin["data.train"].startswith("preset"):
+        text += (
+            f"; data.val is still that of {origin['data.val']}: {origin['data.train'].removeprefix('flag ')} replaces "
+            "data.train alone (--set data.val=FILE, or --set data.val= for none)"
+        )
+    return text
