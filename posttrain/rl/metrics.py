@@ -71,6 +71,27 @@ def episode_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     }
 
 
+def staleness_metrics(
+    groups: Sequence[Sequence[Trajectory]], stats: RolloutStats, version: int, most: int
+) -> dict[str, float]:
+    """Return how much older than ``version`` the weights are that sampled a step's tokens, and the mean length and
+    reward of all episodes that ended since the step before, trained on or not yet.
+
+    Args:
+        version: of the weights that train them.
+        most: `rollout.staleness`.
+    """
+    trained = [t for group in groups for t in group if t.trainable]
+    ages = version - np.concatenate([t.weight_version[t.loss_mask] for t in trained] or [np.array([version])])
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        **{f"staleness/share_{age}": float((ages == age).mean()) for age in range(most + 1)},
+        "rollout/ended_length/mean": float(np.mean(stats.lengths or [0])),
+        "rollout/ended_reward/mean": float(np.mean(stats.rewards or [0])),
+    }
+
+
 def failures(source: TrajectorySource) -> dict[Failure, str]:
     """Return the first message of each kind of failure among the episodes of a step."""
     lost = source.pool.failure

@@ -84,14 +84,14 @@ async def test_the_slowest_group_is_left_for_the_next_step_which_waits_for_it(ca
     assert rows(first) == [0, 2, 3, 4]
     assert source.stats.cancelled_groups == 1
     assert source.stats.cancelled_lengths == [0, 0]  # of a turn that is under way nothing is kept
-    assert made.state()["left"] == [[1, 1]]
+    assert made.state()["left"] == [[1, 1, 1]]
     second = await made.next()
     assert rows(second)[0] == 1
     assert len(second) == 4
     assert all(t.error is None and t.response_length > 5 for t in second[0])
     # Groups that were ready while the step waited are not lost either.
     third = await made.next()
-    left = [row for _, row in made.state()["left"]]
+    left = [row for _, row, _ in made.state()["left"]]
     assert sorted(rows(first) + rows(second) + rows(third) + left) == list(range(made.state()["position"]))
     await made.close()
 
@@ -112,7 +112,7 @@ async def test_every_prompt_is_trained_on_once_however_slow_it_is(carry):
         cancelled += source.stats.cancelled_groups
     assert cancelled > 0
     drawn = made.state()["position"]
-    left = Counter(row for _, row in made.state()["left"])
+    left = Counter(row for _, row, _ in made.state()["left"])
     # Of each row, what was drawn is what was trained on and what is left.
     order = BatchOrder(ROWS, drawn, seed=0)
     assert trained + left == Counter(order.next())
