@@ -3,9 +3,9 @@
     python scripts/bench_async.py --seeds 0 1 2                  every mode
     python scripts/bench_async.py --seeds 0 --modes "k = 1"      some
 
-For each seed the tiny model learns word problems from demonstrations once (`sft`), and each mode goes on from there
-with the preset `tiny-arith`, whose tool answers after a log-normal time: half of the calls take ``--wait`` seconds, one
-in a hundred 16 times as long, one in a thousand 40 times. Engine and trainer share the cores. Results are kept in
+The tiny model learns word problems from demonstrations once (150 steps of `sft`), and each mode goes on from there with
+the preset `tiny-arith`, whose tool answers after a log-normal time: half of the calls take ``--wait`` seconds, one in a
+hundred 16 times as long, one in a thousand 40 times. Engine and trainer share the cores. Results are kept in
 ``--out``, and a script that is started again does what is missing.
 """
 
@@ -63,26 +63,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench_async"))
     args = parser.parse_args()
     with local_ray():
+        learn_task(args.out)
         for seed in args.seeds:
             for mode in args.modes:
-                measure(args.out / f"seed_{seed}", mode, seed, args.steps, args.wait)
+                measure(args.out, mode, seed, args.steps, args.wait)
     print(table(args.out, args.seeds, args.modes))
+
+
+def learn_task(folder: Path) -> None:
+    """Train the model that all modes start from, if that has not been done."""
+    if not (folder / "sft" / "checkpoints" / "latest").is_file():
+        prep.run("arith", out=str(folder / "data"), seed=0)
+        flags = common(folder, "sft", 0) | {"data.train": str(folder / "data/sft_train.parquet"), "train.steps": 150}
+        sft.run(resolve("sft", "tiny-arith-sft", ["train.optim.lr=5e-3"], flags))
 
 
 def measure(folder: Path, mode: str, seed: int, steps: int, wait: float) -> None:
     """Train in one mode, if that has not been done."""
-    if not (folder / "sft" / "checkpoints" / "latest").is_file():
-        prep.run("arith", out=str(folder / "data"), seed=seed)
-        flags = common(folder, "sft", seed) | {"data.train": str(folder / "data/sft_train.parquet")}
-        sft.run(resolve("sft", "tiny-arith-sft", flags=flags))
-    result = folder / f"{slug(mode)}.json"
+    result = folder / f"{slug(mode, seed)}.json"
     if result.is_file():
         return
-    plugin = folder.parent / "slow_gsm8k.py"
+    plugin = folder / "slow_gsm8k.py"
     if not plugin.is_file():
         plugin.write_text(TOOL.replace("{wait}", str(wait)))
     sets = [*MODES[mode], f"plugins=['{plugin}']", "rollout.tools=['slow_gsm8k']", "run.report=false", "val.limit=100"]
-    flags = common(folder, slug(mode), seed) | {"model.path": "run:sft", "train.steps": steps}
+    flags = common(folder, slug(mode, seed), seed) | {"model.path": "run:sft", "train.steps": steps}
     data = {"data.train": str(folder / "data/train.parquet"), "data.val": str(folder / "data/test.parquet")}
     run = rl.run(resolve("rl", "tiny-arith", sets, flags | data))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -112,14 +117,14 @@ def common(folder: Path, run: str, seed: int) -> dict[str, Any]:
     return {"run.dir": str(folder), "run.name": run, "run.seed": seed, "run.overwrite": True}
 
 
-def slug(mode: str) -> str:
-    return "".join(c for c in mode if c.isalnum() or c == "-")
+def slug(mode: str, seed: int) -> str:
+    return "".join(c for c in mode if c.isalnum() or c == "-") + f"_{seed}"
 
 
 def table(out: Path, seeds: list[int], modes: list[str]) -> str:
     """A markdown table of what has been measured: means over seeds; of rewards each seed's."""
     found = {
-        mode: [json.loads(f.read_text()) for s in seeds if (f := out / f"seed_{s}" / f"{slug(mode)}.json").is_file()]
+        mode: [json.loads(f.read_text()) for s in seeds if (f := out / f"{slug(mode, s)}.json").is_file()]
         for mode in modes
     }
     first = mean(r["mean_step_s"] for r in found[modes[0]])

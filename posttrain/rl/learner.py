@@ -27,7 +27,7 @@ from posttrain.rl.batch import (
     stale_tokens,
     usable,
 )
-from posttrain.rl.metrics import critic_metrics, update_metrics
+from posttrain.rl.metrics import critic_metrics, gap_by_age, update_metrics
 from posttrain.runs.preflight import find_model
 from posttrain.runs.speed import update_speed
 from posttrain.runs.training_run import TrainingRun
@@ -154,12 +154,15 @@ class Learner:
         if moves:
             batch.old_logprobs = engine if own is None else torch.where(to_engine, engine, own)
         metrics: dict[str, float] = {}
+        if self.run.cfg.rollout.staleness and own is not None and version is not None:
+            metrics |= gap_by_age(own - engine, stale_tokens(kept, version), batch.loss_mask)
         if correction.active:
             assert own is not None
             # A ratio that is taken to the engine has the correction in it.
             gap = torch.where(to_engine, 0.0, own - engine)
             sequence = segment_ids(batch.cu_seqlens)
-            batch.correction, metrics = correct(gap, sequence, batch.loss_mask, **correction.model_dump())
+            batch.correction, of_weights = correct(gap, sequence, batch.loss_mask, **correction.model_dump())
+            metrics |= of_weights
         if algo.kl_coef > 0:
             with tracker.phase("ref"):
                 batch.ref_logprobs = await (

@@ -92,6 +92,24 @@ def staleness_metrics(
     }
 
 
+def gap_by_age(gap: torch.Tensor, stale: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """Return the gap between trainer and engine before the update, apart for tokens of the same weights, where it is of
+    the engine's kernels, and for those of older ones.
+
+    Args:
+        gap: [T] log-probability of the trainer less that of the engine.
+        stale: [T] older weights sampled the token.
+        mask: [T] the policy sampled it.
+    """
+    found = {}
+    for name, chosen in {"same_weights": mask & ~stale, "old_weights": mask & stale}.items():
+        if chosen.any():
+            ratio = gap[chosen].exp()
+            found[f"rollout_gap/{name}/mean_abs"] = float(gap[chosen].abs().mean())
+            found[f"rollout_gap/{name}/outside"] = float(((ratio < 0.9) | (ratio > 1.1)).double().mean())
+    return found
+
+
 def failures(source: TrajectorySource) -> dict[Failure, str]:
     """Return the first message of each kind of failure among the episodes of a step."""
     lost = source.pool.failure

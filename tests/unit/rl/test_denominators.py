@@ -75,6 +75,16 @@ async def test_with_staleness_every_token_is_weighted_by_the_proximal_policy_ove
     assert metrics["correction/truncated"] == 0.25
 
 
+async def test_the_gap_is_told_apart_by_the_weights_that_sampled():
+    """The token of version 5 has ratio 1.5; those of older ones 4, 0.25 and 1."""
+    _, score = scored(2)
+    _, metrics = await score()
+    assert metrics["rollout_gap/same_weights/mean_abs"] == pytest.approx(math.log(1.5))
+    assert metrics["rollout_gap/same_weights/outside"] == 1.0
+    assert metrics["rollout_gap/old_weights/mean_abs"] == pytest.approx(2 * math.log(4.0) / 3)
+    assert metrics["rollout_gap/old_weights/outside"] == pytest.approx(2 / 3)
+
+
 async def test_with_several_updates_the_proximal_policy_is_the_one_before_the_first():
     batch, score = scored(2, updates=2)
     await score()

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections import Counter
+from itertools import chain
 
 import pytest
 
@@ -71,6 +72,48 @@ async def test_without_over_sampling_a_batch_is_the_next_rows():
     assert rows(await made.next()) == [4, 5, 6, 7]
     assert (source.stats.started, source.stats.cancelled_groups) == (8, 0)
     assert made.state()["left"] == []
+
+
+class Function:
+    """Samples what the tokens so far say, and how often it was asked to go on from them, whenever that is."""
+
+    def __init__(self):
+        self.asked = Counter()
+
+    async def generate(self, prompt_ids, params):
+        await asyncio.sleep(0)
+        so_far = bytes(str(list(prompt_ids)), "ascii")
+        self.asked[so_far] += 1
+        chosen = zlib.crc32(so_far + bytes([self.asked[so_far] % 256]))
+        ids = [*tokens(call(chosen % 3 + 7, "probe") if chosen % 2 else f"#### {chosen % 4 + 6}"), EOS]
+        return Sample(ids, [-float(chosen % 7)] * len(ids), "stop", 0)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("dynamic", [False, True])
+async def test_without_staleness_batches_are_those_of_a_plain_loop_to_the_bit(seed, dynamic):
+    """Multi-turn with a tool, over 20 steps; dynamic sampling takes the next groups that have a signal."""
+    cfg = {"filter_groups": True, "filter_metric": "length"} if dynamic else {}
+    weights = {"score": 1.0, "length": 0.5}
+    made, _ = batches(Function(), Probe(), weights=weights, n=3, **cfg)
+    made._order = BatchOrder(ROWS, 4, seed)
+    _, plain = batches(Function(), Probe(), weights=weights, n=3)
+    order = BatchOrder(ROWS, 4, seed)
+    for _ in range(20):
+        expected = []
+        while len(expected) < 4:
+            (group,) = await plain.sample([made._prompts[i] for i in order.take(1)], 3)
+            if not dynamic or has_signal(group, "length"):
+                expected.append(group)
+        assert_same_groups(await made.next(), expected)
+
+
+def assert_same_groups(found, expected):
+    columns = ("tokens", "loss_mask", "logprobs", "weight_version")
+    assert rows(found) == rows(expected)
+    for one, other in zip(chain(*found), chain(*expected), strict=True):
+        assert all((getattr(one, name) == getattr(other, name)).all() for name in columns)
+        assert (one.messages, one.reward, one.turns) == (other.messages, other.reward, other.turns)
 
 
 def one_slow(slow, seconds=0.3):
