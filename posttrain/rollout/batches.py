@@ -17,6 +17,7 @@ So each drawn prompt is trained on exactly once, and at most one step later than
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Draw:
     playing: asyncio.Task[None] | None = None
     graded: list[Trajectory] | None = None
     """The group when it is ready to be trained on."""
+    place: float = math.inf
+    """How many groups were ready before it; inf: it is played."""
 
 
 class TrainingBatches:
@@ -68,6 +71,7 @@ class TrainingBatches:
         self._window = math.floor(self._cfg.window * self._size)
         self._drawn: list[Draw] = []
         """Groups that are played or ready, in draw order."""
+        self._places = itertools.count()
         self._room = self._limit = 0
         self._stats = RolloutStats()
         self._news = asyncio.Event()
@@ -204,7 +208,7 @@ class TrainingBatches:
     async def _play(self, draw: Draw) -> None:
         group = await self._source.play(draw.group, self._stats)
         if not self._cfg.filter_groups or has_signal(group, self._cfg.filter_metric):
-            draw.graded = group
+            draw.graded, draw.place = group, next(self._places)
         else:
             self._stats.filtered_groups += 1
             self._drawn.remove(draw)
@@ -214,14 +218,19 @@ class TrainingBatches:
     def _choose(self) -> list[Draw] | None:
         """Return the groups of the batch, in draw order; None: it must wait for one."""
         chosen: list[Draw] = []
-        for draw in self._drawn:
+        taken = self._drawn  # without staleness those that were ready first, after those that were left
+        if not self._cfg.staleness:
+            taken = sorted(taken, key=lambda draw: (not draw.overtaken, draw.place))
+        for draw in taken:
             if len(chosen) == self._size:
                 break
             if draw.graded is not None:
                 chosen.append(draw)
             elif not self._may_pass(draw, self._size - len(chosen)):
                 return None
-        return chosen if len(chosen) == self._size or not self._running else None
+        if len(chosen) < self._size and self._running:
+            return None
+        return sorted(chosen, key=lambda draw: draw.number)
 
     def _may_pass(self, draw: Draw, later: int) -> bool:
         """Return true if ``later`` groups after a draw may be trained before it."""
@@ -246,7 +255,7 @@ class TrainingBatches:
             else:
                 self._stats.cancelled_lengths += await draw.group.release()
                 draw.group = self._group(draw.row)
-            draw.playing = draw.graded = None
+            draw.playing, draw.graded, draw.place = None, None, math.inf
             draw.overtaken += 1
 
 
