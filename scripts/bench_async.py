@@ -5,7 +5,7 @@
 
 The tiny model learns word problems from demonstrations once (150 steps of `sft`), and each mode goes on from there with
 the preset `tiny-arith`, whose tool answers after a log-normal time: half of the calls take ``--wait`` seconds, one in a
-hundred 16 times as long, one in a thousand 40 times. Engine and trainer share the cores. Results are kept in
+hundred 16 times as long, one in a thousand 40 times. A step has 8 prompts x 4 episodes. Engine and trainer share the cores. Results are kept in
 ``--out``, and a script that is started again does what is missing.
 """
 
@@ -86,7 +86,8 @@ def measure(folder: Path, mode: str, seed: int, steps: int, wait: float) -> None
     plugin = folder / "slow_gsm8k.py"
     if not plugin.is_file():
         plugin.write_text(TOOL.replace("{wait}", str(wait)))
-    sets = [*MODES[mode], f"plugins=['{plugin}']", "rollout.tools=['slow_gsm8k']", "run.report=false", "val.limit=100"]
+    sets = [*MODES[mode], "data.batch_size=8", "rollout.n=4", f"plugins=['{plugin}']", "rollout.tools=['slow_gsm8k']"]
+    sets += ["run.report=false", "val.limit=100"]
     flags = common(folder, slug(mode, seed), seed) | {"model.path": "run:sft", "train.steps": steps}
     data = {"data.train": str(folder / "data/train.parquet"), "data.val": str(folder / "data/test.parquet")}
     run = rl.run(resolve("rl", "tiny-arith", sets, flags | data))
