@@ -4,9 +4,9 @@
     python scripts/bench_async.py --seeds 0 --modes "k = 1"      some
 
 The tiny model learns word problems from demonstrations once (150 steps of `sft`), and each mode goes on from there with
-the preset `tiny-arith`, whose tool answers after a log-normal time: half of the calls take ``--wait`` seconds, one in a
-hundred 16 times as long, one in a thousand 40 times. A step has 8 prompts x 4 episodes. Engine and trainer share the cores. Results are kept in
-``--out``, and a script that is started again does what is missing.
+the preset `tiny-arith` and steps of 8 prompts x 4 episodes. Its tool answers after a log-normal time: half of the calls
+take ``--wait`` seconds, one in a hundred 16 times as long, one in a thousand 40 times. Engine and trainer share the
+cores. Results are kept in ``--out``, and a script that is started again does what is missing.
 """
 
 from __future__ import annotations
