@@ -4,8 +4,8 @@
     python scripts/bench_async.py --seeds 0 --modes "k = 1"      some
 
 The untrained tiny model learns to write vowels: an episode's reward is their share among its characters. What it talks
-to is ready after a log-normal time: half of the episodes wait ``--wait`` seconds, one in a hundred 16 times as long, one
-in a thousand 40 times. A step has 8 prompts x 8 episodes; engine and trainer share the cores. Results are kept in
+to is ready after a log-normal time: half of the episodes wait ``--wait`` seconds, one in a hundred 16 times as long,
+one in a thousand 40 times. A step has 8 prompts x 8 episodes; engine and trainer share the cores. Results are kept in
 ``--out``, and a script that is started again does what is missing.
 """
 
@@ -95,11 +95,8 @@ def measure(folder: Path, mode: str, seed: int, steps: int) -> None:
     sets += [f"plugins=['{folder / 'late_vowels.py'}']", "rollout.tools=[]", "rollout.interaction='late'"]
     sets += ["rollout.max_turns=2", "rollout.max_response_tokens=64", "run.report=false", "run.rollouts=false"]
     flags = {"run.dir": str(folder), "run.name": slug(mode, seed), "run.seed": seed, "run.overwrite": True}
-    run = rl.run(
-        resolve(
-            "rl", "tiny-arith", sets, flags | {"data.train": str(folder / "train.parquet")} | {"train.steps": steps}
-        )
-    )
+    flags |= {"data.train": str(folder / "train.parquet"), "train.steps": steps}
+    run = rl.run(resolve("rl", "tiny-arith", sets, flags))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     result.write_text(json.dumps(summary(rows)))
     print(f"seed {seed}  {mode}: {summary(rows)}", flush=True)

@@ -129,8 +129,13 @@ class Group:
         """Return the episodes that ``go_on`` can continue in another process, each with whether it has ended."""
         if self.env.agents is not None:  # an agent's program begins anew, and an episode has its branches
             return []
-        stands = [(True, e) if isinstance(e, Trajectory) else (False, e.so_far()) for e in self._episodes]
-        return [(ended, trajectory) for ended, trajectory in stands if trajectory is not None]
+        found: list[tuple[bool, Trajectory]] = []
+        for episode in self._episodes:
+            if isinstance(episode, Trajectory):  # a copy: grading changes it
+                found.append((True, replace(episode, reward_parts=dict(episode.reward_parts))))
+            elif (so_far := episode.so_far()) is not None:
+                found.append((False, so_far))
+        return found
 
     def go_on(self, so_far: Sequence[tuple[bool, Trajectory]]) -> None:
         """Continue episodes where another play of the prompt stood; the others begin."""
