@@ -2,7 +2,7 @@
 
 With `rollout.staleness` = k, groups of the next k steps are played while trainers work. Pacing keeps the bound, and
 nothing is discarded for it: a group is started only if the step that trains it in the worst case is at most k steps
-away from the weights that sample its first token. ``TrainingBatches.room`` is that rule.
+away from the weights that sample its first token. ``TrainingBatches.capacity`` is that rule.
 
 Two things let a batch pass over a group that is still played. Long episodes are the slow ones, so what is passed over
 must not be lost, or the policy would learn from short answers only:
@@ -72,11 +72,11 @@ class TrainingBatches:
         self._drawn: list[Draw] = []
         """Groups that are played or ready, in draw order."""
         self._places = itertools.count()
-        self._room = self._limit = 0
+        self._capacity = self._limit = 0
         self._stats = RolloutStats()
         self._news = asyncio.Event()
 
-    def room(self, later: int) -> int:
+    def capacity(self, later: int) -> int:
         """Return how many groups may be drawn and not trained, just before a step of weights that all engines have.
 
         The group that is last of so many is trained within the next k steps after this one even if ``window`` groups
@@ -101,11 +101,11 @@ class TrainingBatches:
             RunError: with `rollout.filter_groups`, not one group of the allowed draws has a signal.
         """
         ahead = self._cfg.staleness if later is None else min(self._cfg.staleness, later)
-        self._room = self.room(ahead)
+        self._capacity = self.capacity(ahead)
         if self._cfg.filter_groups:
             self._limit = self._size * (self._cfg.filter_max_batches + ahead)
         else:
-            self._limit = self._room
+            self._limit = self._capacity
         try:
             for draw in self._drawn:
                 self._start(draw)
@@ -120,7 +120,7 @@ class TrainingBatches:
         self._drawn = [draw for draw in self._drawn if draw not in chosen]
         self._stats.missing_groups = self._size - len(chosen)
         if self._cfg.staleness:
-            self._room -= self._size
+            self._capacity -= self._size
             for draw in self._drawn:
                 draw.overtaken += sum(other.number > draw.number for other in chosen)
         else:
@@ -192,11 +192,11 @@ class TrainingBatches:
         return [draw for draw in self._drawn if draw.graded is None]
 
     def _fill(self) -> None:
-        """Draw and start groups while there is room. Raises what ended the play of one."""
+        """Draw and start groups while there is capacity. Raises what ended the play of one."""
         for draw in self._running:
             if draw.playing is not None and draw.playing.done():
                 draw.playing.result()
-        while len(self._drawn) < min(self._room, self._limit - self._stats.filtered_groups):
+        while len(self._drawn) < min(self._capacity, self._limit - self._stats.filtered_groups):
             self._drawn.append(self._draw())
             self._start(self._drawn[-1])
 
