@@ -85,9 +85,14 @@ def check(folder, k):
 def test_no_token_is_older_than_the_bound_though_an_engine_dies(settings, k, in_flight):
     with local_ray():
         hit_sampler(settings.folder / "metrics.jsonl", signal.SIGKILL, after_lines=2)
-        sets = settings(f"rollout.staleness={k}", f"rollout.in_flight_updates={in_flight}")
+        sets = settings(f"rollout.staleness={k}", f"rollout.in_flight_updates={in_flight}", "train.val_every=3")
+        sets += [f"data.val='{settings.folder.parent / 'train.parquet'}'", "val.limit=2"]
         rl.run(resolve("rl", "tiny-arith", sets))
-    assert check(settings.folder, k)[-1]["rollout/samplers_lost"] == 1
+    steps = check(settings.folder, k)
+    assert steps[-1]["rollout/samplers_lost"] == 1
+    # Validations are played beside groups of later steps, and count their own episodes.
+    assert [row.get("rollout/val_episodes") for row in steps] == [None, None, 2.0, None, None, 2.0]
+    assert sum(row["rollout/episodes"] for row in steps) == 2 * SIZE * STEPS
 
 
 @pytest.mark.slow
