@@ -30,7 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 MOMENTS = {"sft": ("step", "save", "rename"), "rl": ("step", "gen", "save", "rename", "sync")}
 VICTIMS = {"sft": ("driver", "worker"), "rl": ("driver", "worker", "engine")}
-TIMES = ("time", "timing_s/", "perf/", "tools/seconds", "rollout/samplers_lost", "rollout/requests_moved")
+TIMES = ("time", "timing_s/", "perf/", "wait/", "tools/seconds", "rollout/samplers_lost", "rollout/requests_moved")
 """Beginnings of metrics that tell how fast it went, or what was lost."""
 DEADLINE_S = 300.0
 """Longest life of one attempt."""

@@ -39,7 +39,7 @@ RENAMES: dict[str, str] = {"traces": "rollouts", "sync/canary_gap": "sync/check_
 """Names that have changed on purpose since BEFORE was recorded: a metric, a column, a file or a folder, old to new. A
 folder's entry renames what lies in it, too."""
 
-MACHINE = re.compile(r"^time$|^timing_s/|seconds|throughput|per_second|memory_gib|mfu|data_wait")
+MACHINE = re.compile(r"^time$|^timing_s/|seconds|throughput|per_second|memory_gib|mfu|data_wait|^wait/")
 """Metrics and columns whose value depends on the machine or on the clock."""
 
 ENVIRONMENT = {

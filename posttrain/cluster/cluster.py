@@ -294,7 +294,8 @@ class Cluster:
         """Start engine ``index``, and end the process that it replaces if there is one."""
         cfg = self.cfg
         count = cfg.rollout.replicas
-        episodes = math.ceil(cfg.data.batch_size * cfg.rollout.n * (1 + cfg.rollout.over_sample_rate) / count)
+        batches = 1 + cfg.rollout.over_sample_rate + cfg.rollout.staleness
+        episodes = math.ceil(cfg.data.batch_size * cfg.rollout.n * batches / count)
         spec = EngineSpec(
             source=source,
             device=self.device,

@@ -20,8 +20,10 @@ from posttrain.weight_sync.publish import check_sequences, publish
 class SyncedSamplers:
     """The samplers of a run, at the trainer's weights even when one dies and is restarted.
 
-    Trainers have the GPUs from ``to_trainers`` to ``publish``, samplers from then on. With `rollout.sleep` samplers
-    free their memory while trainers work, and with `train.offload` trainers move to host memory while samplers work.
+    Trainers work from ``to_trainers`` to ``publish``. Without `rollout.staleness` nobody samples then: with
+    `rollout.sleep` samplers free their memory meanwhile, and with `train.offload` trainers move to host memory while
+    samplers work. With it samplers go on, and one that dies meanwhile is replaced at the next ``publish``: trainers
+    hand out no weights while they work.
 
     Args:
         trainers: all that take turns with the samplers on the same GPUs, ``actor`` among them.
@@ -36,6 +38,10 @@ class SyncedSamplers:
         self._offloaded = False
         """The trainers are in host memory."""
         self._restarting = asyncio.Lock()
+        self._trainers_busy = asyncio.Lock()
+        """Held while trainers work, or send weights."""
+        self._working = False
+        """``to_trainers`` holds that lock."""
         self.transfers = cluster.transfers()
 
     async def start(self, source: ModelSource, stop_token_ids: list[int]) -> SamplerPool:
@@ -46,32 +52,52 @@ class SyncedSamplers:
         return self.pool
 
     async def to_trainers(self) -> None:
-        """Give the GPUs to the trainers. Where samplers sleep, nobody samples until ``publish``."""
+        """Let the trainers work. Where samplers sleep, nobody samples until ``publish``."""
         await self.pool.settled()
+        await self._trainers_busy.acquire()
+        self._working = True
         await self._to_trainers(self._living)
 
     async def publish(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
         """Bring the trainer's weights to all samplers as ``version``, and check them on the starts of a few of the
         ``check`` sequences. Metrics and errors are those of ``weight_sync.publish.publish``."""
-        await self.pool.settled()
         self.version, self._check = version, check_sequences(check)
-        await self._onload()  # where trainers did not work since the last update
-        # An engine that restarts on the same GPU sizes its KV cache by the free memory.
-        await asyncio.gather(*(trainer.free_cache() for trainer in self._trainers))
-        return await self._publish(self._living, replace=True)
+        if self._working:
+            self._working = False
+            self._trainers_busy.release()
+        await self.pool.settled()  # a sampler that waited for its weights has them then
+        lost: list[tuple[RemoteSampler, PosttrainError]] = []
+        async with self._trainers_busy, self._turns():
+            await self._onload()  # where trainers did not work since the last update
+            # An engine that restarts on the same GPU sizes its KV cache by the free memory.
+            await asyncio.gather(*(trainer.free_cache() for trainer in self._trainers))
+            metrics = await self._publish(self._living, lost)
+        for sampler, error in lost:
+            if sampler in self.pool.samplers:
+                await self.pool.replace(sampler, error)
+        await self.pool.settled()  # an episode may have lost it before
+        return metrics
+
+    def _turns(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Return what an update waits for: nothing, or the turns in progress."""
+        rollout = self._cluster.cfg.rollout
+        if rollout.staleness and not rollout.in_flight_updates:
+            return self.pool.drained(rollout.episode_deadline_s)
+        return contextlib.nullcontext()
 
     @property
     def _living(self) -> list[RemoteSampler]:
         return cast(list[RemoteSampler], self.pool.samplers)
 
     async def _restart(self, index: int) -> RemoteSampler:
-        """Start a new sampler ``index`` with the current weights. Trainers are idle while others sample. Where trainers
-        need the memory of the other samplers, these pause, and then go on with the same weights."""
+        """Start a new sampler ``index`` with the current weights. Waits until trainers are idle. Where they need
+        the memory of the other samplers, these pause, and then go on with the same weights."""
         async with self._restarting:
             sampler = await self._cluster.sampler(self._source, self._stop_token_ids, index)
             samplers = [sampler, *self._living] if self._sleep else [sampler]
-            await self._to_trainers(samplers)
-            await self._publish(samplers, replace=False)
+            async with self._trainers_busy:
+                await self._to_trainers(samplers)
+                await self._publish(samplers)
             return sampler
 
     async def _to_trainers(self, samplers: Sequence[RemoteSampler]) -> None:
@@ -91,7 +117,15 @@ class SyncedSamplers:
             for trainer in self._trainers:
                 await trainer.offload()
 
-    async def _publish(self, samplers: Sequence[RemoteSampler], *, replace: bool) -> dict[str, float]:
+    async def _publish(
+        self, samplers: Sequence[RemoteSampler], lost: list[tuple[RemoteSampler, PosttrainError]] | None = None
+    ) -> dict[str, float]:
+        """Send weights to samplers. Those that die meanwhile are added to ``lost``; None: their death is raised."""
+
+        async def note(sampler: RemoteSampler, error: PosttrainError) -> None:
+            if lost is not None:
+                lost.append((sampler, error))
+
         return await publish(
             self._actor,
             samplers,
@@ -100,11 +134,8 @@ class SyncedSamplers:
             check=self._check,
             tolerance=self._cluster.sync_tolerance,
             offload=self._offload_trainers,
-            replace=self._replace if replace else None,
+            replace=None if lost is None else note,
         )
-
-    async def _replace(self, sampler: RemoteSampler, error: PosttrainError) -> None:
-        await self.pool.replace(sampler, error)
 
 
 async def _if_alive(call: Awaitable[None]) -> None:

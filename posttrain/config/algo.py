@@ -30,9 +30,9 @@ class CorrectionConfig(Section):
     """Importance corrections for the gap between trainer and engine (algorithms.md). Each takes one more forward pass
     per step, for the trainer's own log-probabilities before the update."""
 
-    weight: Literal["none", "token", "sequence"] = "none"
+    weight: Literal["auto", "none", "token", "sequence"] = "auto"
     """Factor of a token's loss: its ratio trainer / engine (token, truncated importance sampling), or the product of
-    the ratios of its sequence (sequence); none: 1."""
+    the ratios of its sequence (sequence); none: 1. auto: token with `rollout.staleness`, else none."""
     upper: PositiveFactor = 2.0
     """Upper bound of the factor. A larger one is cut to the bound, or is 0 if `lower` is given."""
     lower: PositiveFactor | None = None
@@ -46,13 +46,11 @@ class CorrectionConfig(Section):
     @property
     def active(self) -> bool:
         """Return whether anything is corrected."""
-        return self.weight != "none" or self.reject != "none"
+        return self.weight not in ("auto", "none") or self.reject != "none"
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> CorrectionConfig:
         given = self.changed
-        if self.weight == "none" and (unused := given & {"upper", "lower"}):
-            raise ValueError(f"algo.correction.{min(unused)} has no effect without algo.correction.weight")
         if self.reject == "none" and "reject_above" in given:
             raise ValueError("algo.correction.reject_above has no effect without algo.correction.reject")
         if self.lower is not None and self.lower > self.upper:

@@ -65,6 +65,15 @@ class RolloutConfig(Section):
     branches: Literal["all", "last"] = "all"
     """With an agent: which branches of an episode to train on; each has the episode's reward, and counts in its group.
     last: only the one that was sampled from last. `generate` writes these branches."""
+    staleness: NaturalInt = 0
+    """`rl`: asynchronous training with sampling up to this many steps ahead: the version of the weights that train a
+    token minus the version that sampled it is never above it. 0: sampling and training take turns. See async.md."""
+    window: Annotated[float, Field(ge=0.0, le=1.0)] = 0.25
+    """With `staleness`: share of a batch that may overtake a group which is still played, before the next batch waits
+    for it; 0: strict order."""
+    in_flight_updates: bool = True
+    """With `staleness`: engines take new weights amid their requests, which then go on with these; false: the turns in
+    progress end with the old weights first."""
     over_sample_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """`rl`: share of additional groups to start; the slowest groups are cancelled once enough have finished. A
     cancelled group comes first in the next step and is not cancelled again, so no prompt is skipped."""
@@ -122,6 +131,7 @@ class RolloutConfig(Section):
             raise ValueError("rollout.filter_metric has no effect without rollout.filter_groups")
         if self.partial_rollouts and not self.over_sample_rate:
             raise ValueError("rollout.partial_rollouts has no effect without rollout.over_sample_rate")
+        self._check_staleness()
         if self.interaction_options and not self.interaction:
             raise ValueError("rollout.interaction_options has no effect without rollout.interaction")
         if self.env_options and not self.env:
@@ -150,6 +160,21 @@ class RolloutConfig(Section):
                 "sglang and vllm have them"
             )
         return self
+
+    def _check_staleness(self) -> None:
+        if not self.staleness:
+            if unused := self.changed & {"window", "in_flight_updates"}:
+                raise ValueError(f"rollout.{min(unused)} has no effect without rollout.staleness")
+            return
+        if self.over_sample_rate:
+            raise ValueError(
+                "rollout.over_sample_rate with rollout.staleness: slow groups go on while others are trained, and "
+                "rollout.window says how many may overtake them"
+            )
+        if self.sleep:
+            raise ValueError("rollout.sleep with rollout.staleness: engines sample while trainers work")
+        if self.only or self.replay:
+            raise ValueError("rollout.staleness has no effect with rollout.only or rollout.replay")
 
 
 class ValConfig(Section):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from posttrain.algos import ADVANTAGES
-from posttrain.config.algo import AlgoConfig, CriticConfig
+from posttrain.config.algo import AlgoConfig, CorrectionConfig, CriticConfig
 from posttrain.config.base import Section
 from posttrain.config.cluster import CheckpointConfig, ClusterConfig, EvalConfig, GenerateConfig
 from posttrain.config.data import DataConfig, ModelConfig, RunConfig
@@ -117,6 +117,14 @@ class Config(Section):
         return self.command not in ("sft", "prefer") and not self.rollout.replay
 
     @property
+    def correction(self) -> CorrectionConfig:
+        """Return `algo.correction` with its weight decided."""
+        correction = self.algo.correction
+        if correction.weight != "auto":
+            return correction
+        return correction.model_copy(update={"weight": "token" if self.rollout.staleness else "none"})
+
+    @property
     def trains_reward_model(self) -> bool:
         """Return whether a reward model is trained instead of a policy."""
         return self.command == "prefer" and self.prefer.method == "reward_model"
@@ -187,7 +195,10 @@ class Config(Section):
             raise ValueError(
                 f"{what} needs the reward of a greedy episode of each prompt, which rollout files do not have"
             )
-        if self.algo.correction.active and self.rollout.replay:
+        correction = self.correction
+        if correction.weight == "none" and (unused := correction.changed & {"upper", "lower"}):
+            raise ValueError(f"algo.correction.{min(unused)} has no effect without algo.correction.weight")
+        if correction.active and self.rollout.replay:
             raise ValueError(
                 "algo.correction with rollout.replay: ratios are taken to the recorded log-probabilities already"
             )
@@ -201,6 +212,8 @@ class Config(Section):
             raise ValueError(
                 "cluster.weight_transfer = 'broadcast' needs cluster.placement = 'separate': NCCL wants a GPU for each"
             )
+        if self.train.offload and self.rollout.staleness:
+            raise ValueError("train.offload with rollout.staleness: trainers work while engines sample")
         if self.train.offload and self.train.cpu_offload:
             raise ValueError("train.offload has no effect with train.cpu_offload: all is in host memory as it is")
 

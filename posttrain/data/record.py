@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from posttrain.core.types import Sample
+from posttrain.core.types import Ids, Sample
 
 
 class Record:
@@ -22,8 +22,24 @@ class Record:
         self._count = 0
         self._ids = np.empty(max(256, 2 * len(prompt_ids)), np.int32)
         self._samples: list[tuple[int, Sample]] = []
-        """Where each turn begins, and the turn."""
+        """Where each turn begins, and the turn. One that a weight update cut off is several of them."""
+        self.turn_begun = 0
+        """Where the turn begins that is sampled, or comes next."""
         self.given(prompt_ids)
+
+    @staticmethod
+    def of(columns: Mapping[str, npt.NDArray[Any]]) -> Record:
+        """Return the record that has these ``columns``."""
+        record = Record([])
+        tokens, mask, versions = columns["tokens"], columns["loss_mask"], columns["weight_version"]
+        changes = 1 + np.flatnonzero((mask[1:] != mask[:-1]) | (versions[1:] != versions[:-1]))
+        for part in np.split(np.arange(len(tokens)), changes):
+            if mask[part[0]]:
+                logprobs = columns["logprobs"][part].tolist()
+                record.sampled(Sample(tokens[part].tolist(), logprobs, "stop", int(versions[part[0]])))
+            else:
+                record.given(tokens[part])
+        return record
 
     def __len__(self) -> int:
         return self._count
@@ -33,8 +49,12 @@ class Record:
         """Return [T] the tokens so far: a view, which later tokens do not change."""
         return self._ids[: self._count]
 
-    def given(self, ids: Sequence[int]) -> None:
+    def given(self, ids: Ids) -> None:
         """Append tokens that the policy did not choose."""
+        self._append(ids)
+        self.turn_begun = self._count
+
+    def _append(self, ids: Ids) -> None:
         end = self._count + len(ids)
         if end > len(self._ids):
             grown = np.empty(max(end, 2 * len(self._ids)), np.int32)
@@ -44,9 +64,9 @@ class Record:
         self._count = end
 
     def sampled(self, sample: Sample) -> None:
-        """Append a turn of the policy."""
+        """Append a turn of the policy, or a part of one."""
         self._samples.append((self._count, sample))
-        self.given(sample.ids)
+        self._append(sample.ids)
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
         """Return the columns of a ``Trajectory``: tokens, loss_mask, logprobs and weight_version, each [T]."""

@@ -146,26 +146,29 @@ class HFSampler:
                 hint="raise rollout.kv_tokens, or lower rollout.max_response_tokens",
             )
         async with self.guard.request() as version:
-            output = await self._run(prompt_ids, params)
+            output, cut = await self._run(prompt_ids, params)
         if output is None:
-            return Sample([], [], "abort", version)  # the library drops what a cancelled request has sampled
-        ids = list(output.generated_tokens)
-        reason: FinishReason = "stop" if ids and ids[-1] in self.spec.stop_token_ids else "length"
-        return Sample(ids, [float(x) for x in output.logprobs], reason, version)
+            return Sample([], [], "abort", version)
+        logprobs = [float(x) for x in output.logprobs]
+        ids = list(output.generated_tokens)[: len(logprobs)]  # of one that is cut, its thread may add a token meanwhile
+        ended = bool(ids) and ids[-1] in self.spec.stop_token_ids
+        reason: FinishReason = "stop" if ended else "abort" if cut else "length"
+        return Sample(ids, logprobs[: len(ids)], reason, version)
 
     def _truncation(self, params: SamplingParams) -> dict[str, Any]:
         if not self.spec.truncates:
             return {}
         return {"top_p": params.top_p, "top_k": params.top_k or self.model.config.vocab_size}
 
-    async def _run(self, prompt_ids: Ids, params: SamplingParams) -> Any:
-        """Return the library's output for a request; None: it was aborted. Raises ``WorkerError``."""
+    async def _run(self, prompt_ids: Ids, params: SamplingParams) -> tuple[Any, bool]:
+        """Return the library's output for a request, and whether it was aborted; the output is then what was sampled
+        until then, or None. Raises ``WorkerError``."""
         request_id = f"r{next(self.request_ids)}"
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def deliver(output: Any) -> None:
             if not future.done():
-                future.set_result(output)
+                future.set_result((output, False))
 
         self.manager.register_result_handler(request_id, deliver)
         if params.seed is not None:
@@ -183,7 +186,7 @@ class HFSampler:
             raise WorkerError(f"the embedded engine has stopped: {self.manager.background_thread_status.fatal_error}")
         self.futures[request_id] = future
         try:
-            output = await future
+            output, cut = await future
         except asyncio.CancelledError:
             self._cancel(request_id)
             raise
@@ -192,7 +195,7 @@ class HFSampler:
             self.seeded.seeds.pop(request_id, None)
         if output is not None and output.error is not None:
             raise WorkerError(f"the embedded engine failed: {output.error}")
-        return output
+        return output, cut
 
     def _cancel(self, request_id: str) -> None:
         self.manager.cancel_request(request_id)
@@ -201,8 +204,16 @@ class HFSampler:
     async def _abort_all(self) -> None:
         for request_id, future in self.futures.items():
             if not future.done():
+                so_far = self._so_far(request_id)
                 self._cancel(request_id)
-                future.set_result(None)
+                future.set_result((so_far, True))
+
+    def _so_far(self, request_id: str) -> Any:
+        """Return the library's output of a request as far as it has come: the library drops what a cancelled one has
+        sampled. None: it is not at work yet."""
+        processor = self.manager.batch_processor
+        state = None if processor is None else processor.scheduler.active_requests.get(request_id)
+        return None if state is None else state.to_generation_output()
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
         lengths = torch.tensor([len(s) for s in sequences])

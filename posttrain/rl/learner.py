@@ -27,7 +27,7 @@ from posttrain.rl.batch import (
     stale_tokens,
     usable,
 )
-from posttrain.rl.metrics import critic_metrics, update_metrics
+from posttrain.rl.metrics import critic_metrics, gap_by_age, update_metrics
 from posttrain.runs.preflight import find_model
 from posttrain.runs.speed import update_speed
 from posttrain.runs.training_run import TrainingRun
@@ -96,7 +96,8 @@ class Learner:
         Args:
             groups: episodes of the same prompts.
             version: of the actor's weights. Ratios are taken to the actor's own log-probabilities where these weights
-                sampled, and to the engine's recorded ones where others did. None: others sampled everything.
+                sampled, and to the engine's recorded ones where others did, but for ``_ratio_to_engine``. None: others
+                sampled everything.
             baselines: row of a prompt -> reward of its greedy episode, for an estimator that needs it. Episodes of a
                 prompt that has none are left out.
 
@@ -141,24 +142,27 @@ class Learner:
 
         In a step of one update by the policy that sampled, all ratios are 1, and ``old_logprobs`` stay None.
         """
-        algo, tracker = self.run.cfg.algo, self.run.tracker
+        algo, correction, tracker = self.run.cfg.algo, self.run.cfg.correction, self.run.tracker
         engine = batch.rollout_logprobs
         assert engine is not None
-        stale = torch.ones_like(batch.loss_mask) if version is None else stale_tokens(kept, version)
-        moves = algo.updates_per_step > 1 or bool(stale.any())
+        to_engine = self._ratio_to_engine(kept, version)
+        moves = algo.updates_per_step > 1 or bool(to_engine.any())
         own = None
         if (moves and version is not None) or self._reads_own:
             with tracker.phase("old_log_prob"):
                 own = await self.actor.logprobs(batch)
         if moves:
-            batch.old_logprobs = engine if own is None else torch.where(stale, engine, own)
+            batch.old_logprobs = engine if own is None else torch.where(to_engine, engine, own)
         metrics: dict[str, float] = {}
-        if algo.correction.active:
+        if self.run.cfg.rollout.staleness and own is not None and version is not None:
+            metrics |= gap_by_age(own - engine, stale_tokens(kept, version), batch.loss_mask)
+        if correction.active:
             assert own is not None
-            # The ratio of a stale token is taken to the engine, and has the correction in it.
-            gap = torch.where(stale, 0.0, own - engine)
+            # A ratio that is taken to the engine has the correction in it.
+            gap = torch.where(to_engine, 0.0, own - engine)
             sequence = segment_ids(batch.cu_seqlens)
-            batch.correction, metrics = correct(gap, sequence, batch.loss_mask, **algo.correction.model_dump())
+            batch.correction, of_weights = correct(gap, sequence, batch.loss_mask, **correction.model_dump())
+            metrics |= of_weights
         if algo.kl_coef > 0:
             with tracker.phase("ref"):
                 batch.ref_logprobs = await (
@@ -169,12 +173,26 @@ class Learner:
                 batch.values = await self.critic.values(batch)
         return own, metrics
 
+    def _ratio_to_engine(self, kept: Sequence[Trajectory], version: int | None) -> Tensor:
+        """Return [T], true where ratios are taken to the engine's recorded log-probabilities.
+
+        With `rollout.staleness` and a correction none are: the policy before the update is the proximal one, and the
+        correction weighs a token by proximal / engine, whatever version sampled it (decoupled PPO, arXiv:2110.00641).
+        """
+        if version is None:
+            return torch.ones(sum(len(t.tokens) for t in kept), dtype=torch.bool)
+        stale = stale_tokens(kept, version)
+        decoupled = self.run.cfg.rollout.staleness and self.run.cfg.correction.active
+        return torch.zeros_like(stale) if decoupled else stale
+
     @property
     def _reads_own(self) -> bool:
         """Return whether the algorithm reads the actor's log-probabilities before its first update."""
         algo = self.run.cfg.algo
         loss = POLICY_LOSSES.get(algo.policy_loss)
-        return loss.reads_current or algo.correction.active or algo.kl_in == "reward" or self.teacher is not None
+        return (
+            loss.reads_current or self.run.cfg.correction.active or algo.kl_in == "reward" or self.teacher is not None
+        )
 
     def _kl_penalties(self, batch: PackedBatch, own: Tensor | None) -> tuple[Tensor | None, dict[str, float]]:
         """Return the KL penalty in the reward, [T], times its coefficient, which then adapts; and metrics."""

@@ -16,6 +16,7 @@ from posttrain.rl.batch import Groups
 from posttrain.rl.learner import Learner
 from posttrain.runs.training_run import TrainingRun
 from posttrain.tracking.examine import examine
+from posttrain.train.checkpoint import State
 
 
 class RolloutBatch(NamedTuple):
@@ -41,7 +42,7 @@ class Engines(Protocol):
         ...
 
     async def to_trainers(self) -> None:
-        """Give shared GPUs to the trainers, until ``publish``."""
+        """Let the trainers work, until ``publish``."""
         ...
 
     async def publish(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
@@ -59,6 +60,10 @@ class Rollouts(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data, as JSON."""
+        ...
+
+    def files(self) -> dict[str, State]:
+        """Return what a checkpoint keeps of episodes that are not trained on yet."""
         ...
 
     async def next_batch(self, step: int) -> RolloutBatch | None:
@@ -96,7 +101,7 @@ async def train(run: TrainingRun, start: Start) -> None:
             learner.restore(state["learner"])
         rollouts.resume(run.step, state)
         await engines.start(run.step)
-        position = {**rollouts.state(), "learner": learner.state()}
+        position = {**rollouts.state(), "learner": learner.state()}, rollouts.files()
 
         if cfg.val.before_train and run.step == 0 and (metrics := await rollouts.validate(0)):
             tracker.log(0, metrics)
@@ -108,14 +113,14 @@ async def train(run: TrainingRun, start: Start) -> None:
             await engines.to_trainers()
             kept, updates = await learner.learn(batch.groups, version=engines.version, baselines=batch.baselines)
             await rollouts.trained(step, batch.groups)
-            position = {**rollouts.state(), "learner": learner.state()}
+            position = {**rollouts.state(), "learner": learner.state()}, rollouts.files()
             if run.due(cfg.train.save_every, step):  # before `publish`: trainers may leave the GPUs then
-                await run.save(step, learner.trained, position)
+                await run.save(step, learner.trained, *position)
             metrics = batch.metrics | updates | await engines.publish(step, [t.tokens for t in kept])
             run.finished(step, metrics | await rollouts.validate(step))
         if run.step > run.checkpoints.step:  # the user asked to stop
             await engines.to_trainers()
-            await run.save(run.step, learner.trained, position)
+            await run.save(run.step, learner.trained, *position)
     run.raise_if_interrupted()
 
 

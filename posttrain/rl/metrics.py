@@ -71,6 +71,45 @@ def episode_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     }
 
 
+def staleness_metrics(
+    groups: Sequence[Sequence[Trajectory]], stats: RolloutStats, version: int, most: int
+) -> dict[str, float]:
+    """Return how much older than ``version`` the weights are that sampled a step's tokens, and the mean length and
+    reward of all episodes that ended since the step before, trained on or not yet.
+
+    Args:
+        version: of the weights that train them.
+        most: `rollout.staleness`.
+    """
+    trained = [t for group in groups for t in group if t.trainable]
+    ages = version - np.concatenate([t.weight_version[t.loss_mask] for t in trained] or [np.array([version])])
+    return {
+        "staleness/mean": float(ages.mean()),
+        "staleness/max": float(ages.max()),
+        **{f"staleness/share_{age}": float((ages == age).mean()) for age in range(most + 1)},
+        "rollout/ended_length/mean": float(np.mean(stats.lengths or [0])),
+        "rollout/ended_reward/mean": float(np.mean(stats.rewards or [0])),
+    }
+
+
+def gap_by_age(gap: torch.Tensor, stale: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """Return the gap between trainer and engine before the update, apart for tokens of the same weights, where it is of
+    the engine's kernels, and for those of older ones.
+
+    Args:
+        gap: [T] log-probability of the trainer less that of the engine.
+        stale: [T] older weights sampled the token.
+        mask: [T] the policy sampled it.
+    """
+    found = {}
+    for name, chosen in {"same_weights": mask & ~stale, "old_weights": mask & stale}.items():
+        if chosen.any():
+            ratio = gap[chosen].exp()
+            found[f"rollout_gap/{name}/mean_abs"] = float(gap[chosen].abs().mean())
+            found[f"rollout_gap/{name}/outside"] = float(((ratio < 0.9) | (ratio > 1.1)).double().mean())
+    return found
+
+
 def failures(source: TrajectorySource) -> dict[Failure, str]:
     """Return the first message of each kind of failure among the episodes of a step."""
     lost = source.pool.failure

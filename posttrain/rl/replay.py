@@ -30,6 +30,7 @@ from posttrain.rollout.files import RolloutFiles, fingerprint
 from posttrain.runs.preflight import check_algo, check_machine, check_supported, open_model
 from posttrain.runs.training_run import Loop, TrainingRun
 from posttrain.tracking.tracker import Tracker
+from posttrain.train.checkpoint import State
 
 if TYPE_CHECKING:
     from posttrain.core.types import Ids
@@ -98,10 +99,10 @@ class RecordedRollouts:
     """The recorded steps of rollout files, in their order, again from the first after the last."""
 
     run: TrainingRun
-    files: RolloutFiles
+    recorded: RolloutFiles
 
     def resume(self, step: int, state: Mapping[str, Any] | None) -> None:
-        count = len(self.files.steps)
+        count = len(self.recorded.steps)
         if state is not None and state["recorded_steps"] != count:
             raise DataError(
                 f"the checkpoint was made with {state['recorded_steps']} recorded steps; now there are {count}",
@@ -109,11 +110,14 @@ class RecordedRollouts:
             )
 
     def state(self) -> dict[str, Any]:
-        return {"recorded_steps": len(self.files.steps)}
+        return {"recorded_steps": len(self.recorded.steps)}
+
+    def files(self) -> dict[str, State]:
+        return {}
 
     async def next_batch(self, step: int) -> RolloutBatch:
         with self.run.tracker.phase("read"):
-            groups = self.files.read(self.files.steps[(step - 1) % len(self.files.steps)])
+            groups = self.recorded.read(self.recorded.steps[(step - 1) % len(self.recorded.steps)])
         return RolloutBatch(groups, episode_metrics(groups))
 
     async def trained(self, step: int, groups: Groups) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,10 +26,17 @@ from posttrain.rewards.judge import Judge
 from posttrain.rl.batch import Groups, usable
 from posttrain.rl.learner import Learner
 from posttrain.rl.loop import RolloutBatch, show
-from posttrain.rl.metrics import failures, rollout_metrics, spread, validation_failure, validation_metrics
+from posttrain.rl.metrics import (
+    failures,
+    rollout_metrics,
+    spread,
+    staleness_metrics,
+    validation_failure,
+    validation_metrics,
+)
 from posttrain.rollout.agents import with_branches
 from posttrain.rollout.batches import TrainingBatches
-from posttrain.rollout.files import fingerprint, rollouts_folder
+from posttrain.rollout.files import RolloutFiles, fingerprint, rollouts_folder, write_rollouts
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.rollout.writer import RolloutWriter
@@ -36,11 +44,16 @@ from posttrain.runs.preflight import sampling_of
 from posttrain.runs.training_run import TrainingRun
 from posttrain.tools.sets import close_tools
 from posttrain.tracking.tracker import Tracker
+from posttrain.train.checkpoint import State
 
 if TYPE_CHECKING:
     from posttrain.core.types import Ids, Prompt
     from posttrain.rewards.base import EpisodeScorer
     from posttrain.rollout.episode import EpisodeContext
+
+
+IN_FLIGHT = "in_flight.parquet"
+"""File of a checkpoint: what has been played of groups that are not trained on yet."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,9 @@ class SyncedEngines:
 
     async def publish(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
         with self.tracker.phase("sync"):
-            return self.memory.check(await self.weights.publish(version, check))
+            metrics = self.memory.check(await self.weights.publish(version, check))
+        shares = {"wait/trainers": self.tracker.share("gen"), "wait/updates": self.tracker.share("sync")}
+        return metrics | shares | {"wait/engines": self.weights.pool.idle_share()}
 
 
 @dataclass
@@ -128,21 +143,32 @@ class SampledRollouts:
 
     def resume(self, step: int, state: Mapping[str, Any] | None) -> None:
         if state is not None:
-            self.batches.restore(state)
+            file = Path(state["checkpoint"]) / IN_FLIGHT
+            played = RolloutFiles(str(file), tokenizer=self.writer.tokenizer).read(0) if file.is_file() else []
+            self.batches.restore(state, played)
         self.writer.drop_after(step)
 
     def state(self) -> dict[str, Any]:
         return self.batches.state()
 
+    def files(self) -> dict[str, State]:
+        groups, temperature = self.batches.in_flight(), self.run.cfg.rollout.temperature
+        if not groups:
+            return {}
+        write = partial(write_rollouts, groups=groups, kind="train", step=0, temperature=temperature)
+        return {IN_FLIGHT: partial(write, tokenizer=self.writer.tokenizer)}
+
     async def next_batch(self, step: int) -> RolloutBatch | None:
         """Return the rollouts of a step, and begin to write them. Raises ``RunError``."""
         run, tracker = self.run, self.run.tracker
         with tracker.phase("gen"):
-            groups = await run.unless_stopped(self.batches.next())
+            groups = await run.unless_stopped(self.batches.next(run.total_steps - step))
             if groups is None:
                 return None
             await self.source.pool.settled()
             metrics = rollout_metrics(groups, self.source)
+            if run.cfg.rollout.staleness:
+                metrics |= staleness_metrics(groups, self.source.stats, step - 1, run.cfg.rollout.staleness)
             tracker.failed(failures(self.source))
             greedy = ADVANTAGES.get(run.cfg.algo.advantage).greedy
             baselines = await greedy_rewards(self.source, groups) if greedy else None

@@ -179,6 +179,9 @@ class AgentEpisode:
         whole.unmatched = session.unmatched
         return whole
 
+    def so_far(self) -> None:
+        """Return None: the program can only begin anew."""
+
     async def release(self) -> str | None:
         """Do nothing: ``play`` closes the session, however it ends."""
         return None

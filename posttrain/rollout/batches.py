@@ -1,14 +1,23 @@
-"""The batch of a training step: drawn from the data's order, over-sampled, filtered, in the order of the draws.
+"""The batch of a training step: drawn from the data's order, sampled ahead of its step, filtered, in draw order.
 
-Over-sampling (`rollout.over_sample_rate`) starts more groups than a step needs and leaves the slowest for the next
-step. Long episodes are the slow ones, so what is left must not be lost, or the policy would learn from short answers
-only. A group that was left comes first in the next step, which waits for it. So each drawn prompt is trained on exactly
-once, at most one step late.
+With `rollout.staleness` = k, groups of the next k steps are played while trainers work. Pacing keeps the bound, and
+nothing is discarded for it: a group is started only if the step that trains it in the worst case is at most k steps
+away from the weights that sample its first token. ``TrainingBatches.capacity`` is that rule.
+
+Two things let a batch pass over a group that is still played. Long episodes are the slow ones, so what is passed over
+must not be lost, or the policy would learn from short answers only:
+
+- With staleness, at most a share `rollout.window` of a batch may overtake a group before the next batch waits for it.
+- Without, over-sampling (`rollout.over_sample_rate`) starts more groups than a step needs. Those that are left are
+  cancelled, come first in the next step, and it waits for them.
+
+So each drawn prompt is trained on exactly once, and at most one step later than in strict order.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,16 +30,21 @@ from posttrain.rollout.agents import with_branches
 from posttrain.rollout.source import Group, RolloutStats, TrajectorySource
 
 
-@dataclass
-class _Draw:
+@dataclass(eq=False)
+class Draw:
     """A prompt's turn in the order of the data."""
 
     number: int
     """How many were drawn before it."""
     row: int
     group: Group
-    left: bool = False
-    """A step before this one did without it; this one does not."""
+    overtaken: int = 0
+    """Groups after it that were trained before it; without staleness, steps that left it."""
+    playing: asyncio.Task[None] | None = None
+    graded: list[Trajectory] | None = None
+    """The group when it is ready to be trained on."""
+    place: float = math.inf
+    """How many groups were ready before it; inf: it is played."""
 
 
 class TrainingBatches:
@@ -53,103 +67,196 @@ class TrainingBatches:
         self._source, self._prompts, self._order = source, prompts, order
         self._n, self._sampling = n, sampling
         self._cfg = source.env.cfg
-        self._left: list[_Draw] = []
+        self._size = order.batch_size
+        self._window = math.floor(self._cfg.window * self._size)
+        self._drawn: list[Draw] = []
+        """Groups that are played or ready, in draw order."""
+        self._places = itertools.count()
+        self._capacity = self._limit = 0
+        self._stats = RolloutStats()
+        self._news = asyncio.Event()
 
-    async def next(self) -> list[list[Trajectory]]:
+    def capacity(self, later: int) -> int:
+        """Return how many groups may be drawn and not trained, just before a step of weights that all engines have.
+
+        The group that is last of so many is trained within the next k steps after this one even if ``window`` groups
+        overtake it, so the versions that train it are at most k newer than the one that samples it.
+
+        Args:
+            later: steps of the run after this one.
+        """
+        ahead = self._cfg.staleness
+        if not ahead:
+            return math.ceil(self._size * (1 + self._cfg.over_sample_rate))
+        return min(self._size * (1 + ahead) - self._window, self._size * (1 + later))
+
+    async def next(self, later: int | None = None) -> list[list[Trajectory]]:
         """Return the groups of the next step, ``order.batch_size`` of them; what happened to others is in
-        ``source.stats``.
+        ``source.stats``. Call it when all engines have the weights of the step before.
+
+        Args:
+            later: steps of the run after this one; None: any number.
 
         Raises:
             RunError: with `rollout.filter_groups`, not one group of the allowed draws has a signal.
         """
-        stats = self._source.stats = RolloutStats()
-        size = self._order.batch_size
-        ready: list[tuple[_Draw, list[Trajectory]]] = []
-        running: dict[asyncio.Task[list[Trajectory]], _Draw] = {}
-        may_draw = size * (self._cfg.filter_max_batches if self._cfg.filter_groups else 1 + self._cfg.over_sample_rate)
-        drawn = len(self._left)
-
-        def start(draw: _Draw) -> None:
-            running[asyncio.create_task(self._source.play(draw.group))] = draw
-
-        for draw in self._left:
-            start(draw)
+        ahead = self._cfg.staleness if later is None else min(self._cfg.staleness, later)
+        self._capacity = self.capacity(ahead)
+        if self._cfg.filter_groups:
+            self._limit = self._size * (self._cfg.filter_max_batches + ahead)
+        else:
+            self._limit = self._capacity
         try:
-            while True:
-                wanted = math.ceil(size * (1 + self._cfg.over_sample_rate)) - len(ready) - len(running)
-                for _ in range(min(wanted, math.ceil(may_draw) - drawn)):
-                    start(self._draw())
-                    drawn += 1
-                if not running or (len(ready) >= size and not any(draw.left for draw in running.values())):
-                    break
-                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    draw = running.pop(task)
-                    group = task.result()
-                    if self._cfg.filter_groups and not has_signal(group, self._cfg.filter_metric):
-                        stats.filtered_groups += 1
-                    else:
-                        ready.append((draw, group))
+            for draw in self._drawn:
+                self._start(draw)
+            self._fill()
+            while (chosen := self._choose()) is None:
+                self._news.clear()
+                await self._news.wait()
+                self._fill()
         except BaseException:
-            await self._stop(running)
-            for draw in running.values():
-                await draw.group.release()
+            await self.close()
             raise
-        await self._stop(running)
-        # Those that were left once come first; of the others those that were ready first.
-        ready.sort(key=lambda item: not item[0].left)
-        await self._leave([*running.values(), *(draw for draw, _ in ready[size:])], stats)
-        ready = sorted(ready[:size], key=lambda item: item[0].number)
-        stats.missing_groups = size - len(ready)
-        if not ready:
+        self._drawn = [draw for draw in self._drawn if draw not in chosen]
+        self._stats.missing_groups = self._size - len(chosen)
+        if self._cfg.staleness:
+            self._capacity -= self._size
+            for draw in self._drawn:
+                draw.overtaken += sum(other.number > draw.number for other in chosen)
+        else:
+            await self._leave()
+        stats = self._source.stats = self._stats.cut()
+        if not chosen:
             raise RunError(
-                f"{drawn} groups were drawn for one step, and in none do episodes differ in "
+                f"{stats.filtered_groups} groups were drawn for one step, and in none do episodes differ in "
                 f"{self._cfg.filter_metric!r} (rollout.filter_metric){stats.failures}",
                 hint="is the data too easy or too hard? raise rollout.n or rollout.filter_max_batches, or compare by "
                 "another part of the reward",
             )
-        return [with_branches(group) for _, group in ready]
+        return [with_branches(draw.graded) for draw in chosen if draw.graded is not None]
 
     def state(self) -> dict[str, Any]:
-        """Return where the order stands, and the rows that were drawn and are still to be trained on, as JSON."""
-        return {**self._order.state(), "left": [[draw.number, draw.row] for draw in self._left]}
+        """Return where the order stands, and the groups that are drawn and not trained, as JSON."""
+        kinds = [[draw.number, [kind for kind, _ in so_far]] for draw, so_far in self._so_far()]
+        left = [[draw.number, draw.row, draw.overtaken] for draw in self._drawn]
+        return {**self._order.state(), "left": left, "in_flight": kinds, "staleness": self._cfg.staleness}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken; groups that were in progress are played anew. Raises ``DataError``."""
+    def in_flight(self) -> list[list[Trajectory]]:
+        """Return what has been played of these groups, which ``state`` names in the same order."""
+        return [[trajectory for _, trajectory in so_far] for _, so_far in self._so_far()]
+
+    def restore(self, state: Mapping[str, Any], in_flight: Sequence[Sequence[Trajectory]] = ()) -> None:
+        """Continue where ``state`` was taken. Episodes that are not ``in_flight`` begin anew, and so do all if
+        `rollout.staleness` was another. Raises ``DataError``."""
         self._order.restore(dict(state))
-        self._left = [_Draw(number, row, self._group(row), left=True) for number, row in state.get("left", [])]
+        left = state.get("left", [])
+        self._drawn = [Draw(number, row, self._group(row), *(over or [1])) for number, row, *over in left]
+        if state.get("staleness", 0) != self._cfg.staleness:
+            return
+        draws = {draw.number: draw for draw in self._drawn}
+        for (number, kinds), trajectories in zip(state.get("in_flight", []), in_flight, strict=True):
+            if kinds[0] == "graded":
+                draws[number].graded = list(trajectories)
+            else:
+                draws[number].group.go_on([(k == "ended", t) for k, t in zip(kinds, trajectories, strict=True)])
+
+    def _so_far(self) -> list[tuple[Draw, list[tuple[str, Trajectory]]]]:
+        """Return what has been played of groups that are drawn, each trajectory with how far it is."""
+        found = []
+        for draw in self._drawn:
+            if draw.graded is not None:
+                so_far = [("graded", trajectory) for trajectory in with_branches(draw.graded)]
+            else:
+                so_far = [("ended" if ended else "played", trajectory) for ended, trajectory in draw.group.so_far()]
+            if so_far:
+                found.append((draw, so_far))
+        return found
 
     async def close(self) -> None:
         """Release what is in progress."""
-        for draw in self._left:
+        await self._stop()
+        for draw in self._drawn:
             await draw.group.release()
-        self._left = []
+        self._drawn = []
 
-    def _draw(self) -> _Draw:
+    def _draw(self) -> Draw:
         number = self._order.position
         (row,) = self._order.take(1)
-        return _Draw(number, row, self._group(row))
+        return Draw(number, row, self._group(row))
 
     def _group(self, row: int) -> Group:
         return Group(self._prompts[row], self._n, self._source.env, self._sampling)
 
-    @staticmethod
-    async def _stop(tasks: Mapping[asyncio.Task[Any], Any]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    @property
+    def _running(self) -> list[Draw]:
+        return [draw for draw in self._drawn if draw.graded is None]
 
-    async def _leave(self, draws: Sequence[_Draw], stats: RolloutStats) -> None:
-        """Keep draws for the next step, as they stand or to be played anew."""
-        stats.cancelled_groups = len(draws)
-        for draw in draws:
+    def _fill(self) -> None:
+        """Draw and start groups while there is capacity. Raises what ended the play of one."""
+        for draw in self._running:
+            if draw.playing is not None and draw.playing.done():
+                draw.playing.result()
+        while len(self._drawn) < min(self._capacity, self._limit - self._stats.filtered_groups):
+            self._drawn.append(self._draw())
+            self._start(self._drawn[-1])
+
+    def _start(self, draw: Draw) -> None:
+        if draw.playing is None and draw.graded is None:
+            draw.playing = asyncio.create_task(self._play(draw))
+            draw.playing.add_done_callback(lambda _: self._news.set())
+
+    async def _play(self, draw: Draw) -> None:
+        group = await self._source.play(draw.group, self._stats)
+        if not self._cfg.filter_groups or has_signal(group, self._cfg.filter_metric):
+            draw.graded, draw.place = group, next(self._places)
+        else:
+            self._stats.filtered_groups += 1
+            self._drawn.remove(draw)
+            if self._cfg.staleness:
+                self._fill()
+
+    def _choose(self) -> list[Draw] | None:
+        """Return the groups of the batch, in draw order; None: it must wait for one."""
+        chosen: list[Draw] = []
+        taken = self._drawn  # without staleness those that were ready first, after those that were left
+        if not self._cfg.staleness:
+            taken = sorted(taken, key=lambda draw: (not draw.overtaken, draw.place))
+        for draw in taken:
+            if len(chosen) == self._size:
+                break
+            if draw.graded is not None:
+                chosen.append(draw)
+            elif not self._may_pass(draw, self._size - len(chosen)):
+                return None
+        if len(chosen) < self._size and self._running:
+            return None
+        return sorted(chosen, key=lambda draw: draw.number)
+
+    def _may_pass(self, draw: Draw, later: int) -> bool:
+        """Return true if ``later`` groups after a draw may be trained before it."""
+        if self._cfg.staleness:
+            return draw.overtaken + later <= self._window
+        return not draw.overtaken
+
+    async def _stop(self) -> None:
+        playing = [draw.playing for draw in self._running if draw.playing is not None]
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+
+    async def _leave(self) -> None:
+        """Keep the groups that are drawn for the next step, as they stand or to be played anew: nobody samples while
+        trainers work."""
+        await self._stop()
+        self._stats.cancelled_groups = len(self._drawn)
+        for draw in self._drawn:
             if self._cfg.partial_rollouts:
-                stats.cancelled_lengths += await draw.group.pause()
+                self._stats.cancelled_lengths += await draw.group.pause()
             else:
-                stats.cancelled_lengths += await draw.group.release()
+                self._stats.cancelled_lengths += await draw.group.release()
                 draw.group = self._group(draw.row)
-            draw.left = True
-        self._left = sorted(draws, key=lambda draw: draw.number)
+            draw.playing, draw.graded, draw.place = None, None, math.inf
+            draw.overtaken += 1
 
 
 def has_signal(group: Sequence[Trajectory], metric: str) -> bool:

@@ -76,6 +76,14 @@ class EpisodeContext:
         """Return what the model may call: tools of the run, or of the environment."""
         return [*(tool.schema for tool in self.tools.values()), *(self.world.tools if self.world else ())] or None
 
+    @property
+    def stateless(self) -> bool:
+        """Return true if an episode is no more than its tokens and messages, so that another process can go on with
+        it: nothing is made for it but what tools do in calls."""
+        others = (self.interaction, self.world, self.agents)
+        made = any(getattr(type(tool), "create", None) is not Tool.create for tool in self.tools.values())
+        return not made and not any(others)
+
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Return token ids of a prompt, ending where the assistant starts to write. Raises ``DataError``."""
         return render_prompt(prompt.messages, self.tokenizer, self.schemas, **self.template_kwargs)
@@ -148,6 +156,9 @@ class Episode:
         if failed_tool is not None and error is None:
             reason, error = "error", failed_tool
         self.state = "completed" if error is None else "failed"
+        return self._trajectory(reason, error)
+
+    def _trajectory(self, reason: StopReason, error: str | None) -> Trajectory:
         columns = self.record.columns()
         return Trajectory(
             prompt=self.prompt,
@@ -155,7 +166,7 @@ class Episode:
             loss_mask=columns["loss_mask"],
             logprobs=columns["logprobs"],
             weight_version=columns["weight_version"],
-            messages=self.messages,
+            messages=list(self.messages),
             stop_reason=reason,
             turns=self.turns,
             user_turns=self.user_turns,
@@ -163,11 +174,26 @@ class Episode:
             seconds=self.seconds,
             tool_seconds=self.tool_seconds,
             prompt_length=self.prompt_length,
-            reward_parts=self.reward_parts,
+            reward_parts=dict(self.reward_parts),
             turn_rewards=np.array(self.turn_rewards, np.float32),
             error=error,
-            tool_errors=self.tool_errors,
+            tool_errors=list(self.tool_errors),
         )
+
+    def so_far(self) -> Trajectory | None:
+        """Return an episode that is played as it stands, for ``go_on``; None: it can only begin anew elsewhere."""
+        played = self.state == "running" and self.env.stateless and self.response_length > 0
+        return self._trajectory("stop", None) if played else None
+
+    def go_on(self, so_far: Trajectory) -> None:
+        """Continue, in place of beginning, where another play of the prompt stood."""
+        self.state = "running"
+        self.record = Record.of({name: getattr(so_far, name) for name in self.record.columns()})
+        self.messages = list(so_far.messages)
+        self.turns, self.user_turns, self.tool_calls = so_far.turns, so_far.user_turns, so_far.tool_calls
+        self.seconds, self.tool_seconds = so_far.seconds, so_far.tool_seconds
+        self.reward_parts = dict(so_far.reward_parts)
+        self._tool_states = dict.fromkeys(self.env.tools)
 
     async def release(self) -> str | None:
         """Take every tool's own reward and release it, whatever happened before. Returns what went wrong, or None."""
@@ -275,15 +301,14 @@ class Episode:
         return read
 
     async def _assistant_turn(self, sampler: Generator) -> StopReason | None:
-        ids: list[int] = []
         while True:
             seed = None if self.seed is None else seed_of(self.seed, len(self.record))
             sample = await sampler.generate(self.record.ids, self.sampling.params(self.tokens_left, seed))
             self.record.sampled(sample)
-            ids += sample.ids
             if sample.finish_reason != "abort" or self.tokens_left == 0:
                 break
         self.turns += 1
+        ids = self.record.ids[self.record.turn_begun :].tolist()
         if sample.finish_reason == "stop" and ids and ids[-1] in self.env.stop_token_ids:
             ids = ids[:-1]
         self.messages.append({"role": "assistant", "content": decode(self.env.tokenizer, ids)})

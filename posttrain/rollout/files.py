@@ -251,7 +251,9 @@ class RolloutFiles:
             there are no episodes of this kind.
     """
 
-    def __init__(self, paths: str | Sequence[str], *, vocabulary: int, tokenizer: str, kind: Kind = "train") -> None:
+    def __init__(
+        self, paths: str | Sequence[str], *, vocabulary: int = 2**31, tokenizer: str, kind: Kind = "train"
+    ) -> None:
         self.vocabulary = vocabulary
         self.kind: Kind = kind
         self.files = shard_files(paths, made_by=MADE_BY)

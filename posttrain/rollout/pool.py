@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from posttrain.core.errors import PROCESS_FAILURES, PosttrainError, RunError, WorkerError
+from posttrain.core.errors import PROCESS_FAILURES, DeadlineError, PosttrainError, RunError, WorkerError
 from posttrain.core.types import Ids, Sample, SamplingParams
 
 if TYPE_CHECKING:
@@ -37,6 +39,43 @@ class SamplerPool:
         """Samplers that were lost so far."""
         self.moved = 0
         """Requests that were sent again because their sampler was lost."""
+        self._admitting, self._returned = asyncio.Event(), asyncio.Event()
+        self._admitting.set()
+        self._counted_at = time.monotonic()
+
+    @asynccontextmanager
+    async def drained(self, deadline_s: float) -> AsyncIterator[None]:
+        """Wait until the requests that run have returned, and hold back new ones until the end of the context.
+
+        Raises:
+            DeadlineError: they did not return within ``deadline_s`` seconds.
+        """
+        self._admitting.clear()
+        try:
+            await self._drain(deadline_s)
+            yield
+        finally:
+            self._admitting.set()
+
+    async def _drain(self, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                while any(replica.requests for replica in self._replicas):
+                    self._returned.clear()
+                    await self._returned.wait()
+        except TimeoutError:
+            busy = [str(i) for i, replica in enumerate(self._replicas) if replica.requests]
+            raise DeadlineError(
+                f"sampler {', '.join(busy)}: turns had not ended {deadline_s:g} s after new weights were ready",
+                hint="rollout.in_flight_updates = true updates amid turns",
+            ) from None
+
+    def idle_share(self) -> float:
+        """Return the share of time since the last call in which a replica had no request, as the mean over them."""
+        now = time.monotonic()
+        elapsed, self._counted_at = now - self._counted_at, now
+        busy = sum(replica.take_busy(now) for replica in self._replicas)
+        return max(0.0, 1.0 - busy / max(elapsed * len(self._replicas), 1e-9))
 
     @property
     def samplers(self) -> list[Sampler]:
@@ -52,6 +91,15 @@ class SamplerPool:
     def loads(self) -> list[int]:
         """Return the number of open sessions of each replica."""
         return [replica.load for replica in self._replicas]
+
+    async def admitted(self) -> None:
+        """Wait until requests are admitted."""
+        while not self._admitting.is_set():
+            await self._admitting.wait()
+
+    def returned(self) -> None:
+        """Take the end of a request."""
+        self._returned.set()
 
     def session(self) -> StickySession:
         """Return a sticky session for one episode."""
@@ -139,6 +187,30 @@ class _Replica:
         self.starting: asyncio.Task[None] | None = None
         self.failure: PosttrainError | None = None
         """Why it was lost, or could not be started."""
+        self.requests = 0
+        """Requests that run."""
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+
+    def begin(self) -> None:
+        """Count a request."""
+        if not self.requests:
+            self._busy_since = time.monotonic()
+        self.requests += 1
+
+    def end(self) -> None:
+        """Count the end of a request."""
+        self.requests -= 1
+        if not self.requests:
+            self._busy_s += time.monotonic() - self._busy_since
+
+    def take_busy(self, now: float) -> float:
+        """Return the seconds with a request since the last call."""
+        if self.requests:
+            self._busy_s += now - self._busy_since
+            self._busy_since = now
+        busy, self._busy_s = self._busy_s, 0.0
+        return busy
 
 
 class StickySession:
@@ -160,6 +232,7 @@ class StickySession:
         """
         lost = 0
         while True:
+            await self._pool.admitted()
             if self._replica is None or self._replica.sampler is None:
                 self._leave()
                 self._replica = await self._pool.place()
@@ -167,6 +240,7 @@ class StickySession:
             replica, sampler = self._replica, self._replica.sampler
             if sampler is None:  # it was lost while the event loop was elsewhere
                 continue
+            replica.begin()
             try:
                 return await sampler.generate(prompt_ids, params)
             except PROCESS_FAILURES as error:
@@ -177,6 +251,9 @@ class StickySession:
                         f"{lost} samplers were lost over one request, the last with: {error.message}"
                     ) from error
                 self._pool.moved += 1
+            finally:
+                replica.end()
+                self._pool.returned()
 
     def _leave(self) -> None:
         if self._replica is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.core.types import ON_POLICY, Failure, Prompt, Sampling, Trajectory
@@ -39,11 +39,20 @@ class RolloutStats:
     """Groups that are left for the next step (`rollout.over_sample_rate`)."""
     cancelled_lengths: list[int] = field(default_factory=list)
     """Response tokens that each episode had that was cancelled."""
+    lengths: list[int] = field(default_factory=list)
+    """Response tokens of each graded episode."""
+    rewards: list[float] = field(default_factory=list)
     tool_calls: int = 0
     tool_errors: int = 0
     """Tool calls that were answered with an error."""
     errors: dict[Failure, str] = field(default_factory=dict)
     """The first message of each kind of failure."""
+
+    def cut(self) -> RolloutStats:
+        """Return what was counted so far, and count from 0 again."""
+        counted = replace(self)
+        vars(self).update(vars(RolloutStats()))
+        return counted
 
     def count(self, episodes: Sequence[Trajectory]) -> None:
         """Take the episodes of a group, before they are graded."""
@@ -69,6 +78,11 @@ class RolloutStats:
         """Return how many episodes failed or could not be graded, as the end of a sentence; empty where none did."""
         failed = self.failed + self.grader_failed
         return f"; {failed} of {self.started} episodes failed, the first with: {self.first_failure}" if failed else ""
+
+    def graded(self, episodes: Sequence[Trajectory]) -> None:
+        """Take the episodes of a group that can be trained on."""
+        self.lengths += [t.response_length for t in episodes if t.error is None]
+        self.rewards += [t.reward for t in episodes if t.error is None]
 
     def ungraded(self, errors: Sequence[str]) -> None:
         """Take the episodes of a group that could not be graded: why not."""
@@ -110,6 +124,28 @@ class Group:
     def states(self) -> list[EpisodeState]:
         """Return the states of the episodes that have not ended."""
         return [episode.state for _, episode in self._unfinished()]
+
+    def so_far(self) -> list[tuple[bool, Trajectory]]:
+        """Return the episodes that ``go_on`` can continue in another process, each with whether it has ended."""
+        if self.env.agents is not None:  # an agent's program begins anew, and an episode has its branches
+            return []
+        found: list[tuple[bool, Trajectory]] = []
+        for episode in self._episodes:
+            if isinstance(episode, Trajectory):  # a copy: grading changes it
+                found.append((True, replace(episode, reward_parts=dict(episode.reward_parts))))
+            elif (so_far := episode.so_far()) is not None:
+                found.append((False, so_far))
+        return found
+
+    def go_on(self, so_far: Sequence[tuple[bool, Trajectory]]) -> None:
+        """Continue episodes where another play of the prompt stood; the others begin."""
+        for i, (ended, trajectory) in enumerate(so_far):
+            episode = self._episodes[i]
+            trajectory.prompt = replace(self.prompt, messages=trajectory.prompt.messages)
+            if ended:
+                self._episodes[i] = trajectory
+            elif isinstance(episode, Episode):
+                episode.go_on(trajectory)
 
     async def play(self, pool: SamplerPool) -> list[Trajectory]:
         """Play all episodes to their end. A group whose ``play`` was cancelled is to be paused or released."""
@@ -173,11 +209,11 @@ class TrajectorySource:
     ) -> list[list[Trajectory]]:
         """Return ``n`` graded episodes of each prompt, in prompt order. Failed episodes are among them, with ``error``
         set. ``played`` is called with 1 whenever a group is complete."""
-        self.stats = RolloutStats()
+        stats = self.stats = RolloutStats()
         groups = [Group(prompt, n, self.env, sampling) for prompt in prompts]
 
         async def play(group: Group) -> list[Trajectory]:
-            episodes = await self.play(group)
+            episodes = await self.play(group, stats)
             if played is not None:
                 played(1)
             return episodes
@@ -188,19 +224,20 @@ class TrajectorySource:
             for group in groups:
                 await group.release()
 
-    async def play(self, group: Group) -> list[Trajectory]:
-        """Play and return the graded episodes of one group."""
+    async def play(self, group: Group, stats: RolloutStats) -> list[Trajectory]:
+        """Play and return the graded episodes of one group, and count them in ``stats``."""
         self._playing.append(group)
         try:
             episodes = await group.play(self.pool)
         finally:
             self._playing.remove(group)
-        self.stats.count(episodes)
+        stats.count(episodes)
         if self.rewarder is not None:
             self._grading += len(episodes)
             try:
                 ungraded = await self.rewarder.reward([t for t in episodes if t.error is None])
             finally:
                 self._grading -= len(episodes)
-            self.stats.ungraded(ungraded)  # of the stats as they are by now: others count while this one is graded
+            stats.ungraded(ungraded)
+            stats.graded(episodes)
         return episodes

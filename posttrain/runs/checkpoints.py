@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.config import Config
 from posttrain.core.errors import ConfigError, DeadlineError, PosttrainError, RunError, WorkerError, presented
@@ -47,13 +47,13 @@ class RunCheckpoints:
     """Step of the last complete checkpoint."""
 
     async def begin(
-        self, step: int, models: Mapping[str, TrainerGroup], states: Mapping[str, Mapping[str, Any]]
+        self, step: int, models: Mapping[str, TrainerGroup], states: Mapping[str, checkpoint.State]
     ) -> None:
         """Begin the checkpoint of a finished step. Waits for the one before, and until a copy of all weights is made.
 
         Args:
             models: by the names of their folders, ``actor`` among them.
-            states: JSON files of the driver, by name.
+            states: files of the driver, by name.
 
         Raises:
             RunError: the one before could not be written, or this one could not be begun.
@@ -106,7 +106,7 @@ class RunCheckpoints:
             (self.checkpoints / "best.json").unlink()
 
     async def _finish(
-        self, folder: Path, step: int, models: Mapping[str, TrainerGroup], states: Mapping[str, Mapping[str, Any]]
+        self, folder: Path, step: int, models: Mapping[str, TrainerGroup], states: Mapping[str, checkpoint.State]
     ) -> None:
         written: dict[str, checkpoint.Digest] = {}
         with _of_step(step):
@@ -136,7 +136,7 @@ class RunCheckpoints:
         self,
         folder: Path,
         step: int,
-        states: Mapping[str, Mapping[str, Any]],
+        states: Mapping[str, checkpoint.State],
         written: Mapping[str, checkpoint.Digest],
     ) -> None:
         texts = folder / "actor" / "huggingface"

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from posttrain.config import Config
@@ -86,7 +86,7 @@ class TrainingRun:
             models: that it is loaded into, by the names of their folders in it.
 
         Returns:
-            Its loader state, or None when there is none.
+            Its loader state, and its folder as ``checkpoint``; None when there is none.
 
         Raises:
             ConfigError: the disk cannot hold a checkpoint, or the checkpoint lacks one of ``models``.
@@ -103,7 +103,7 @@ class TrainingRun:
         if self.cfg.checkpoint.background:
             for group in models.values():
                 await group.prepare_save()
-        return None if found is None else found.read("loader.json")
+        return None if found is None else found.read("loader.json") | {"checkpoint": str(found.path)}
 
     def _find_checkpoint(self) -> Checkpoint | None:
         found = self.folder.start
@@ -217,13 +217,20 @@ class TrainingRun:
         """Return whether work that is due every ``every`` steps, and after the last one, is due after ``step``."""
         return step == self.total_steps or (every is not None and step % every == 0)
 
-    async def save(self, step: int, models: Mapping[str, TrainerGroup], loader: Mapping[str, Any]) -> None:
+    async def save(
+        self,
+        step: int,
+        models: Mapping[str, TrainerGroup],
+        loader: Mapping[str, Any],
+        files: Mapping[str, checkpoint.State] = MappingProxyType({}),
+    ) -> None:
         """Begin the checkpoint of a finished step, unless it has one. Returns when training may go on; the workers
         write meanwhile.
 
         Args:
             models: by the names of their folders, ``actor`` among them.
             loader: the position in the data and other state of the loop, as JSON.
+            files: more of that state, in files of its own.
 
         Raises:
             RunError: weights are not finite, or give no finite numbers. The checkpoints before stay as they are.
@@ -241,7 +248,7 @@ class TrainingRun:
                 models["actor"], self.source, scores=self.cfg.trains_reward_model, consequence=consequence
             )
             await self.checkpoints.begin(
-                step, models, {"loader.json": loader, "meta.json": meta, checkpoint.PROBE: said}
+                step, models, {"loader.json": loader, **files, "meta.json": meta, checkpoint.PROBE: said}
             )
 
     def _last_sound(self) -> str:

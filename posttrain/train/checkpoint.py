@@ -7,6 +7,7 @@
         actor/huggingface            config and tokenizer; the full safetensors too with checkpoint.save_hf
         critic/...                   the same of a critic
         meta.json  loader.json       run state of the driver
+        in_flight.parquet            rl: episodes that were played and not yet trained on, as a rollout file
         COMPLETE                     size and sha256 of every other file, and of itself
     runs/<name>/checkpoints/latest      the newest folder's name
     runs/<name>/checkpoints/best.json   the best one's step, by `checkpoint.best`
@@ -22,7 +23,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ from posttrain.core.files import remove, sync, write_text
 
 Digest = dict[str, Any]
 """``bytes`` and ``sha256`` of a file"""
+
+State = Mapping[str, Any] | Callable[[Path], None]
+"""State of the driver as JSON, or what writes the file that holds it"""
 
 PROBE = "probe.json"
 """What the trainer said of two fixed texts; see ``posttrain.runs.probe``."""
@@ -73,7 +77,7 @@ def remove_unfinished(checkpoints: Path) -> None:
 def commit(
     folder: Path,
     step: int,
-    states: Mapping[str, Mapping[str, Any]],
+    states: Mapping[str, State],
     keep: int,
     written: Mapping[str, Digest] | None = None,
 ) -> Checkpoint:
@@ -83,7 +87,11 @@ def commit(
         written: digests of files in it that are known already; the others are read.
     """
     for name, state in states.items():
-        write_text(folder / name, json.dumps(state, indent=1), synced=True)
+        if callable(state):
+            state(folder / name)
+            sync(folder / name)
+        else:
+            write_text(folder / name, json.dumps(state, indent=1), synced=True)
     known = dict(written or {})
     files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
     known |= _digests({name: path for name, path in files.items() if name not in known})

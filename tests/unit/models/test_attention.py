@@ -310,7 +310,9 @@ def test_an_engine_that_slept_has_the_weights_that_it_was_given(qwen2):
         before = await engine.generate(prompt, params)
         given = {name: p.detach().clone() for name, p in engine.parameters.items()}
         running = asyncio.create_task(engine.generate(prompt, SamplingParams(1500)))
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            while not (so_far := engine._so_far(next(iter(engine.futures), ""))) or len(so_far.logprobs) < 5:
+                await asyncio.sleep(0.005)
         assert not running.done()
         await engine.sleep()
         assert sum(p.untyped_storage().nbytes() for p in engine.model.parameters()) == 0
@@ -318,10 +320,14 @@ def test_an_engine_that_slept_has_the_weights_that_it_was_given(qwen2):
         await engine.wake()
         await load(engine, given)
         await engine.finish_update(4)
-        return before, await running, await waiting
+        cut = await running
+        return before, cut, await waiting, await engine.score([prompt + cut.ids])
 
-    before, cut, after = with_engine(spec(qwen2, stop_token_ids=[VOCABULARY + 5]), body)  # it never comes
-    assert (cut.ids, cut.finish_reason, cut.version) == ([], "abort", 0)
+    before, cut, after, scored = with_engine(spec(qwen2, stop_token_ids=[VOCABULARY + 5]), body)  # it never comes
+    # What was sampled before is not lost, nor what it was sampled with.
+    assert 5 <= len(cut.ids) == len(cut.logprobs) < 1500
+    assert (cut.finish_reason, cut.version) == ("abort", 0)
+    torch.testing.assert_close(cut.logprobs, scored[0][len(prompt) :], rtol=0, atol=1e-4)
     assert (after.ids, after.version) == (before.ids, 4)
 
 

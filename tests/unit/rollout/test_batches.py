@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections import Counter
+from itertools import chain
 
 import pytest
 
@@ -73,6 +74,48 @@ async def test_without_over_sampling_a_batch_is_the_next_rows():
     assert made.state()["left"] == []
 
 
+class Function:
+    """Samples what the tokens so far say, and how often it was asked to go on from them, whenever that is."""
+
+    def __init__(self):
+        self.asked = Counter()
+
+    async def generate(self, prompt_ids, params):
+        await asyncio.sleep(0)
+        so_far = bytes(str(list(prompt_ids)), "ascii")
+        self.asked[so_far] += 1
+        chosen = zlib.crc32(so_far + bytes([self.asked[so_far] % 256]))
+        ids = [*tokens(call(chosen % 3 + 7, "probe") if chosen % 2 else f"#### {chosen % 4 + 6}"), EOS]
+        return Sample(ids, [-float(chosen % 7)] * len(ids), "stop", 0)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("dynamic", [False, True])
+async def test_without_staleness_batches_are_those_of_a_plain_loop_to_the_bit(seed, dynamic):
+    """Multi-turn with a tool, over 20 steps; dynamic sampling takes the next groups that have a signal."""
+    cfg = {"filter_groups": True, "filter_metric": "length"} if dynamic else {}
+    weights = {"score": 1.0, "length": 0.5}
+    made, _ = batches(Function(), Probe(), weights=weights, n=3, **cfg)
+    made._order = BatchOrder(ROWS, 4, seed)
+    _, plain = batches(Function(), Probe(), weights=weights, n=3)
+    order = BatchOrder(ROWS, 4, seed)
+    for _ in range(20):
+        expected = []
+        while len(expected) < 4:
+            (group,) = await plain.sample([made._prompts[i] for i in order.take(1)], 3)
+            if not dynamic or has_signal(group, "length"):
+                expected.append(group)
+        assert_same_groups(await made.next(), expected)
+
+
+def assert_same_groups(found, expected):
+    columns = ("tokens", "loss_mask", "logprobs", "weight_version")
+    assert rows(found) == rows(expected)
+    for one, other in zip(chain(*found), chain(*expected), strict=True):
+        assert all((getattr(one, name) == getattr(other, name)).all() for name in columns)
+        assert (one.messages, one.reward, one.turns) == (other.messages, other.reward, other.turns)
+
+
 def one_slow(slow, seconds=0.3):
     return lambda row, number: (seconds if row == slow else 0.0, "#### 8" + " and so on" * (row == slow))
 
@@ -84,14 +127,14 @@ async def test_the_slowest_group_is_left_for_the_next_step_which_waits_for_it(ca
     assert rows(first) == [0, 2, 3, 4]
     assert source.stats.cancelled_groups == 1
     assert source.stats.cancelled_lengths == [0, 0]  # of a turn that is under way nothing is kept
-    assert made.state()["left"] == [[1, 1]]
+    assert made.state()["left"] == [[1, 1, 1]]
     second = await made.next()
     assert rows(second)[0] == 1
     assert len(second) == 4
     assert all(t.error is None and t.response_length > 5 for t in second[0])
     # Groups that were ready while the step waited are not lost either.
     third = await made.next()
-    left = [row for _, row in made.state()["left"]]
+    left = [row for _, row, _ in made.state()["left"]]
     assert sorted(rows(first) + rows(second) + rows(third) + left) == list(range(made.state()["position"]))
     await made.close()
 
@@ -112,7 +155,7 @@ async def test_every_prompt_is_trained_on_once_however_slow_it_is(carry):
         cancelled += source.stats.cancelled_groups
     assert cancelled > 0
     drawn = made.state()["position"]
-    left = Counter(row for _, row in made.state()["left"])
+    left = Counter(row for _, row, _ in made.state()["left"])
     # Of each row, what was drawn is what was trained on and what is left.
     order = BatchOrder(ROWS, drawn, seed=0)
     assert trained + left == Counter(order.next())

@@ -1,6 +1,7 @@
 """Several samplers as one: placing episodes, and what happens when a sampler dies."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -182,3 +183,61 @@ async def test_an_episode_goes_on_elsewhere_in_its_second_turn():
     assert moved.tokens.tolist() == stayed.tokens.tolist()
     assert (moved.error, moved.turns, moved.stop_reason) == (None, 2, "stop")
     assert second.prompts == [alone.prompts[1]]
+
+
+async def test_draining_waits_for_the_turns_in_progress_and_holds_back_new_ones():
+    replica = Replica(0)
+    pool = SamplerPool([replica])
+    running = asyncio.create_task(ask(pool, 1, SamplingParams(1000)))
+    await asyncio.sleep(0)
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def update():
+        async with pool.drained(60.0):
+            entered.set()
+            await leave.wait()
+
+    updating = asyncio.create_task(update())
+    late = asyncio.create_task(ask(pool))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not entered.is_set()
+    assert len(replica.asked) == 1
+    replica.waiting[0].set_result(None)
+    await entered.wait()
+    assert await running == [0]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(replica.asked) == 1
+    leave.set()
+    await updating
+    assert await late == [0]
+
+
+async def test_turns_that_do_not_end_are_named():
+    pool = SamplerPool([Replica(0), Replica(1)])
+    running = asyncio.create_task(ask(pool, 1, SamplingParams(1000)))
+    await asyncio.sleep(0)
+    with pytest.raises(DeadlineError, match=r"sampler 0: turns had not ended 0\.01 s after"):
+        async with pool.drained(0.01):
+            raise AssertionError("it went on")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert await asyncio.wait_for(ask(pool), 5) == [0]  # requests are admitted again
+
+
+async def test_idle_time_is_told_since_the_last_time(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("posttrain.rollout.pool.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    busy, idle = Replica(0), Replica(1)
+    pool = SamplerPool([busy, idle])
+    clock[0] = 1.0
+    running = asyncio.create_task(ask(pool, 1, SamplingParams(1000)))
+    await asyncio.sleep(0)
+    clock[0] = 4.0
+    assert pool.idle_share() == pytest.approx(1 - 3 / 8)  # of 8 s of two replicas one was busy for 3 s
+    clock[0] = 5.0
+    busy.waiting[0].set_result(None)
+    await running
+    clock[0] = 6.0
+    assert pool.idle_share() == pytest.approx(1 - 1 / 4)

@@ -83,6 +83,8 @@ CASES: list[tuple[str, list[Mapping[str, float]], int]] = [
     ("answers_cut", [{"response_length/clip_ratio": 0.4}] * 50, 0),
     ("trainer_engine_gap", [{"rollout_gap/outside": 0.2, "rollout_gap/mean_abs": 0.3}] * 5, 1),
     ("trainer_engine_gap", [{"rollout_gap/outside": 0.01, "rollout_gap/mean_abs": 0.01}] * 5, 0),
+    ("trainer_engine_gap", [{"rollout_gap/outside": 0.9, "staleness/max": 1.0}] * 5, 0),
+    ("trainer_engine_gap", [{"rollout_gap/same_weights/outside": 0.2, "staleness/max": 1.0}] * 5, 1),
     ("policy_moved", [{"actor/ppo_kl": -2.0}] * 5, 2),
     ("policy_moved", [{"actor/ppo_kl": float("nan")}] * 5, 0),
     ("kl_explodes", [{"actor/kl_loss": 3.0}] * 5, 1),

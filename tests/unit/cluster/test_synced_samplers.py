@@ -1,0 +1,138 @@
+"""Samplers of an asynchronous run: who may use the trainers when, and the versions that new samplers get."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from posttrain.cluster import synced_samplers
+from posttrain.cluster.synced_samplers import SyncedSamplers
+from posttrain.config import Config
+from posttrain.core.errors import WorkerError
+from posttrain.core.types import Sample, SamplingParams
+
+PARAMS = SamplingParams(4)
+
+
+class Replica:
+    """A sampler that answers with the version that it was sent, until it dies."""
+
+    def __init__(self, index):
+        self.index, self.version, self.dead = index, None, False
+        self.trainers = ()
+
+    async def generate(self, prompt_ids, params):
+        await asyncio.sleep(0)
+        if self.dead:
+            raise WorkerError("it died")
+        return Sample([self.index], [0.0], "stop", self.version)
+
+
+class Trainer:
+    async def free_cache(self):
+        pass
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """``opened(**rollout)``: (samplers of two replicas that can be replaced, log of what used the trainers)"""
+    log = []
+    using = []
+
+    async def publish(source, receivers, transfers, *, version, replace, **_):
+        assert not using, "weights were sent while trainers were at work, or twice at once"
+        using.append("publish")
+        for receiver in list(receivers):
+            await asyncio.sleep(0)
+            if receiver.dead and replace is not None:
+                await replace(receiver, WorkerError("it died"))
+            else:
+                receiver.version = version
+        log.append((version, [receiver.index for receiver in receivers]))
+        using.remove("publish")
+        return {}
+
+    monkeypatch.setattr(synced_samplers, "publish", publish)
+
+    async def samplers(source, stop):
+        return [Replica(0), Replica(1)]
+
+    async def sampler(source, stop, index):
+        await asyncio.sleep(0)
+        return Replica(index + 10)
+
+    async def make(**rollout):
+        cfg = Config.model_validate({"command": "rl", "rollout": {"staleness": 1, "replicas": 2} | rollout})
+        cluster = SimpleNamespace(
+            cfg=cfg, samplers=samplers, sampler=sampler, transfers=lambda: None, sync_tolerance=1.0
+        )
+        synced = SyncedSamplers(cluster, None, [Trainer()])
+        await synced.start(None, [])
+        await synced.publish(0, [])
+        return synced
+
+    return make, log, using
+
+
+async def ask(pool):
+    with pool.session() as session:
+        return await session.generate([1], PARAMS)
+
+
+async def test_a_sampler_that_dies_while_trainers_work_is_replaced_by_the_next_update(opened):
+    make, log, using = opened
+    synced = await make()
+    await synced.to_trainers()
+    using.append("trainers")
+    first = synced.pool.samplers[0]
+    first.dead = True
+    assert (await ask(synced.pool)).version == 0  # at the other one
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(synced.pool.samplers) == 1
+    using.remove("trainers")
+    await synced.publish(1, [])
+    assert sorted(replica.index for replica in synced.pool.samplers) == [1, 10]
+    assert {replica.version for replica in synced.pool.samplers} == {1}
+    assert all(version == 1 for version, _ in log[1:])
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+async def test_a_sampler_that_dies_amid_an_update_is_replaced_after_it(opened, noticed):
+    """Whether an episode notices it first, or the update does."""
+    make, _, _ = opened
+    synced = await make()
+    await synced.to_trainers()
+    synced.pool.samplers[0].dead = True
+    updating = asyncio.create_task(synced.publish(1, []))
+    if noticed:
+        assert (await ask(synced.pool)).version in (0, 1)
+    await asyncio.wait_for(updating, 10)
+    assert {replica.version for replica in synced.pool.samplers} == {1}
+    assert sorted(replica.index for replica in synced.pool.samplers) == [1, 10]
+    await synced.to_trainers()
+
+
+async def test_without_updates_in_flight_new_weights_wait_for_the_turns_in_progress(opened):
+    make, log, _ = opened
+    synced = await make(in_flight_updates=False)
+    await synced.to_trainers()
+    gate = asyncio.Event()
+
+    async def late(prompt_ids, params):
+        version = replica.version
+        await gate.wait()
+        return Sample([0], [0.0], "stop", version)
+
+    replica = synced.pool.samplers[0]
+    replica.generate = late
+    turn = asyncio.create_task(ask(synced.pool))
+    await asyncio.sleep(0)
+    updating = asyncio.create_task(synced.publish(1, []))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(log) == 1
+    gate.set()
+    await asyncio.wait_for(updating, 10)
+    assert (await turn).version == 0
+    assert replica.version == 1
