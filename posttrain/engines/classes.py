@@ -12,7 +12,6 @@ from packaging.version import Version
 from posttrain.core.errors import ConfigError
 from posttrain.engines.choice import installed_version
 from posttrain.models.recurrent import recurrent_layers
-from posttrain.models.weights import as_stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +66,8 @@ def check_model_class(model: PreTrainedModel, engine: EngineName) -> None:
 def joined(model: PreTrainedModel) -> list[str]:
     """Return the names of tensors in checkpoints that are made of several parameters of the model."""
     from transformers.core_model_loading import revert_weight_conversion
+
+    from posttrain.models.weights import as_stored
 
     weights: dict[str, Tensor] = dict(model.named_parameters())
     pieces = {(name, piece.shape) for name, piece in as_stored(model, weights.items())}

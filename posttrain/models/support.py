@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from posttrain.core.errors import ConfigError, ModelError
 from posttrain.models import recurrent
 from posttrain.models.output_head import check_head
-from posttrain.models.ulysses import check_heads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,6 +124,8 @@ _PROBE = "posttrain-probe"
 
 def check_sequence_parallel(model: PreTrainedModel, size: int) -> None:
     """Check that ``size`` workers can share the model's sequences. Raises ``ConfigError``."""
+    from posttrain.models.ulysses import check_heads
+
     if size == 1:
         return
     for _, layer in recurrent.recurrent_layers(model):
