@@ -3,7 +3,7 @@
     python scripts/bench_endpoint.py [--sessions 64 512 2048] [--turns 1 8 32] [--requests 8000]
     python scripts/bench_endpoint.py --verifiers      the server of verifiers 0.4, in an environment that has it
 
-In process: ``Session.asked`` and ``Session.sampled``. HTTP: raw requests over kept connections, whose client runs in a
+In process: ``TokenSession.asked`` and ``.sampled``. HTTP: raw requests over kept connections, whose client runs in a
 process of its own. A core's second is one of CPU time of the serving process, so that others on the machine matter
 little. Memory: what a session of so many turns holds. The peer's server gets the same requests, and its model client
 answers at once with a text: it renders and tokenizes nothing.
@@ -22,9 +22,9 @@ from typing import Any
 
 from posttrain.config import RolloutConfig
 from posttrain.core.types import ON_POLICY, Ids, Sample, SamplingParams
-from posttrain.envs.endpoint import Endpoint
+from posttrain.envs.endpoint import AgentEndpoint
 from posttrain.envs.sampling import AgentSession
-from posttrain.envs.session import Renderer, Session
+from posttrain.envs.session import TokenRenderer, TokenSession
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.tools.formats import PARSERS
 
@@ -42,8 +42,8 @@ class AtOnce:
         return Sample(ANSWER, [-0.5] * len(ANSWER), "stop", 1)
 
 
-def renderer() -> Renderer:
-    return Renderer(TOKENIZER, PARSERS.get("hermes"), frozenset({EOS}))
+def renderer() -> TokenRenderer:
+    return TokenRenderer(TOKENIZER, PARSERS.get("hermes"), frozenset({EOS}))
 
 
 def messages_of(turn: int) -> list[dict[str, Any]]:
@@ -53,11 +53,11 @@ def messages_of(turn: int) -> list[dict[str, Any]]:
     return [message for question in asked[:-1] for message in (question, said)] + asked[-1:]
 
 
-def in_process(sessions: int, turns: int, shared: Renderer) -> tuple[float, float]:
+def in_process(sessions: int, turns: int, shared: TokenRenderer) -> tuple[float, float]:
     """Return turns a second, and KiB a session."""
     requests = [messages_of(turn) for turn in range(turns)]
     sample = Sample(ANSWER, [-0.5] * len(ANSWER), "stop", 1)
-    opened = [Session(shared) for _ in range(sessions)]
+    opened = [TokenSession(shared) for _ in range(sessions)]
     begun = time.process_time()
     for messages in requests:
         for session in opened:
@@ -65,7 +65,7 @@ def in_process(sessions: int, turns: int, shared: Renderer) -> tuple[float, floa
     seconds = time.process_time() - begun
     assert all(len(session.branches) == 1 and not session.unmatched for session in opened)
     tracemalloc.start()
-    measured = [Session(shared) for _ in range(8)]
+    measured = [TokenSession(shared) for _ in range(8)]
     for messages in requests:
         for session in measured:
             session.sampled(session.asked(messages), [sample])
@@ -101,10 +101,10 @@ def clients(pipe: Any, port: int, tokens: Sequence[str], turns: int) -> None:
     pipe.send(asyncio.run(_client(port, tokens, turns)))
 
 
-async def http(sessions: int, turns: int, shared: Renderer) -> tuple[float, float]:
+async def http(sessions: int, turns: int, shared: TokenRenderer) -> tuple[float, float]:
     """Return requests a second of wall time, and of the server's CPU time."""
-    async with Endpoint() as endpoint:
-        opened = [AgentSession(Session(shared), AtOnce(), LIMITS, ON_POLICY) for _ in range(sessions)]
+    async with AgentEndpoint() as endpoint:
+        opened = [AgentSession(TokenSession(shared), AtOnce(), LIMITS, ON_POLICY) for _ in range(sessions)]
         tokens = [endpoint.open(session) for session in opened]
         seconds, cpu = await asked_by_a_process(endpoint.port, tokens, turns)
     assert all(s.session.turns == turns and len(s.session.branches) == 1 for s in opened)

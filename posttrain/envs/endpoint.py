@@ -46,7 +46,7 @@ _WIRES: Mapping[str, Wire] = {
 }
 
 
-class Endpoint:
+class AgentEndpoint:
     """The server. A context manager: at its end all sessions are closed."""
 
     def __init__(self) -> None:

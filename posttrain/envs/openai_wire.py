@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain.core.types import Message
-from posttrain.envs.wire import Answer, Answers, Refused, Request, event, read_json, texts
+from posttrain.envs.wire import Answers, Choice, Refused, Request, event, read_json, texts
 
 _TEXT = ("text", "input_text", "output_text", "refusal")
 _MOST_CHOICES = 64
@@ -109,7 +109,7 @@ class ChatWire:
         return {"id": f"chatcmpl-{name}", "object": kind, "created": int(time.time()), "model": model}
 
     @staticmethod
-    def _details(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    def _details(body: Mapping[str, Any], answer: Choice) -> dict[str, Any]:
         found: dict[str, Any] = {"logprobs": None}
         if body.get("logprobs"):
             columns = zip(answer.tokens, answer.logprobs, strict=True)
@@ -202,7 +202,7 @@ class ResponsesWire:
         return _error(refused)
 
     @staticmethod
-    def _items(answer: Answer, name: str) -> list[dict[str, Any]]:
+    def _items(answer: Choice, name: str) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = []
         if answer.message["content"] or not answer.message.get("tool_calls"):
             part = {"type": "output_text", "text": answer.message["content"], "annotations": [], "logprobs": []}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from posttrain.config import RolloutConfig
 from posttrain.core.types import Sample, Sampling
-from posttrain.envs.session import Asked, Session
-from posttrain.envs.wire import Answer, Answers, Finish, Refused, Request
+from posttrain.envs.session import Asked, TokenSession
+from posttrain.envs.wire import Answers, Choice, Finish, Refused, Request
 
 if TYPE_CHECKING:
     from posttrain.engines.base import Generator
@@ -28,7 +28,7 @@ class AgentSession:
             log-probabilities of the distribution that was sampled from.
     """
 
-    def __init__(self, session: Session, sampler: Generator, cfg: RolloutConfig, sampling: Sampling) -> None:
+    def __init__(self, session: TokenSession, sampler: Generator, cfg: RolloutConfig, sampling: Sampling) -> None:
         self.session, self.sampler, self.cfg, self.sampling = session, sampler, cfg, sampling
         self.reward: float | None = None
         """That the agent has posted."""
@@ -118,7 +118,7 @@ class AgentSession:
             if sample.finish_reason != "abort" or most <= 0:
                 return samples
 
-    def _answer(self, asked: Asked, request: Request, samples: list[Sample]) -> Answer:
+    def _answer(self, asked: Asked, request: Request, samples: list[Sample]) -> Choice:
         renderer = self.session.renderer
         ids = [i for sample in samples for i in sample.ids]
         text, stopped_by = renderer.text(ids), None
@@ -130,7 +130,7 @@ class AgentSession:
         finish: Finish = "tool_calls" if message.get("tool_calls") else "stop"
         if samples[-1].finish_reason != "stop" and stopped_by is None:
             finish = "length"
-        return Answer(
+        return Choice(
             message,
             finish,
             ids,

@@ -34,7 +34,7 @@ _TOOL_LISTS = 256
 """Most lists of tools whose deltas are kept."""
 
 
-class Renderer:
+class TokenRenderer:
     """Messages to tokens and back, for all sessions of a run.
 
     Args:
@@ -133,14 +133,14 @@ class Asked:
     """The last of ``ids``, those after the parent's."""
 
 
-class Session:
+class TokenSession:
     """The sampled turns of one episode of an agent, as a tree.
 
     Args:
         name: the beginning of the ids of tool calls.
     """
 
-    def __init__(self, renderer: Renderer, name: str = "call") -> None:
+    def __init__(self, renderer: TokenRenderer, name: str = "call") -> None:
         self.renderer = renderer
         self.branches: list[Branch] = []
         self.unmatched = 0

@@ -39,7 +39,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Choice:
     """One sampled turn."""
 
     message: Message
@@ -57,7 +57,7 @@ class Answer:
 class Answers:
     """What a request is answered with."""
 
-    choices: list[Answer]
+    choices: list[Choice]
     prompt_ids: list[int]
 
     @property

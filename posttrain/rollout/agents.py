@@ -15,14 +15,14 @@ from posttrain.core.types import ENV_PART, Ids, Prompt, Sample, Sampling, Sampli
 from posttrain.data.record import Record
 from posttrain.envs.agents import Agent, AgentTask, reward_of
 from posttrain.envs.sampling import AgentSession
-from posttrain.envs.session import Branch, Renderer, Session
+from posttrain.envs.session import Branch, TokenRenderer, TokenSession
 from posttrain.rollout.seeds import seed_of
 from posttrain.rollout.user_calls import LateError, within
 
 if TYPE_CHECKING:
     from posttrain.engines.base import Generator
     from posttrain.envs.base import Split
-    from posttrain.envs.endpoint import Endpoint
+    from posttrain.envs.endpoint import AgentEndpoint
     from posttrain.rollout.episode import EpisodeContext, EpisodeState
 
 
@@ -31,8 +31,8 @@ class AgentHost:
     """What all episodes of a run's agent share."""
 
     agent: Agent
-    renderer: Renderer
-    endpoint: Endpoint
+    renderer: TokenRenderer
+    endpoint: AgentEndpoint
     name: str = "the agent"
     """How messages call it."""
 
@@ -94,7 +94,7 @@ class AgentEpisode:
         self.state = "running"
         if self.seed is not None:
             sampler = _Seeded(sampler, self.seed)
-        session = AgentSession(Session(self.host.renderer), sampler, self.env.cfg, self.sampling)
+        session = AgentSession(TokenSession(self.host.renderer), sampler, self.env.cfg, self.sampling)
         self._session = session
         reason: StopReason = "stop"
         error: str | None = None
@@ -147,7 +147,7 @@ class AgentEpisode:
         return session.reward if reward is None else reward
 
     def _trajectory(
-        self, session: Session, reason: StopReason, error: str | None, parts: dict[str, float], seconds: float
+        self, session: TokenSession, reason: StopReason, error: str | None, parts: dict[str, float], seconds: float
     ) -> Trajectory:
         messages = self.prompt.messages
         nothing = Branch(Record(self._prompt_ids), len(self._prompt_ids), len(messages), messages)

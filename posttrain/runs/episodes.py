@@ -102,13 +102,13 @@ def _host(
     parser: ToolParser,
     stop_token_ids: frozenset[int],
 ) -> AgentHost:
-    from posttrain.envs.endpoint import Endpoint
-    from posttrain.envs.session import Renderer
+    from posttrain.envs.endpoint import AgentEndpoint
+    from posttrain.envs.session import TokenRenderer
     from posttrain.rollout.agents import AgentHost
 
-    renderer = Renderer(tokenizer, parser, stop_token_ids, cfg.data.chat_kwargs)
+    renderer = TokenRenderer(tokenizer, parser, stop_token_ids, cfg.data.chat_kwargs)
     return AgentHost(
-        agent, renderer, Endpoint(), f"environment {cfg.rollout.env!r}" if cfg.rollout.env else "the agent"
+        agent, renderer, AgentEndpoint(), f"environment {cfg.rollout.env!r}" if cfg.rollout.env else "the agent"
     )
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 from posttrain.config import RewardConfig
-from posttrain.envs.endpoint import Endpoint
-from posttrain.envs.session import Renderer
+from posttrain.envs.endpoint import AgentEndpoint
+from posttrain.envs.session import TokenRenderer
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
 from posttrain.rollout.agents import AgentHost
@@ -13,12 +13,12 @@ from posttrain.rollout.source import TrajectorySource
 from posttrain.tools.formats import PARSERS
 from tests.helpers.scripted import EOS, TOKENIZER, ScriptedSampler, environment, gsm8k_prompt
 
-RENDERER = Renderer(TOKENIZER, PARSERS.get("hermes"), frozenset({EOS}))
+RENDERER = TokenRenderer(TOKENIZER, PARSERS.get("hermes"), frozenset({EOS}))
 
 
 async def play(agent, *turns, n=1, prompt=None, reward=None, **cfg):
     """Return the graded group of one prompt that an agent plays."""
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         env = dataclasses.replace(environment(agent="mine", **cfg), agents=AgentHost(agent, RENDERER, endpoint))
         limits = RewardConfig(**reward or {})
         source = TrajectorySource(

@@ -12,7 +12,7 @@ import numpy as np
 from posttrain.config.presets import resolve
 from posttrain.core.types import Message, Prompt, Sample, Trajectory
 from posttrain.data.chat import render_prompt
-from posttrain.envs.session import Renderer, Session
+from posttrain.envs.session import TokenRenderer, TokenSession
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.rollout.advantage_files import advantages_file, write_advantages
 from posttrain.rollout.files import fingerprint, write_rollouts
@@ -21,7 +21,7 @@ from posttrain.tools.formats import PARSERS
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202egnissim\u202c \x1b[31mred\x07 &lt; 'é🙂"
 TOKENIZER = load_tokenizer(ModelSource("builtin:tiny"))
-RENDERER = Renderer(TOKENIZER, PARSERS.get("hermes"), frozenset({int(TOKENIZER.eos_token_id)}))
+RENDERER = TokenRenderer(TOKENIZER, PARSERS.get("hermes"), frozenset({int(TOKENIZER.eos_token_id)}))
 
 
 def episode(number: int, reward: float, answer: str = "", step: int = 1, words: int = 8) -> Trajectory:
@@ -63,7 +63,7 @@ def episode(number: int, reward: float, answer: str = "", step: int = 1, words: 
 def branched(reward: float, *, error: str | None = None) -> list[Trajectory]:
     """The branches of an agent's episode, as the endpoint records them: a sub-agent, the agent's own two turns, and one
     more answer after its first turn, which is the last."""
-    session = Session(RENDERER)
+    session = TokenSession(RENDERER)
 
     def ask(messages: list[Message], said: str) -> list[Message]:
         asked = session.asked(messages)

@@ -12,9 +12,9 @@ from posttrain.config import RolloutConfig
 from posttrain.core.errors import RunError, WorkerError
 from posttrain.core.types import ON_POLICY
 from posttrain.envs import endpoint as serving_module
-from posttrain.envs.endpoint import Endpoint
+from posttrain.envs.endpoint import AgentEndpoint
 from posttrain.envs.sampling import AgentSession
-from posttrain.envs.session import Session
+from posttrain.envs.session import TokenSession
 from posttrain.rollout.pool import SamplerPool
 from tests.helpers.agents import RENDERER
 from tests.helpers.scripted import EOS, TOKENIZER, ScriptedSampler, tokens
@@ -41,7 +41,7 @@ class Served:
     def __init__(self, endpoint, sampler, **cfg):
         limits = {"max_turns": 100, "max_prompt_tokens": 1000, "max_response_tokens": 400} | cfg
         self.sampler, self.endpoint = sampler, endpoint
-        self.agent = AgentSession(Session(RENDERER), sampler, RolloutConfig(**limits), ON_POLICY)
+        self.agent = AgentSession(TokenSession(RENDERER), sampler, RolloutConfig(**limits), ON_POLICY)
         self.token = endpoint.open(self.agent)
         self.url = endpoint.url(self.token)
         self.client = httpx.AsyncClient(base_url=self.url, timeout=20)
@@ -56,7 +56,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(*turns, **cfg):
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         served = Served(endpoint, ScriptedSampler(*turns), **cfg)
         async with served.client:
             yield served
@@ -163,7 +163,7 @@ async def test_a_reward_is_posted():
 
 
 async def test_the_server_listens_on_loopback_alone():
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         names = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
         for address in names - {"127.0.0.1", "127.0.1.1"}:
             with pytest.raises(OSError, match="refused"):
@@ -218,7 +218,7 @@ async def test_a_client_that_disconnects_aborts_its_request_and_fails_the_episod
             finally:
                 stopped.set()
 
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         served = Served(endpoint, Slow())
         async with served.client:
             task = asyncio.create_task(served.chat())
@@ -255,7 +255,7 @@ async def test_a_flood_of_requests_fails_the_episode_and_no_other(monkeypatch):
             await release.wait()
             return await super().generate(prompt_ids, params)
 
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         served, other = Served(endpoint, Waits(*["a"] * 20)), Served(endpoint, ScriptedSampler("b"))
         async with served.client, other.client:
             flood = [asyncio.create_task(served.chat()) for _ in range(8)]
@@ -283,7 +283,7 @@ async def test_an_engine_that_is_replaced_amid_a_stream_samples_the_turn_again()
         return fresh
 
     pool = SamplerPool([dead], restart, 1)
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         with pool.session() as sampler:
             served = Served(endpoint, sampler)
             async with served.client:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from posttrain.core.errors import DataError
 from posttrain.core.types import Sample
 from posttrain.data.chat import ChatDeltas, render_prompt
-from posttrain.envs.session import Renderer, Session
+from posttrain.envs.session import TokenRenderer, TokenSession
 from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn
 from tests.helpers.scripted import EOS, TOKENIZER, tokens
 
@@ -32,7 +32,7 @@ def user(text):
 
 
 def session(parser="hermes"):
-    return Session(Renderer(TOKENIZER, PARSERS.get(parser), frozenset({EOS})))
+    return TokenSession(TokenRenderer(TOKENIZER, PARSERS.get(parser), frozenset({EOS})))
 
 
 def turn(session, messages, text, tools=(), end=True, version=3):
@@ -209,7 +209,7 @@ TEMPLATES = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "llamacpp_Qwen-QwQ-32B",
 def test_every_sampled_token_is_trained_on_once_as_it_was_sampled(qwen, template, actions, parser, cuts):
     tokenizer = qwen(template)
     eos = tokenizer.eos_token_id
-    s = Session(Renderer(tokenizer, PARSERS.get(parser), frozenset({eos})))
+    s = TokenSession(TokenRenderer(tokenizer, PARSERS.get(parser), frozenset({eos})))
     history, earlier = [user("Say something.")], []
     seen = {}
     for number, (action, wrote, text) in enumerate(actions):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from posttrain.config import RolloutConfig
 from posttrain.core.types import ON_POLICY, Sample
-from posttrain.envs.endpoint import Endpoint
+from posttrain.envs.endpoint import AgentEndpoint
 from posttrain.envs.sampling import AgentSession
-from posttrain.envs.session import Renderer, Session
+from posttrain.envs.session import TokenRenderer, TokenSession
 from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn
 
 anthropic = pytest.importorskip("anthropic")
@@ -120,7 +120,7 @@ class Writes:
 def served(request):
     """An event loop with a running endpoint, and a client."""
     with asyncio.Runner() as runner:
-        endpoint = Endpoint()
+        endpoint = AgentEndpoint()
         runner.run(endpoint.__aenter__())
         wire = request.param()
         yield runner, endpoint, wire
@@ -154,8 +154,8 @@ def test_what_trains_is_what_was_sampled_whatever_clients_do(served, qwen, actio
     runner, endpoint, wire = served
     tokenizer = qwen(template)
     sampler = Writes()
-    renderer = Renderer(tokenizer, PARSERS.get(parser), frozenset({tokenizer.eos_token_id}))
-    agent = AgentSession(Session(renderer), sampler, LIMITS, ON_POLICY)
+    renderer = TokenRenderer(tokenizer, PARSERS.get(parser), frozenset({tokenizer.eos_token_id}))
+    agent = AgentSession(TokenSession(renderer), sampler, LIMITS, ON_POLICY)
     token = endpoint.open(agent)
     runner.run(converse(wire, endpoint.url(token), agent, actions, PARSERS.get(parser), tokenizer, cuts))
     endpoint.close(token)
