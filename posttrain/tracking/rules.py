@@ -177,8 +177,8 @@ def answers_cut(window: Window) -> Finding | None:
 def trainer_engine_gap(window: Window) -> Finding | None:
     """Find probabilities of trainer and engine that differ, where both have the same weights."""
     recent = window[-_FEW:]
-    gap = "rollout_gap/same_weights" if any("staleness/max" in step.metrics for step in recent) else "rollout_gap"
-    outside, apart = _mean(recent, f"{gap}/outside"), _mean(recent, f"{gap}/mean_abs")
+    part = "same_weights/" if any("staleness/max" in step.metrics for step in recent) else ""
+    outside, apart = _mean(recent, f"rollout_gap/{part}outside"), _mean(recent, f"rollout_gap/{part}mean_abs")
     return _finding(
         _level(outside, (0.1, 0.5)),
         f"for {100 * outside:.0f} % of the tokens {_when(recent)} the ratio of trainer's to engine's probability is "

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from posttrain.data.pack import PackedBatch
-from posttrain.models.attention import Kernel, Ragged, SharedPrefixes
+from posttrain.models.attention import Kernel, Ragged
+from posttrain.models.prefixes import SharedPrefixes
 from posttrain.models.ulysses import SequenceParallel
 
 

@@ -9,9 +9,10 @@ import torch
 from posttrain.config import TrainConfig
 from posttrain.data.pack import PackedBatch
 from posttrain.models import attention, logprobs
-from posttrain.models.attention import Ragged, SharedPrefixes
+from posttrain.models.attention import Ragged
 from posttrain.models.load import ModelSource
 from posttrain.models.logprobs import token_logprobs, tokenwise_loss
+from posttrain.models.prefixes import SharedPrefixes
 from tests.gpu.models import free_port, write_model
 
 pytestmark = [

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from posttrain.models import attention
-from posttrain.models.attention import Kernel, Ragged, SharedPrefixes
+from posttrain.models.attention import Kernel, Ragged
+from posttrain.models.prefixes import SharedPrefixes
 from posttrain.train import parallel
 from posttrain.train.model import PackedLM
 
