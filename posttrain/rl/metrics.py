@@ -86,7 +86,7 @@ def staleness_metrics(
     return {
         "staleness/mean": float(ages.mean()),
         "staleness/max": float(ages.max()),
-        **{f"staleness/share_{age}": float((ages == age).mean()) for age in range(most + 1)},
+        **{f"staleness/share@{age}": float((ages == age).mean()) for age in range(most + 1)},
         "rollout/ended_length/mean": float(np.mean(stats.lengths or [0])),
         "rollout/ended_reward/mean": float(np.mean(stats.rewards or [0])),
     }

@@ -341,6 +341,6 @@ def test_the_metrics_say_how_old_the_trained_tokens_are():
     found = staleness_metrics(groups, stats, 5, 2)
     old = sum(tokens[1:]) / sum(tokens)
     assert found["staleness/mean"] == pytest.approx(2 * old)
-    assert (found["staleness/max"], found["staleness/share_1"]) == (2.0, 0.0)
-    assert found["staleness/share_2"] == pytest.approx(old)
+    assert (found["staleness/max"], found["staleness/share@1"]) == (2.0, 0.0)
+    assert found["staleness/share@2"] == pytest.approx(old)
     assert found["rollout/ended_reward/mean"] == pytest.approx(sum(stats.rewards) / len(stats.rewards))
