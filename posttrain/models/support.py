@@ -18,11 +18,21 @@ from posttrain.models import recurrent
 from posttrain.models.output_head import check_head
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
+PROVEN = frozenset(
+    {
+        "cohere", "cohere2", "ernie4_5", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt_neox", "gpt_oss", "granite",
+        "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe",
+        "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+    }
+)  # fmt: skip
+"""Types of models for which every cell of docs/models.md is right."""
 _PAGE = "docs/models.md lists the architectures that work"
 _STATELESS = frozenset({"full_attention", "sliding_attention", "attention"})
 _STATEFUL = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
+_BY_LONGEST = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings that depend on the longest sequence of a micro-batch."""
 _ASKED = frozenset({"ragged", "position_ids", "use_cache", "sliding_window", "softcap", "s_aux"})
 """What a layer may pass to attention: all that ``attention.ragged_attention`` does, and what makes no difference."""
 
@@ -33,6 +43,12 @@ def check_architecture(model: PreTrainedModel) -> None:
     for problem in _problems(model):
         raise ModelError(f"models of type {model.config.model_type} {problem}", hint=_PAGE)
     check_head(model)
+
+
+def is_proven(config: PreTrainedConfig) -> bool:
+    """Return true if tests have shown all that ``check_architecture`` looks for. Workers check their model all the
+    same: this spares the driver the import of its code, which takes seconds."""
+    return config.model_type in PROVEN and not hasattr(config, "auto_map") and not _rope_types(config) & _BY_LONGEST
 
 
 def _problems(model: PreTrainedModel) -> Iterator[str]:
@@ -48,7 +64,7 @@ def _problems(model: PreTrainedModel) -> Iterator[str]:
         yield f"have layers of {other[0]}, which this version does not compute"
     if sum(kind in _STATEFUL for kind in types) > len(list(recurrent.recurrent_layers(model))):
         yield "have layers with a state that is not found, and would go from one packed sequence into the next"
-    for kind in (kind for kind in ("dynamic", "longrope") if kind in _rope_types(config)):
+    for kind in _rope_types(config) & _BY_LONGEST:
         yield (
             f"with rope_type {kind!r} take positions by the longest sequence of a micro-batch, so that packing would "
             "change what a sequence gives"

@@ -163,10 +163,14 @@ def check_use(cfg: Config, source: ModelSource) -> None:
     sample from it in an embedded engine, adapt it. Raises ``ModelError``, ``ConfigError``."""
     import torch
 
-    from posttrain.models import lora, support
+    from posttrain.models import support
 
     engine = engine_of(cfg).name if cfg.samples and not cfg.generate.endpoint.url else None
-    if not (cfg.trains or engine == "hf") or getattr(load_config(source), "quantization_config", None) is not None:
+    config = load_config(source)
+    if not (cfg.trains or engine == "hf") or getattr(config, "quantization_config", None) is not None:
+        return
+    adapted = cfg.trains and cfg.train.lora.rank is not None
+    if support.is_proven(config) and not adapted and cfg.train.sequence_parallel == 1:
         return
     model = build(source, dtype=torch.float32)
     support.check_architecture(model)
@@ -176,7 +180,9 @@ def check_use(cfg: Config, source: ModelSource) -> None:
         check_model_class(model, engine)
     if cfg.trains:
         support.check_sequence_parallel(model, cfg.train.sequence_parallel)
-    if cfg.trains and cfg.train.lora.rank is not None:
+    if adapted:
+        from posttrain.models import lora  # takes a second to import
+
         lora.inject(model, cfg.train.lora, dtype=torch.float32)
 
 
