@@ -12,7 +12,7 @@ from posttrain.engines import classes
 from posttrain.engines.classes import check_model_class, has_class
 from posttrain.models import lora
 from posttrain.models.load import build, load_model
-from posttrain.models.support import check_architecture
+from posttrain.models.support import PROVEN, check_architecture, is_proven
 from tests.helpers.architectures import ARCHITECTURES
 from tests.helpers.model_checks import FEATURES, RECORDED, Bench, check, record, row, run_two_workers
 
@@ -99,6 +99,27 @@ def test_weights_that_checkpoints_hold_joined_do_not_go_to_sglang_or_vllm():
         )
     with pytest.raises(ConfigError, match="hold several weights joined in one"):
         check_model_class(model, "vllm")
+
+
+def test_the_driver_takes_for_proven_what_the_page_shows_to_be_right():
+    import transformers
+
+    right = {
+        getattr(transformers, ARCHITECTURES[name].config).model_type
+        for name, found in TABLE.items()
+        if all(cell["result"] == "right" for cell in found["cells"].values())
+    }
+    assert right == PROVEN
+
+
+def test_a_proven_type_with_code_or_positions_of_its_own_is_looked_at(benches):
+    config = build(benches("Llama").source, dtype=torch.float32).config
+    assert is_proven(config)
+    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
+    assert not is_proven(config)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    config.auto_map = {"AutoModelForCausalLM": "modeling.Own"}
+    assert not is_proven(config)
 
 
 def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_refused(benches):
