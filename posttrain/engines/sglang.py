@@ -35,6 +35,11 @@ for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 
+_RECEIVE_EVERY = 10
+"""Decoding steps between two looks for new requests, where episodes have several turns. SGLang computes the prompts of
+new requests before it decodes another token of all others: those of several episodes are better computed together."""
+
+
 async def open_engine(spec: EngineSpec) -> SGLangEngine:
     """Start SGLang with the weights of ``spec.source`` as version 0. Raises ``RunError``, ``ModelError``."""
     engine = SGLangEngine(spec)
@@ -77,7 +82,10 @@ class SGLangEngine:
             if spec.rollout.batch_invariant:  # its batch-invariant products give logits of the weights' type only
                 ours |= {"enable_deterministic_inference": True, "enable_fp32_lm_head": True}
             # A larger batch than that of the largest graph runs without one. SGLang would choose it by the GPU alone.
-            defaults = {"cuda_graph_max_bs_decode": self.max_concurrent}
+            defaults = {
+                "cuda_graph_max_bs_decode": self.max_concurrent,
+                "scheduler_recv_interval": _RECEIVE_EVERY if spec.rollout.max_turns > 1 else 1,
+            }
             ours_to_run = {"run_scheduler_process_func": staticmethod(run_scheduler)}
             try:
                 self.engine = type("Engine", (Engine,), ours_to_run)(**arguments(spec, ours, defaults))
