@@ -176,11 +176,12 @@ _PARSERS: dict[type[BaseRow], Callable[[dict[str, Any], str | Path, int], object
 
 
 def refuse_images(row: Prompt | Conversation | Preference, path: str | Path, index: int) -> None:
-    """Raise ``DataError`` for a row with images: to models of text they would be the word ``<image>``."""
+    """Raise ``DataError`` for a row with images where they are not read: they would be the word ``<image>``."""
     if row.images:
         raise DataError(
-            f"{path}: row {index}, column 'images': it has {len(row.images)}, and posttrain trains and samples on text",
-            hint="leave such rows out; prep writes them whole, for other tools",
+            f"{path}: row {index}, column 'images': it has {len(row.images)}, and images are read by `sft` of a model "
+            "that sees, and by nothing else",
+            hint="leave such rows out, or see docs/vision.md",
         )
 
 

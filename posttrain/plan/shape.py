@@ -15,6 +15,9 @@ from posttrain.core.flops import Flops
 
 _KNOWN = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 """Model types whose parameters are counted exactly, and tested to be."""
+_QWEN2 = {"qwen2", "qwen2_5_vl", "qwen2_5_vl_text"}
+_QWEN3 = {"qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text"}
+"""Model types whose layers are those of Qwen2 and Qwen3. Of models that see the language model is counted."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        config = text
+        config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
     try:
         return _shape(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -158,7 +161,7 @@ def _shape(c: Mapping[str, Any]) -> ModelShape:
     head_dim = int(c.get("head_dim") or hidden // heads)
     q, kv = heads * head_dim, kv_heads * head_dim
     biased = bool(c.get("attention_bias", False))
-    qkv_bias, out_bias = (True, False) if kind == "qwen2" else (biased, biased)
+    qkv_bias, out_bias = (True, False) if kind in _QWEN2 else (biased, biased)
     mlp_bias = bool(c.get("mlp_bias", False))
     matrices = [
         Matrix("q_proj", hidden, q, qkv_bias),
@@ -190,6 +193,6 @@ def _shape(c: Mapping[str, Any]) -> ModelShape:
         experts=experts,
         experts_per_token=each if experts else 0,
         intermediate=width * each,
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        qk_norm=kind in _QWEN3,
         max_length=c.get("max_position_embeddings"),
     )

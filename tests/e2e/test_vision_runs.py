@@ -1,0 +1,89 @@
+"""Whole runs of models that see: `sft` with images on two workers, resumed, merged, and what else is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from posttrain.config.presets import resolve
+from posttrain.core.errors import ConfigError
+from posttrain.data.parquet import sft_row, write_rows
+from posttrain.generation import command as generation
+from posttrain.models.builtin import create_builtin
+from posttrain.models.load import load_vision, locate
+from posttrain.prep.datasets.shapes import Shapes
+from posttrain.rl import command as rl
+from tests.e2e.run_commands import run_commands
+from tests.helpers.seeing import MIXED
+
+pytestmark = pytest.mark.slow
+
+
+def data(file, count):
+    dataset = Shapes()
+    rows = [dataset.to_sft(row, i, "train") for i, row in enumerate(dataset.rows("train", None, n=count))]
+    write_rows(file, [sft_row(chat) for chat in [*rows, *MIXED]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of two workers with a frozen tower, stopped after 2 of 4 steps and resumed, and the model of it."""
+    folder = tmp_path_factory.mktemp("vision")
+    data(folder / "train.parquet", 20)
+    data(folder / "val.parquet", 4)
+    fixed = ["sft", "--preset", "tiny-vision-sft", "--set", "run.name='r'", "--set", "cluster.device='cpu'"]
+    for key, value in {
+        "data.train": "'train.parquet'", "data.val": "'val.parquet'", "data.batch_size": 8, "data.max_length": 256,
+        "cluster.workers": 2, "train.tokens_per_microbatch": 128, "train.patches_per_microbatch": 200,
+        "train.vision_tower": "'frozen'", "train.save_every": 2,
+    }.items():  # fmt: skip
+        fixed += ["--set", f"{key}={value}"]
+    run_commands(
+        folder,
+        [
+            [*fixed, "--set", "train.steps=4"],
+            ["merge-ckpt", "r", "--out", "merged", "--dtype", "float32", "--check"],
+            ["sft", "--preset", "tiny-vision-sft", "--model", "run:r", "--set", "run.name='again'", "--set",
+             "train.steps=1", "--set", "data.train='train.parquet'", "--set", "data.max_length=256", "--set",
+             "data.val=''", "--set", "cluster.device='cpu'", "--set", "train.lora.rank=2"],
+            ["merge-ckpt", "again", "--out", "adapted", "--dtype", "float32", "--check"],
+        ],
+    )  # fmt: skip
+    return folder
+
+
+def metrics(folder, name):
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_with_images_trains_validates_and_is_merged(folder):
+    rows = metrics(folder, "r")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(0 < row["train/loss"] < 10 for row in rows)
+    assert 0 < rows[-1]["val/loss"] < 10
+    assert len(metrics(folder, "again")) == 1
+
+
+def test_the_tower_is_kept_as_it_was_and_the_rest_is_trained(folder):
+    before = create_builtin("tiny-vision", 0).state_dict()
+    after = AutoModelForImageTextToText.from_pretrained(folder / "merged", dtype=torch.float32).state_dict()
+    assert before.keys() == after.keys()
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in before if ".visual." in name} == kept
+
+
+def test_the_merged_folder_reads_images_as_the_run_did(folder):
+    vision = load_vision(locate(str(folder / "merged")))
+    expected = load_vision(locate("builtin:tiny-vision"))
+    assert vision.processor.to_dict() == expected.processor.to_dict()
+    found = Qwen2VLImageProcessorPil.from_pretrained(folder / "merged")
+    assert found.size == expected.processor.size
+
+
+def test_other_commands_refuse_the_model(folder):
+    model = f"model.path='{folder / 'merged'}'"
+    for command, run, preset in (("rl", rl.dry_run, "tiny-arith"), ("generate", generation.run, "tiny-generate")):
+        with pytest.raises(ConfigError, match="sees, and this version trains such models with `sft` alone"):
+            run(resolve(command, preset, [model, "rollout.engine='hf'"]))
