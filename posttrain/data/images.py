@@ -72,7 +72,7 @@ class RawImage:
             ImageError: the file cannot be read, is no image, is damaged or too large, has several frames, or colours
                 that are not 8-bit RGB, grey or a palette of these.
         """
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
         data = self.read()
         with warnings.catch_warnings():
@@ -81,7 +81,7 @@ class RawImage:
                 image = Image.open(io.BytesIO(data), formats=FORMATS)
             except Image.DecompressionBombError as error:
                 raise _too_large(str(error)) from None
-            except Image.UnidentifiedImageError:
+            except UnidentifiedImageError:
                 raise ImageError(_what(data), f"formats: {', '.join(FORMATS)}") from None
             except _BROKEN as error:
                 raise _damaged(error) from error

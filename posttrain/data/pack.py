@@ -209,7 +209,7 @@ def _in_step(shards: list[list[PackedBatch]], images: Images) -> list[list[Packe
     """Give every rank's micro-batch an image where any rank's has one. So has the last: what is summed over workers
     once a step is summed in it."""
     seen = [any(micro.images is not None for micro in micros) for micros in zip(*shards, strict=True)]
-    seen[-1] = True
+    seen[-1] = any(seen)
     return [
         [
             replace(micro, images=images.blank(micro.num_sequences)) if has and micro.images is None else micro

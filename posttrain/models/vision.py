@@ -111,7 +111,7 @@ def _with_features(model: PreTrainedModel, input_ids: Tensor, images: ImageInput
     with nullcontext() if trained else torch.no_grad():
         seen = seeing(images.patches(), grid_thw=images.grids)
         features, deeper = seen.pooler_output, list(getattr(seen, "deepstack_features", None) or ())
-    embeddings: Tensor = cast(nn.Module, model.get_input_embeddings())(input_ids)
+    embeddings: Tensor = model.get_input_embeddings()(input_ids)
     embeddings = embeddings.index_copy(0, images.places, features[images.features].to(embeddings.dtype))
     if trained and images.left_over:
         # So that the tower has gradients on every worker, be they zeros: they are summed over all of them.

@@ -136,7 +136,6 @@ CASES: dict[str, dict[str, Any]] = {
 PARTS = {
     "summed once a step": [[[0], [1]], [[2, 3], [4]]],
     "shared sequences": [[[0, 1, 2, 3, 4]]],
-    "no image": [[[1]], [[4]]],
 }
 """Sequences by worker and micro-batch."""
 ONE_SEES = [[[1, 4], [0]], [[2, 3], []]]
@@ -144,12 +143,13 @@ ONE_SEES = [[[1, 4], [0]], [[2, 3], []]]
 
 
 def packed_batch(source: ModelSource, case: str) -> tuple[PackedBatch, list[list[PackedBatch]]]:
-    """Return the sequences that a case computes, and each worker's micro-batches."""
-    parts = PARTS.get(case, ONE_SEES)
+    """Return the batch of a case, and each worker's micro-batches."""
     batch = pack(rendered(source), load_vision(source))
     batch.loss_weights = batch.loss_mask.float()
-    used = sorted(b for rank in parts for micro in rank for b in micro)
-    return batch.select(used), Placement(parts).shards(batch if case != "no image" else batch.select(range(5)))
+    if case == "no image":
+        batch = batch.select([1, 4])
+        return batch, Placement([[[0]], [[1]]]).shards(batch)
+    return batch, Placement(PARTS.get(case, ONE_SEES)).shards(batch)
 
 
 def gradients(lm: PackedLM, micro: MicroBatch) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Generated questions about small pictures, for the built-in model that sees: count shapes, read a digit, compare sizes.
+"""Generated questions about small pictures, for the built-in model that sees: count, read a digit, compare sizes.
 
 A picture has 48 x 48 pixels in 3 x 3 cells. A stable hash of the scene decides its split, so that train and test share
 no picture.

@@ -7,6 +7,7 @@ from posttrain.core.errors import DataError
 from posttrain.data.images import RawImage
 from posttrain.prep.datasets.base import open_dataset, refusal
 from posttrain.prep.datasets.shapes import COLOURS, Shapes
+from posttrain.prep.measure import question
 
 
 def rows(split="train", n=30, seed=0):
@@ -51,6 +52,11 @@ def test_the_answer_is_in_the_picture():
                     middles += tuple(pixels[y, x]) in COLOURS.values()
                     corners += tuple(pixels[y + 5, x + 5]) in COLOURS.values()
             assert int(answer) == (corners if words[2] == "squares" else middles - corners)
+
+
+def test_the_same_question_about_another_picture_is_another_question():
+    asked = [question(row["prompt"], row["images"]) for row in (Shapes().to_rlhf(r, 0, "train") for r in rows(n=300))]
+    assert len({text.split("image", 1)[0] for text in asked}) < len(set(asked)) == 300
 
 
 def test_it_is_generated():
