@@ -1,4 +1,4 @@
-"""Whole runs of models that see: `sft` with images on two workers, resumed, merged, and what else is refused."""
+"""Whole runs of models that see: `sft` with images on two workers, merged, and gone on from with adapters."""
 
 import json
 
@@ -7,14 +7,10 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from posttrain.config.presets import resolve
-from posttrain.core.errors import ConfigError
 from posttrain.data.parquet import sft_row, write_rows
-from posttrain.generation import command as generation
 from posttrain.models.builtin import create_builtin
 from posttrain.models.load import load_vision, locate
 from posttrain.prep.datasets.shapes import Shapes
-from posttrain.rl import command as rl
 from tests.e2e.run_commands import run_commands
 from tests.helpers.seeing import MIXED
 
@@ -29,7 +25,7 @@ def data(file, count):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run of two workers with a frozen tower, stopped after 2 of 4 steps and resumed, and the model of it."""
+    """A run of two workers with a frozen tower and its model, and a LoRA run that goes on from it, with its model."""
     folder = tmp_path_factory.mktemp("vision")
     data(folder / "train.parquet", 20)
     data(folder / "val.parquet", 4)
@@ -81,9 +77,3 @@ def test_the_merged_folder_reads_images_as_the_run_did(folder):
     found = Qwen2VLImageProcessorPil.from_pretrained(folder / "merged")
     assert found.size == expected.processor.size
 
-
-def test_other_commands_refuse_the_model(folder):
-    model = f"model.path='{folder / 'merged'}'"
-    for command, run, preset in (("rl", rl.dry_run, "tiny-arith"), ("generate", generation.run, "tiny-generate")):
-        with pytest.raises(ConfigError, match="sees, and this version trains such models with `sft` alone"):
-            run(resolve(command, preset, [model, "rollout.engine='hf'"]))

@@ -267,6 +267,20 @@ def test_models_that_are_not_there():
         open_model(config(model={"path": "/no/such/folder"}))
 
 
+@pytest.mark.parametrize("command", ["rl", "prefer", "generate"])
+def test_a_model_that_sees_is_for_sft_alone(command):
+    with pytest.raises(ConfigError, match="sees, and this version trains such models with `sft` alone") as error:
+        open_model(config(command=command, model={"path": "builtin:tiny-vision"}))
+    assert "docs/vision.md" in error.value.hint
+    open_model(config(command="sft", model={"path": "builtin:tiny-vision"}))
+
+
+@pytest.mark.parametrize("train", [{"vision_tower": "trained"}, {"patches_per_microbatch": 100}])
+def test_settings_about_images_are_refused_for_a_model_of_text(train):
+    with pytest.raises(ConfigError, match=rf"train\.{next(iter(train))} is about models that see"):
+        open_model(config(command="sft", train=train))
+
+
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(ModelError, match="no model in"):
         open_model(config(model={"path": str(tmp_path)}))
