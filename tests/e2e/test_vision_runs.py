@@ -76,4 +76,3 @@ def test_the_merged_folder_reads_images_as_the_run_did(folder):
     assert vision.processor.to_dict() == expected.processor.to_dict()
     found = Qwen2VLImageProcessorPil.from_pretrained(folder / "merged")
     assert found.size == expected.processor.size
-

@@ -9,13 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.config import Config
 from posttrain.core.errors import DataError
 from posttrain.data.images import ImageError, PlacedImage, RawImage
-from posttrain.data.pack import PackedBatch, costs, place
+from posttrain.data.pack import Images, PackedBatch, costs, place
+from posttrain.data.parquet import sft_row, write_rows
+from posttrain.data.prefetch import Row
+from posttrain.data.samples import RenderConversations
 from posttrain.data.turns import with_image_parts
+from posttrain.data.vision import VisionProcessor
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_vision
-from posttrain.sft.command import pack
+from posttrain.runs.training_run import write_batch
+from posttrain.sft.command import Conversations, pack
+from posttrain.sft.samples import open_stream
 from tests.helpers.seeing import FAMILIES, MIXED, as_transformers_reads, config_of, conversation, picture, rendered
 
 SOURCE = ModelSource("builtin:tiny-vision")
@@ -127,9 +134,6 @@ def test_a_conversation_that_is_cut_keeps_its_images_or_is_refused():
 
 
 def rendered_cut(chat, limit, how):
-    from posttrain.data.prefetch import Row
-    from posttrain.data.samples import RenderConversations
-
     return RenderConversations(TOKENIZER, limit, how, vision=VISION).render([chat], [Row("f", 0, {})])[0]
 
 
@@ -202,6 +206,50 @@ def test_a_file_that_changes_during_the_run_is_an_error(tmp_path):
     file.unlink()
     with pytest.raises(DataError, match="no such file"):
         pack(rows, VISION)
+
+
+def test_real_figures_become_as_many_tokens_as_transformers_says(test_data):
+    """Of geometry3k, with the settings of Qwen2.5-VL and of Qwen3-VL."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    figures = sorted((test_data / "geometry3k").rglob("*.png"))
+    assert len(figures) >= 10
+    for patch, smallest, largest in ((14, 56 * 56, 28 * 28 * 1280), (16, 65_536, 16_777_216)):
+        size = {"shortest_edge": smallest, "longest_edge": largest}
+        processor = Qwen2VLImageProcessorPil(size=size, patch_size=patch)
+        vision = VisionProcessor(processor, image_id=IMAGE, video_id=VIDEO)
+        for file in figures:
+            raw = RawImage(path=str(file))
+            image, grid = raw.decode(), vision.grid(raw)
+            patches = processor.get_number_of_image_patches(image.height, image.width)
+            assert grid[0] * grid[1] * grid[2] == patches
+            found = vision.expand([1, IMAGE, 2], [False] * 3, [(raw, grid)])
+            assert found.images[0].tokens == patches // 4 == len(found.ids) - 2
+            assert vision.pixels(found.images).shape == (patches, 3 * patch**2)
+
+
+@pytest.mark.slow
+def test_processes_read_images_as_the_driver_does(tmp_path):
+    write_rows(tmp_path / "c.parquet", [sft_row(MIXED[n % len(MIXED)]) for n in range(40)])
+    objective = Conversations()
+    objective.vision = VISION
+    seen = []
+    for above in (0, 100):
+        sections = {"train": str(tmp_path), "batch_size": 8, "stream_above": above, "workers": 1}
+        cfg = Config.model_validate({"command": "sft", "data": sections})
+        with open_stream(objective, cfg, TOKENIZER) as stream:
+            batches = [objective.pack(stream.next().samples) for _ in range(6)]
+        seen.append([(b.input_ids.tolist(), b.rotary_ids.tolist(), b.images.pixels.tolist()) for b in batches])
+    assert seen[0] == seen[1]
+
+
+def test_a_batch_with_images_is_kept_whole(tmp_path):
+    batch = pack(rendered(SOURCE), VISION)
+    write_batch(tmp_path / "batch.pt", batch)
+    found = torch.load(tmp_path / "batch.pt", weights_only=True)
+    again = PackedBatch(**{**found, "images": Images(**found["images"])})
+    assert torch.equal(again.images.pixels, batch.images.pixels)
+    assert torch.equal(again.rotary_ids, batch.rotary_ids)
 
 
 def test_many_images_leave_no_memory_behind():
