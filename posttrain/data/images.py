@@ -12,10 +12,12 @@ import stat
 import struct
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
+
+from posttrain.core.errors import RunError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -34,11 +36,11 @@ _BROKEN = (OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, s
 
 
 class ImageError(ValueError):
-    """An image cannot be used. ``hint`` says what to do."""
+    """An image cannot be used. ``hint`` says what to do; ``column`` is its place in a row (``images.1``), if known."""
 
-    def __init__(self, message: str, hint: str) -> None:
+    def __init__(self, message: str, hint: str, column: str = "") -> None:
         super().__init__(message)
-        self.message, self.hint = message, hint
+        self.message, self.hint, self.column = message, hint, column
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,12 @@ class PlacedImage:
     start: int
     """The first of its tokens."""
     tokens: int
+
+
+def given_to_none(images: Sequence[PlacedImage], engine: str) -> None:
+    """Raise ``RunError`` where an engine is given images that it does not read."""
+    if images:
+        raise RunError(f"{engine} is given ids alone: it reads no images", hint="--set rollout.engine=hf")
 
 
 def _read(path: str) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message
 from posttrain.data.chat import ChatRenderer, RenderedChat
-from posttrain.data.images import ImageError, RawImage
+from posttrain.data.images import ImageError
 from posttrain.data.parquet import parse_conversation, parse_preference, refuse_images
 from posttrain.data.prefetch import Rendered, Row
 from posttrain.data.schema import Conversation
@@ -83,17 +83,10 @@ class RenderConversations:
         """Return a conversation before it is cut to length, each image's token repeated as a trainer reads it."""
         if self.vision is None:
             return Rendered(np.asarray(chat.ids, np.int32), np.asarray(chat.mask, np.bool_), straddling=chat.straddling)
-        images = []
-        for number, image in enumerate(conversation.images):
-            raw = RawImage.of(image)
-            try:
-                images.append((raw, self.vision.grid(raw)))
-            except ImageError as error:
-                raise DataError(f"{_where(row, f'images.{number}')}: {error.message}", hint=error.hint) from error
         try:
-            found = self.vision.expand(chat.ids, chat.mask, images)
+            found = self.vision.read(chat.ids, chat.mask, conversation.images)
         except ImageError as error:
-            raise DataError(f"{_where(row, column)}: {error.message}", hint=error.hint) from error
+            raise DataError(f"{_where(row, error.column or column)}: {error.message}", hint=error.hint) from error
         return Rendered(found.ids, found.mask, straddling=chat.straddling, images=found.images)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Shape legend: T tokens of a sequence after expansion, P patches of all images, C
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +82,18 @@ class VisionProcessor:
                 "cut it, or leave the row out",
             ) from None
         return 1, height // side, width // side
+
+    def read(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[Mapping[str, Any]]) -> Expanded:
+        """Return the sequence of a row that has these ``images``, each decoded once. Arguments and errors as in
+        ``expand``; an error over an image has its column."""
+        found = []
+        for number, image in enumerate(images):
+            raw = RawImage.of(image)
+            try:
+                found.append((raw, self.grid(raw)))
+            except ImageError as error:
+                raise ImageError(error.message, error.hint, f"images.{number}") from error
+        return self.expand(ids, mask, found)
 
     def expand(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[tuple[RawImage, Grid]]) -> Expanded:
         """Repeat each image token as often as its image has features.

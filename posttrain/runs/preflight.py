@@ -169,10 +169,16 @@ def check_vision(cfg: Config, source: ModelSource) -> None:
                 f"{keys[0]} is about models that see, and model.path = {cfg.model.path!r} reads text alone",
                 hint="take a model that sees (docs/vision.md), or leave the key out",
             )
-    elif cfg.command != "sft" and not cfg.generate.endpoint.url:
+        return
+    if cfg.command not in ("sft", "generate") and not cfg.generate.endpoint.url:
         raise ConfigError(
             f"model.path = {cfg.model.path!r} sees, and this version trains such models with `sft` alone",
             hint="docs/vision.md says what works with images; `merge-ckpt` writes a folder for other engines",
+        )
+    if cfg.command == "generate" and not cfg.generate.endpoint.url and engine_of(cfg).name != "hf":
+        raise ConfigError(
+            f"model.path = {cfg.model.path!r} sees, and rollout.engine = {engine_of(cfg).name} is given ids alone",
+            hint="--set rollout.engine=hf samples with images",
         )
 
 
