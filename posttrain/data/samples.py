@@ -96,7 +96,7 @@ class RenderConversations:
     def _render(self, conversations: Sequence[Conversation], rows: Sequence[Row], column: str) -> list[RenderedChat]:
         if self._chats is None:
             self._chats = ChatRenderer(self.tokenizer, **self.chat_kwargs)
-        pairs = [(with_image_parts(c.messages) if c.images else c.messages, c.tools) for c in conversations]
+        pairs = [(with_image_parts(c.messages, len(c.images)), c.tools) for c in conversations]
         try:
             return self._chats.render(pairs)
         except DataError:

@@ -7,7 +7,7 @@ content is text; an image in it is the word ``<image>``, and its bytes lie in th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from posttrain.core.registry import nearest
@@ -138,9 +138,10 @@ def _check_images(messages: Sequence[Message], column: str, images: int) -> None
         )
 
 
-def with_image_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages whose text names images in the typed parts that chat templates of vision-language models show."""
-    return [_in_parts(message) for message in messages]
+def with_image_parts(messages: Sequence[Message], images: int) -> Sequence[Mapping[str, Any]]:
+    """Return the messages of a row of so many images in the typed parts that chat templates of vision-language models
+    show. In a row without images ``<image>`` is a word."""
+    return [_in_parts(message) for message in messages] if images else messages
 
 
 def _in_parts(message: Message) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from posttrain.core.types import Ids
 from posttrain.data.images import Grid, ImageError, PlacedImage, RawImage
 from posttrain.data.pack import Images, PackedBatch
 from posttrain.data.turns import IMAGE
@@ -127,6 +128,28 @@ class VisionProcessor:
             tuple(PlacedImage(raw, grid, start, tokens) for (raw, grid), start, tokens in placed),
         )
 
+    def locate(self, ids: Ids, images: Sequence[tuple[RawImage, Grid]]) -> tuple[PlacedImage, ...]:
+        """Return where the images of a sequence stand that is expanded already.
+
+        Raises:
+            ImageError: its image tokens are not those of these images.
+        """
+        where = np.flatnonzero(np.asarray(ids) == self.image_id)
+        placed, at = [], 0
+        for raw, grid in images:
+            tokens = self._tokens(grid)
+            mine = where[at : at + tokens]
+            if len(mine) < tokens or mine[-1] - mine[0] != tokens - 1:
+                break
+            placed.append(PlacedImage(raw, grid, int(mine[0]), tokens))
+            at += tokens
+        if len(placed) < len(images) or at < len(where):
+            raise ImageError(
+                f"a sequence has {len(where)} tokens of images, and not those of its {len(images)} images",
+                "was a file changed during the run?",
+            )
+        return tuple(placed)
+
     def _tokens(self, grid: Grid) -> int:
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
@@ -150,8 +173,11 @@ class VisionProcessor:
 
     def pixels(self, images: Sequence[PlacedImage]) -> npt.NDArray[np.uint8]:
         """Return [P, C * p * p] the patches of these images, one image after another. Raises ``ImageError``."""
-        with ThreadPoolExecutor(min(_THREADS, max(1, len(images)))) as pool:
-            return np.concatenate(list(pool.map(self._patches, images)))
+        # Of a group of responses all have the image of their prompt.
+        distinct = {(image.raw, image.grid): image for image in images}
+        with ThreadPoolExecutor(min(_THREADS, max(1, len(distinct)))) as pool:
+            patches = dict(zip(distinct, pool.map(self._patches, distinct.values()), strict=True))
+        return np.concatenate([patches[image.raw, image.grid] for image in images])
 
     def _patches(self, image: PlacedImage) -> npt.NDArray[np.uint8]:
         made = self.processor.preprocess(

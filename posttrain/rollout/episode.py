@@ -100,7 +100,7 @@ class EpisodeContext:
     def opened(self, prompt: Prompt) -> Opened:
         """Return ``prompt_ids`` and the images among them, each of which they hold as often as it has features. Raises
         ``DataError``."""
-        messages = with_image_parts(prompt.messages) if prompt.images else prompt.messages
+        messages = prompt.messages if self.vision is None else with_image_parts(prompt.messages, len(prompt.images))
         ids = render_prompt(messages, self.tokenizer, self.schemas, **self.template_kwargs)
         if self.vision is None:
             return ids, ()

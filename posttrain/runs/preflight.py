@@ -170,16 +170,25 @@ def check_vision(cfg: Config, source: ModelSource) -> None:
                 hint="take a model that sees (docs/vision.md), or leave the key out",
             )
         return
-    if cfg.command not in ("sft", "generate") and not cfg.generate.endpoint.url:
+    if cfg.generate.endpoint.url:
+        return
+    sees, cmd = f"model.path = {cfg.model.path!r} sees", cfg.command
+    if cmd not in ("sft", "rl", "generate"):
+        raise ConfigError(f"{sees}, and `{cmd}` does not train such models in this version", hint=_SEEING)
+    if cfg.samples and engine_of(cfg).name != "hf":
         raise ConfigError(
-            f"model.path = {cfg.model.path!r} sees, and this version trains such models with `sft` alone",
-            hint="docs/vision.md says what works with images; `merge-ckpt` writes a folder for other engines",
-        )
-    if cfg.command == "generate" and not cfg.generate.endpoint.url and engine_of(cfg).name != "hf":
-        raise ConfigError(
-            f"model.path = {cfg.model.path!r} sees, and rollout.engine = {engine_of(cfg).name} is given ids alone",
+            f"{sees}, and rollout.engine = {engine_of(cfg).name} is given ids alone",
             hint="--set rollout.engine=hf samples with images",
         )
+    refused = {"rollout.replay": bool(cfg.rollout.replay), "rollout.staleness": cfg.rollout.staleness > 0}
+    for key in [key for key, asked in refused.items() if asked and cmd == "rl"]:
+        raise ConfigError(f"{sees}, and {key} is not there for such models in this version", hint=_SEEING)
+    for key, path in (("critic.path", cfg.critic.path), ("algo.teacher", cfg.algo.teacher)):
+        if path and load_vision(find_model(cfg, path, key)) is None:
+            raise ConfigError(f"{sees}, and {key} = {path!r} reads text alone", hint="take one that sees, too")
+
+
+_SEEING = "docs/vision.md says what works with images"
 
 
 def check_use(cfg: Config, source: ModelSource) -> None:

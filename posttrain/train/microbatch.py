@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
 from posttrain.data.vision import VisionProcessor
 from posttrain.models.attention import Kernel, Ragged
@@ -62,6 +63,8 @@ class MicroBatch:
         stretch. ``vision`` reads the images, where there are any."""
         ids, offsets = batch.input_ids, batch.cu_seqlens
         positions = batch.position_ids if batch.rotary_ids is None else batch.rotary_ids
+        if batch.images is not None and vision is None:
+            raise RunError("a batch with images is given to a model that reads text alone")
         stretch = slice(0, len(ids))
         if parallel is not None:
             ids, positions, offsets = _padded(ids, positions, offsets, parallel.size)

@@ -49,6 +49,16 @@ def test_an_image_token_stands_as_often_as_its_image_has_features():
     assert [(image.start, image.tokens) for image in found.images] == [(1, 3), (6, 2)]
 
 
+def test_images_of_a_sequence_that_is_expanded_are_found_again():
+    raws = [(RawImage(b"a"), grid_of(3)), (RawImage(b"b"), grid_of(2))]
+    found = VISION.expand([1, IMAGE, 2, IMAGE, IMAGE], [False] * 5, [*raws, raws[0]])
+    assert VISION.locate(found.ids, [*raws, raws[0]]) == found.images
+    assert VISION.locate([1, 2], []) == ()
+    for wrong in (raws, raws[::-1], [*raws, raws[1]], [*raws, *raws], []):
+        with pytest.raises(ImageError, match=r"8 tokens of images, and not those of its \d images"):
+            VISION.locate(found.ids, wrong)
+
+
 def test_tokens_of_images_never_carry_loss():
     found = VISION.expand([IMAGE, 1], [True, True], [(RawImage(b""), grid_of(4))])
     assert found.mask.tolist() == [False] * 4 + [True]
@@ -71,7 +81,8 @@ def test_a_bad_image_is_named_by_file_row_and_column():
 def test_a_text_names_its_images_in_parts():
     messages = [{"role": "user", "content": "a<image><image> b"}, {"role": "assistant", "content": "<image>"}]
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "image"}, {"type": "text", "text": " b"}]
-    assert with_image_parts(messages) == [{"role": "user", "content": parts}, messages[1]]
+    assert with_image_parts(messages, 2) == [{"role": "user", "content": parts}, messages[1]]
+    assert with_image_parts(messages, 0) == messages
 
 
 def test_pixels_are_those_of_transformers():

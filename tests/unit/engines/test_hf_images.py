@@ -11,13 +11,13 @@ from posttrain.config import RolloutConfig
 from posttrain.core.errors import RunError
 from posttrain.core.types import Prompt, SamplingParams
 from posttrain.data.chat import ChatDeltas
-from posttrain.data.pack import PackedBatch
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.hf import HFSampler
 from posttrain.models import vision
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model, load_vision
 from posttrain.models.vision import last_hidden
+from posttrain.rl.batch import pack
 from posttrain.rollout.episode import EpisodeContext, run_episode
 from posttrain.tools.formats import PARSERS
 from posttrain.train.microbatch import MicroBatch
@@ -44,7 +44,7 @@ def prompts():
     """Of the mixed rows the questions, and one that differs from another in its image alone."""
     asked = [Prompt(i, chat.messages[:1], "", "", images=chat.images) for i, chat in enumerate(MIXED)]
     asked = [replace(p, images=p.images[: p.messages[0]["content"].count("<image>")]) for p in asked]
-    return [*asked, replace(asked[0], images=[{"bytes": picture(48, 48, 99)}])]
+    return [*asked, replace(asked[0], index=len(asked), images=[{"bytes": picture(48, 48, 99)}])]
 
 
 def with_engine(source, work):
@@ -58,11 +58,9 @@ def with_engine(source, work):
     return asyncio.run(run())
 
 
-def trainer_logprobs(source, trajectory, images):
-    """The distribution of the trainer's model, without tokens of images, at each sampled token."""
+def trainer_logprobs(source, batch):
+    """Log-probabilities of sampled tokens under the trainer's model, without tokens of images."""
     reader = load_vision(source)
-    batch = PackedBatch.from_sequences([trajectory.tokens], [trajectory.loss_mask])
-    reader.attach(batch, [images])
     micro = MicroBatch.build(batch, torch.device("cpu"), SDPA, vision=reader)
     model = load_model(source, dtype=torch.float32)
     with torch.no_grad():
@@ -101,11 +99,11 @@ def test_it_samples_from_what_the_trainer_computes(source, monkeypatch):
     assert any(count not in whole for batch in parts for count in batch)
     for trajectory in played:
         assert trajectory.error is None
-        ids, images = env.opened(trajectory.prompt)
-        assert trajectory.tokens[: trajectory.prompt_length].tolist() == list(ids)
-        expected = trainer_logprobs(source, trajectory, images)
-        found = torch.from_numpy(trajectory.logprobs[trajectory.loss_mask])
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+        assert trajectory.tokens[: trajectory.prompt_length].tolist() == list(env.prompt_ids(trajectory.prompt))
+    batch = pack(played, env.vision)  # as `rl` does
+    assert batch.images.counts.tolist() == [len(t.prompt.images) for t in played]
+    found = batch.rollout_logprobs[batch.loss_mask]
+    torch.testing.assert_close(found, trainer_logprobs(source, batch), rtol=0, atol=2e-5)
     everything = torch.cat([torch.from_numpy(t.tokens[t.loss_mask]) for t in played])
     assert not torch.isin(everything, torch.tensor([env.vision.image_id, env.vision.video_id])).any()
 

@@ -267,12 +267,34 @@ def test_models_that_are_not_there():
         open_model(config(model={"path": "/no/such/folder"}))
 
 
-@pytest.mark.parametrize("command", ["rl", "prefer", "generate"])
-def test_a_model_that_sees_is_for_sft_alone(command):
-    with pytest.raises(ConfigError, match="sees, and this version trains such models with `sft` alone") as error:
-        open_model(config(command=command, model={"path": "builtin:tiny-vision"}))
-    assert "docs/vision.md" in error.value.hint
-    open_model(config(command="sft", model={"path": "builtin:tiny-vision"}))
+SEEING = {"model": {"path": "builtin:tiny-vision"}}
+PPO = {"algo": {"advantage": "gae"}}
+
+
+@pytest.mark.parametrize(
+    ("command", "sections", "reason"),
+    [
+        ("prefer", {}, "`prefer` does not train such models"),
+        ("rl", {"rollout": {"engine": "vllm"}}, "rollout.engine = vllm is given ids alone"),
+        ("generate", {"rollout": {"engine": "sglang"}}, "rollout.engine = sglang is given ids alone"),
+        ("rl", {"rollout": {"engine": "hf", "replay": "f"}}, "rollout.replay is not there for such models"),
+        ("rl", {"rollout": {"engine": "hf", "staleness": 1}}, "rollout.staleness is not there for such models"),
+        (
+            "rl",
+            {"rollout": {"engine": "hf"}, "critic": {"path": "builtin:tiny"}, **PPO},
+            "critic.path = 'builtin:tiny' reads",
+        ),
+    ],
+)
+def test_what_is_not_there_for_models_that_see_is_refused(command, sections, reason):
+    with pytest.raises(ConfigError, match=reason) as error:
+        open_model(config(command=command, **SEEING, **sections))
+    assert error.value.hint
+
+
+@pytest.mark.parametrize("command", ["sft", "rl", "generate"])
+def test_commands_take_a_model_that_sees(command):
+    open_model(config(command=command, **SEEING, rollout={"engine": "hf"}))
 
 
 @pytest.mark.parametrize("train", [{"vision_tower": "trained"}, {"patches_per_microbatch": 100}])
