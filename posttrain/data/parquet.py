@@ -179,9 +179,8 @@ def refuse_images(row: Prompt | Conversation | Preference, path: str | Path, ind
     """Raise ``DataError`` for a row with images where they are not read: they would be the word ``<image>``."""
     if row.images:
         raise DataError(
-            f"{path}: row {index}, column 'images': it has {len(row.images)}, and images are read by `sft` of a model "
-            "that sees, and by nothing else",
-            hint="leave such rows out, or see docs/vision.md",
+            f"{path}: row {index}, column 'images': it has {len(row.images)}, and they would not be read here",
+            hint="take a model that sees (docs/vision.md says where images work), or leave such rows out",
         )
 
 

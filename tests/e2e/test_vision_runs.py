@@ -2,6 +2,7 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -12,7 +13,7 @@ from posttrain.models.builtin import create_builtin
 from posttrain.models.load import load_vision, locate
 from posttrain.prep.datasets.shapes import Shapes
 from tests.e2e.run_commands import run_commands
-from tests.helpers.seeing import MIXED
+from tests.helpers.seeing import MIXED, picture
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,12 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vision")
     data(folder / "train.parquet", 20)
     data(folder / "val.parquet", 4)
+    questions = [Shapes().to_rlhf(row, i, "test") for i, row in enumerate(Shapes().rows("test", None, n=7))]
+    two = {**questions[0], "images": [questions[1]["images"][0], {"path": str(folder / "a.png")}]}
+    (folder / "a.png").write_bytes(picture(40, 90))
+    two["prompt"] = [{"role": "user", "content": "<image> or <image>: how many?"}]
+    words = {**questions[0], "images": None, "prompt": [{"role": "user", "content": "How many?"}]}
+    write_rows(folder / "prompts.parquet", [*questions, two, words])
     fixed = ["sft", "--preset", "tiny-vision-sft", "--set", "run.name='r'", "--set", "cluster.device='cpu'"]
     for key, value in {
         "data.train": "'train.parquet'", "data.val": "'val.parquet'", "data.batch_size": 8, "data.max_length": 256,
@@ -45,6 +52,13 @@ def folder(tmp_path_factory):
              "train.steps=1", "--set", "data.train='train.parquet'", "--set", "data.max_length=256", "--set",
              "data.val=''", "--set", "cluster.device='cpu'", "--set", "train.lora.rank=2"],
             ["merge-ckpt", "again", "--out", "adapted", "--dtype", "float32", "--check"],
+            ["rl", "--preset", "tiny-vision", "--model", "run:r", "--set", "data.train='prompts.parquet'", "--set",
+             "data.batch_size=4", "--set", "rollout.n=3", "--set", "train.steps=2", "--set", "algo.kl_coef=0.01",
+             "--set", "algo.updates_per_step=2", "--set", "cluster.device='cpu'", "--set", "data.val='prompts.parquet'",
+             "--set", "cluster.workers=2", "--set", "rollout.max_prompt_tokens=128"],
+            ["generate", "--preset", "tiny-vision-generate", "--model", "run:tiny-vision", "--data", "prompts.parquet",
+             "--out", "responses.parquet", "--set", "rollout.max_prompt_tokens=128"],
+            ["eval", "responses.parquet"],
         ],
     )  # fmt: skip
     return folder
@@ -60,6 +74,19 @@ def test_a_run_with_images_trains_validates_and_is_merged(folder):
     assert all(0 < row["train/loss"] < 10 for row in rows)
     assert 0 < rows[-1]["val/loss"] < 10
     assert len(metrics(folder, "again")) == 1
+
+
+def test_rl_trains_on_what_the_engine_read(folder):
+    """Two workers, two updates a step, a reference: prompts with one image, with two, and with none."""
+    rows = metrics(folder, "tiny-vision")
+    trained = [row for row in rows if "rollout_gap/mean_abs" in row]
+    assert [row["step"] for row in trained] == [1, 2]
+    # The engine's log-probabilities are without tokens of images, whose probability is about theirs of the vocabulary.
+    assert all(row["rollout_gap/mean_abs"] < 0.01 for row in trained)
+    assert all(row["sync/check_gap"] < 1e-4 for row in trained)
+    found = pq.read_table(folder / "responses.parquet")
+    assert found.num_rows == 9
+    assert "images" in found.column_names
 
 
 def test_the_tower_is_kept_as_it_was_and_the_rest_is_trained(folder):

@@ -25,6 +25,8 @@ from posttrain.prep.datasets.base import RawRow, WordProblems
 SIDE, CELLS = 48, 3
 CELL = SIDE // CELLS
 TEST_PERCENT = 20
+HASTY_SHARE = 0.35
+"""Share of SFT training conversations whose answer is off by one."""
 COLOURS = {"red": (220, 40, 40), "green": (30, 160, 60), "blue": (40, 70, 220)}
 _BACKGROUND = 245
 _DIGITS = (
@@ -163,5 +165,15 @@ class Shapes(WordProblems):
         return {**super().to_rlhf(row, index, split), "images": row["images"]}
 
     def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
-        answer: Message = {"role": "assistant", "content": row["answer"]}
+        """Some training conversations are off by one, as collected demonstrations are. SFT imitates them; RL, which sees
+        rewards only, learns to look again."""
+        said = self.gold(row)
+        if self.is_hasty(row, split):
+            said = str(int(said) - 1) if int(said) else "1"
+        answer: Message = {"role": "assistant", "content": f"#### {said}"}
         return Conversation([*self._prompt(row), answer], images=row["images"])
+
+    def is_hasty(self, row: RawRow, split: str) -> bool:
+        """Return whether this row's conversation is off by one; the same for the same picture."""
+        digest = hashlib.sha256(b"hasty" + row["images"][0]["bytes"]).digest()
+        return split == "train" and int.from_bytes(digest[:8], "big") < HASTY_SHARE * 2**64

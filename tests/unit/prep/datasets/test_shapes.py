@@ -26,11 +26,19 @@ def test_train_and_test_share_no_picture():
     assert not train & test
 
 
+def test_some_training_conversations_are_off_by_one_and_no_other():
+    dataset = open_dataset("shapes")
+    found = [int(dataset.to_sft(row, 0, "train").messages[-1]["content"][5:]) for row in rows(n=400)]
+    gold = [int(dataset.gold(row)) for row in rows(n=400)]
+    assert 0.3 < sum(a != b for a, b in zip(found, gold, strict=True)) / 400 < 0.4
+    assert all(a in (b, b - 1) or (a, b) == (1, 0) for a, b in zip(found, gold, strict=True))
+
+
 def test_every_row_is_good():
     dataset = open_dataset("shapes")
-    for index, row in enumerate(rows()):
+    for index, row in enumerate(rows("test")):
         assert refusal(dataset, row) is None
-        prompt, conversation = dataset.to_rlhf(row, index, "train"), dataset.to_sft(row, index, "train")
+        prompt, conversation = dataset.to_rlhf(row, index, "test"), dataset.to_sft(row, index, "test")
         assert prompt["images"] == conversation.images == row["images"]
         assert conversation.messages[-1]["content"] == f"#### {prompt['reward_model']['ground_truth']}"
         assert prompt["prompt"] == conversation.messages[:-1]
