@@ -6,7 +6,7 @@ Shape legend: h hidden size, q width of all query heads, kv width of all key hea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.config import LoraConfig
@@ -62,6 +62,8 @@ class ModelShape:
     max_length: int | None = None
     values: bool = False
     """One value a token instead of logits (a critic, a reward model)"""
+    sees: bool = False
+    """It has a vision tower, which is not in these sizes."""
 
     @property
     def q(self) -> int:
@@ -142,11 +144,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises:
         ModelError: it lacks a size.
     """
-    text = config.get("text_config")
+    text, sees = config.get("text_config"), "vision_config" in config
     if isinstance(text, Mapping):
         config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
     try:
-        return _shape(config)
+        return replace(_shape(config), sees=sees)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
             f"the config of {name} does not give the sizes of a decoder: {type(error).__name__}: {error}",

@@ -1,6 +1,9 @@
-"""Whole runs of models that see: `sft` with images on two workers, merged, and gone on from with adapters."""
+"""Whole runs of models that see, on two workers: from pictures to a merged model, and on from there with adapters."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +18,7 @@ from posttrain.prep.datasets.shapes import Shapes
 from tests.e2e.run_commands import run_commands
 from tests.helpers.seeing import MIXED, picture
 
+REPO = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
@@ -26,7 +30,7 @@ def data(file, count):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run of two workers with a frozen tower and its model, and a LoRA run that goes on from it, with its model."""
+    """The commands of docs/vision.md on few rows, with two workers and a frozen tower; and a LoRA run that goes on."""
     folder = tmp_path_factory.mktemp("vision")
     data(folder / "train.parquet", 20)
     data(folder / "val.parquet", 4)
@@ -36,40 +40,50 @@ def folder(tmp_path_factory):
     two["prompt"] = [{"role": "user", "content": "<image> or <image>: how many?"}]
     words = {**questions[0], "images": None, "prompt": [{"role": "user", "content": "How many?"}]}
     write_rows(folder / "prompts.parquet", [*questions, two, words])
-    fixed = ["sft", "--preset", "tiny-vision-sft", "--set", "run.name='r'", "--set", "cluster.device='cpu'"]
-    for key, value in {
-        "data.train": "'train.parquet'", "data.val": "'val.parquet'", "data.batch_size": 8, "data.max_length": 256,
-        "cluster.workers": 2, "train.tokens_per_microbatch": 128, "train.patches_per_microbatch": 200,
-        "train.vision_tower": "'frozen'", "train.save_every": 2,
-    }.items():  # fmt: skip
-        fixed += ["--set", f"{key}={value}"]
-    run_commands(
-        folder,
-        [
-            [*fixed, "--set", "train.steps=4"],
-            ["merge-ckpt", "r", "--out", "merged", "--dtype", "float32", "--check"],
-            ["sft", "--preset", "tiny-vision-sft", "--model", "run:r", "--set", "run.name='again'", "--set",
-             "train.steps=1", "--set", "data.train='train.parquet'", "--set", "data.max_length=256", "--set",
-             "data.val=''", "--set", "cluster.device='cpu'", "--set", "train.lora.rank=2"],
-            ["merge-ckpt", "again", "--out", "adapted", "--dtype", "float32", "--check"],
-            ["rl", "--preset", "tiny-vision", "--model", "run:r", "--set", "data.train='prompts.parquet'", "--set",
-             "data.batch_size=4", "--set", "rollout.n=3", "--set", "train.steps=2", "--set", "algo.kl_coef=0.01",
-             "--set", "algo.updates_per_step=2", "--set", "cluster.device='cpu'", "--set", "data.val='prompts.parquet'",
-             "--set", "cluster.workers=2", "--set", "rollout.max_prompt_tokens=128"],
-            ["generate", "--preset", "tiny-vision-generate", "--model", "run:tiny-vision", "--data", "prompts.parquet",
-             "--out", "responses.parquet", "--set", "rollout.max_prompt_tokens=128"],
-            ["eval", "responses.parquet"],
-        ],
+    both = {"cluster.device": "cpu", "cluster.workers": 2, "train.vision_tower": "frozen"}
+    shorter = {
+        "prep": ["--train-rows", "6", "--test-rows", "3"],
+        "sft": sets(
+            both, **{
+                "data.train": "train.parquet", "data.val": "val.parquet", "data.batch_size": 8, "data.max_length": 256,
+                "train.tokens_per_microbatch": 128, "train.patches_per_microbatch": 200, "train.steps": 4,
+            },
+        ),
+        "rl": sets(
+            both, **{
+                "data.train": "prompts.parquet", "data.val": "prompts.parquet", "data.batch_size": 4, "rollout.n": 3,
+                "train.steps": 2, "algo.kl_coef": 0.01, "algo.updates_per_step": 2, "rollout.max_prompt_tokens": 128,
+            },
+        ),
+        "generate": ["--data", "prompts.parquet", *sets({"rollout.max_prompt_tokens": 128})],
+        "merge-ckpt": ["--dtype", "float32"],
+    }  # fmt: skip
+    page = (REPO / "docs" / "vision.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```bash\n(.*?)^```", page, flags=re.S | re.M)
+    guide = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    adapters = sets(
+        {"run.name": "again", "train.steps": 1, "data.train": "train.parquet", "data.max_length": 256, "data.val": "",
+         "cluster.device": "cpu", "train.lora.rank": 2}
     )  # fmt: skip
+    more = [
+        ["sft", "--preset", "tiny-vision-sft", "--model", "run:tiny-vision", *adapters],
+        ["merge-ckpt", "again", "--out", "adapted", "--dtype", "float32", "--check"],
+    ]
+    run_commands(folder, [*([*words, *shorter.get(words[0], [])] for words in guide), *more])
     return folder
+
+
+def sets(first, **values):
+    pairs = {**first, **values}.items()
+    return [word for key, value in pairs for word in ("--set", f"{key}={value!r}")]
 
 
 def metrics(folder, name):
     return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_with_images_trains_validates_and_is_merged(folder):
-    rows = metrics(folder, "r")
+def test_the_commands_of_the_guide(folder):
+    rows = metrics(folder, "tiny-vision-sft")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(0 < row["train/loss"] < 10 for row in rows)
     assert 0 < rows[-1]["val/loss"] < 10
@@ -84,7 +98,7 @@ def test_rl_trains_on_what_the_engine_read(folder):
     # The engine's log-probabilities are without tokens of images, whose probability is about theirs of the vocabulary.
     assert all(row["rollout_gap/mean_abs"] < 0.01 for row in trained)
     assert all(row["sync/check_gap"] < 1e-4 for row in trained)
-    found = pq.read_table(folder / "responses.parquet")
+    found = pq.read_table(folder / "runs" / "tiny-vision-generate" / "responses.parquet")
     assert found.num_rows == 9
     assert "images" in found.column_names
 

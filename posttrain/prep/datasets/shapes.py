@@ -165,8 +165,8 @@ class Shapes(WordProblems):
         return {**super().to_rlhf(row, index, split), "images": row["images"]}
 
     def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
-        """Some training conversations are off by one, as collected demonstrations are. SFT imitates them; RL, which sees
-        rewards only, learns to look again."""
+        """Some training conversations are off by one, as collected demonstrations are: SFT imitates them, and RL, which
+        sees rewards only, learns not to."""
         said = self.gold(row)
         if self.is_hasty(row, split):
             said = str(int(said) - 1) if int(said) else "1"
