@@ -282,7 +282,23 @@ def load_vision(source: ModelSource) -> VisionProcessor | None:
     from posttrain.data.vision import VisionProcessor
 
     with loading(source, "the image processor"):
-        processor: Any = Qwen2VLImageProcessorPil.from_dict(_processor_settings(source))
+        settings = _processor_settings(source)
+        # Given as pixels, the class would write them into the sizes that all of its objects share.
+        size = {**Qwen2VLImageProcessorPil.size, **(settings.get("size") or {})}
+        for edge, name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+            size[edge] = settings.pop(name, None) or size.pop(name, None) or size[edge]
+        processor: Any = Qwen2VLImageProcessorPil.from_dict({**settings, "size": size})
+    tower = config.vision_config
+    for name, ours, theirs in (
+        ("patch_size", processor.patch_size, tower.patch_size),
+        ("merge_size", processor.merge_size, tower.spatial_merge_size),
+        ("temporal_patch_size", processor.temporal_patch_size, tower.temporal_patch_size),
+    ):
+        if ours != theirs:
+            raise ModelError(
+                f"{source.path}: images are cut with {name} = {ours}, and the config makes it {theirs}",
+                hint=f"take the {PROCESSOR_FILES[0]} that came with the weights",
+            )
     return VisionProcessor(processor, image_id=int(config.image_token_id), video_id=config.video_token_id)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from posttrain.config import LoraConfig
 from posttrain.core.errors import ModelError
@@ -223,6 +224,29 @@ def test_a_model_without_settings_for_images_is_refused(sources, tmp_path):
         load_vision(ModelSource(str(tmp_path)))
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot load the image processor"):
+        load_vision(ModelSource(str(tmp_path)))
+
+
+def test_settings_for_images_are_read_as_releases_write_them(sources, tmp_path):
+    """As pixels (Qwen2.5-VL), as sizes (Qwen3-VL), and in processor_config.json; one model's are not another's."""
+    for file in Path(sources["qwen2_5_vl"].path).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    default = dict(Qwen2VLImageProcessorPil.size)
+    own = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
+    size = {"shortest_edge": 400, "longest_edge": 900}
+    for name, settings in (
+        ("preprocessor_config.json", {**own, "min_pixels": 400, "max_pixels": 900}),
+        ("preprocessor_config.json", {**own, "size": {"min_pixels": 400, "max_pixels": 900}}),
+        ("preprocessor_config.json", {**own, "size": size}),
+        ("processor_config.json", {"image_processor": {**own, "size": size}, "processor_class": "Any"}),
+    ):
+        (tmp_path / "preprocessor_config.json").unlink(missing_ok=True)
+        (tmp_path / name).write_text(json.dumps(settings))
+        processor = load_vision(ModelSource(str(tmp_path))).processor
+        assert (processor.size["shortest_edge"], processor.size["longest_edge"]) == (400, 900)
+        assert Qwen2VLImageProcessorPil.size == default
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**own, "patch_size": 14}))
+    with pytest.raises(ModelError, match="cut with patch_size = 14, and the config makes it 8"):
         load_vision(ModelSource(str(tmp_path)))
 
 
