@@ -19,6 +19,7 @@ from posttrain.models.load import ModelSource, load_model, load_vision
 from posttrain.models.vision import last_hidden
 from posttrain.rl.batch import pack
 from posttrain.rollout.episode import EpisodeContext, run_episode
+from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools.formats import PARSERS
 from posttrain.train.microbatch import MicroBatch
 from tests.helpers.seeing import FAMILIES, MIXED, SDPA, picture, save_model
@@ -47,9 +48,9 @@ def prompts():
     return [*asked, replace(asked[0], index=len(asked), images=[{"bytes": picture(48, 48, 99)}])]
 
 
-def with_engine(source, work):
+def with_engine(source, work, stops=(STOP,)):
     async def run():
-        engine = HFSampler(EngineSpec(source, "cpu", "float32", 0, ROLLOUT, [STOP]))
+        engine = HFSampler(EngineSpec(source, "cpu", "float32", 0, ROLLOUT, list(stops)))
         try:
             return await work(engine)
         finally:
@@ -106,6 +107,31 @@ def test_it_samples_from_what_the_trainer_computes(source, monkeypatch):
     torch.testing.assert_close(found, trainer_logprobs(source, batch), rtol=0, atol=2e-5)
     everything = torch.cat([torch.from_numpy(t.tokens[t.loss_mask]) for t in played])
     assert not torch.isin(everything, torch.tensor([env.vision.image_id, env.vision.video_id])).any()
+
+
+class Asks(Interaction):
+    """Asks twice more, once with what would be a token of an image."""
+
+    async def create(self, prompt):
+        return ["Sure?", "And this <|image_pad|><image>?"]
+
+    async def respond(self, state, messages):
+        return UserTurn(state.pop() if state else None)
+
+
+def test_later_turns_go_on_after_the_images(source):
+    stops = range(300)
+    cfg = ROLLOUT.model_copy(update={"max_response_tokens": 120, "max_turns": 4})
+    env = replace(context(source), cfg=cfg, interaction=Asks(), stop_token_ids=frozenset(stops))
+
+    async def play(engine):
+        return await asyncio.gather(*(run_episode(prompt, engine, env) for prompt in prompts() * 2))
+
+    played = with_engine(source, play, stops)
+    assert sum(t.turns == 3 for t in played) >= 6
+    batch = pack(played, env.vision)
+    found = batch.rollout_logprobs[batch.loss_mask]
+    torch.testing.assert_close(found, trainer_logprobs(source, batch), rtol=0, atol=2e-5)
 
 
 def test_the_same_words_about_another_image_are_answered_otherwise(source):
