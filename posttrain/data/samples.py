@@ -156,15 +156,16 @@ class RenderPairs:
     def __call__(self, rows: Sequence[Row]) -> list[Rendered]:
         """Raises ``DataError`` as ``RenderConversations`` does."""
         pairs = [parse_preference(row.columns, row.file, row.index) for row in rows]
-        for row, pair in zip(rows, pairs, strict=True):
-            refuse_images(pair, row.file, row.index)
+        if self._conversations.vision is None:
+            for row, pair in zip(rows, pairs, strict=True):
+                refuse_images(pair, row.file, row.index)
         chosen = self._conversations.render([self._whole(p, p.chosen) for p in pairs], rows, "chosen")
         rejected = self._conversations.render([self._whole(p, p.rejected) for p in pairs], rows, "rejected")
         return [self._joined(a, b) for a, b in zip(chosen, rejected, strict=True)]
 
     def _whole(self, pair: Preference, answer: Sequence[Message]) -> Conversation:
         asked: list[Message] = [{**m, "train": False} if m["role"] == "assistant" else m for m in pair.prompt]
-        return Conversation([*asked, *answer], pair.tools if self._end is None else [])
+        return Conversation([*asked, *answer], pair.tools if self._end is None else [], pair.images)
 
     def _joined(self, chosen: Rendered, rejected: Rendered) -> Rendered:
         too_long = max(chosen.too_long, rejected.too_long)
@@ -175,8 +176,11 @@ class RenderPairs:
         if self._end is not None:
             ids = [np.append(part, np.int32(self._end)) for part in ids]
             masks = [np.arange(len(part)) == len(part) - 1 for part in ids]
+        second = len(ids[0])
+        images = (*chosen.images, *(replace(image, start=image.start + second) for image in rejected.images))
         straddling = chosen.straddling + rejected.straddling
-        return Rendered(np.concatenate(ids), np.concatenate(masks), too_long, straddling=straddling, second=len(ids[0]))
+        whole = np.concatenate(ids), np.concatenate(masks)
+        return Rendered(*whole, too_long, straddling=straddling, second=second, images=images)
 
 
 def _where(row: Row, column: str) -> str:

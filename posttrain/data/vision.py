@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from posttrain.core.errors import DataError
 from posttrain.core.types import Ids
 from posttrain.data.images import Grid, ImageError, PlacedImage, RawImage
 from posttrain.data.pack import Images, PackedBatch
@@ -188,6 +189,13 @@ class VisionProcessor:
             raise ImageError(f"its grid is {grid}, and was {image.grid}", "was the file changed during the run?")
         first = patches.reshape(len(patches), 3, self.frames, -1)[:, :, 0]
         return np.ascontiguousarray(first.reshape(len(patches), -1)).astype(np.uint8)
+
+    def attach_read(self, batch: PackedBatch, images: Sequence[Sequence[PlacedImage]]) -> None:
+        """``attach`` images of training data that were read before. Raises ``DataError`` for one that cannot be now."""
+        try:
+            self.attach(batch, images)
+        except ImageError as error:
+            raise DataError(f"an image of the training data: {error.message}", hint=error.hint) from error
 
     def attach(self, batch: PackedBatch, images: Sequence[Sequence[PlacedImage]]) -> None:
         """Give a batch the images of its sequences. Without any it stays as it is. Raises ``ImageError``."""

@@ -173,8 +173,8 @@ def check_vision(cfg: Config, source: ModelSource) -> None:
     if cfg.generate.endpoint.url:
         return
     sees, cmd = f"model.path = {cfg.model.path!r} sees", cfg.command
-    if cmd not in ("sft", "rl", "generate"):
-        raise ConfigError(f"{sees}, and `{cmd}` does not train such models in this version", hint=_SEEING)
+    if cfg.trains_reward_model:
+        raise ConfigError(f"{sees}, and this version trains no such reward models", hint=_SEEING)
     if cfg.samples and engine_of(cfg).name != "hf":
         raise ConfigError(
             f"{sees}, and rollout.engine = {engine_of(cfg).name} is given ids alone",

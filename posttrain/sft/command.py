@@ -13,8 +13,6 @@ from posttrain.algos.reduce import token_weights
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
 from posttrain.config.presets import Resolved
-from posttrain.core.errors import DataError
-from posttrain.data.images import ImageError
 from posttrain.data.pack import PackedBatch
 from posttrain.data.prefetch import Rendered
 from posttrain.data.samples import RenderConversations, conversation_shards
@@ -96,8 +94,5 @@ def pack(samples: Samples, vision: VisionProcessor | None = None) -> PackedBatch
     batch = PackedBatch.from_sequences([s.ids for s in samples], [s.mask for s in samples])
     batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
     if vision is not None:
-        try:
-            vision.attach(batch, [s.images for s in samples])
-        except ImageError as error:
-            raise DataError(f"an image of the training data: {error.message}", hint=error.hint) from error
+        vision.attach_read(batch, [s.images for s in samples])
     return batch

@@ -1,4 +1,4 @@
-"""Whole runs of models that see, on two workers: from pictures to a merged model, and on from there with adapters."""
+"""Whole runs of models that see, on two workers: from pictures to a merged model, and on from there with pairs."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from posttrain.data.parquet import sft_row, write_rows
+from posttrain.data.parquet import Preference, preference_row, sft_row, write_rows
 from posttrain.models.builtin import create_builtin
 from posttrain.models.load import load_vision, locate
 from posttrain.prep.datasets.shapes import Shapes
@@ -30,7 +30,7 @@ def data(file, count):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The commands of docs/vision.md on few rows, with two workers and a frozen tower; and a LoRA run that goes on."""
+    """The commands of docs/vision.md on few rows, with two workers and a frozen tower; then DPO of adapters."""
     folder = tmp_path_factory.mktemp("vision")
     data(folder / "train.parquet", 20)
     data(folder / "val.parquet", 4)
@@ -61,14 +61,20 @@ def folder(tmp_path_factory):
     page = (REPO / "docs" / "vision.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```bash\n(.*?)^```", page, flags=re.S | re.M)
     guide = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
-    adapters = sets(
-        {"run.name": "again", "train.steps": 1, "data.train": "train.parquet", "data.max_length": 256, "data.val": "",
-         "cluster.device": "cpu", "train.lora.rank": 2}
-    )  # fmt: skip
-    more = [
-        ["sft", "--preset", "tiny-vision-sft", "--model", "run:tiny-vision", *adapters],
-        ["merge-ckpt", "again", "--out", "adapted", "--dtype", "float32", "--check"],
+    pairs = [
+        Preference(
+            chat.messages[:1], [{"role": "assistant", "content": "#### 3"}], chat.messages[1:2], images=chat.images
+        )
+        for chat in MIXED
+        if len(chat.messages) == 2
     ]
+    write_rows(folder / "pairs.parquet", map(preference_row, pairs))
+    of_pairs = {"data.train": "pairs.parquet", "data.val": "", "data.batch_size": 4, "train.steps": 1}
+    more = [
+        ["prefer", "--preset", "tiny-prefer", "--model", "run:tiny-vision", "--set", "train.lora.rank=2"],
+        ["merge-ckpt", "tiny-prefer", "--out", "adapted", "--dtype", "float32", "--check"],
+    ]
+    more[0] += sets(both, **of_pairs)
     run_commands(folder, [*([*words, *shorter.get(words[0], [])] for words in guide), *more])
     return folder
 
@@ -87,7 +93,6 @@ def test_the_commands_of_the_guide(folder):
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(0 < row["train/loss"] < 10 for row in rows)
     assert 0 < rows[-1]["val/loss"] < 10
-    assert len(metrics(folder, "again")) == 1
 
 
 def test_rl_trains_on_what_the_engine_read(folder):
@@ -101,6 +106,13 @@ def test_rl_trains_on_what_the_engine_read(folder):
     found = pq.read_table(folder / "runs" / "tiny-vision-generate" / "responses.parquet")
     assert found.num_rows == 9
     assert "images" in found.column_names
+
+
+def test_pairs_with_images_are_trained_on(folder):
+    """A policy that is its own reference prefers neither answer yet."""
+    (row,) = metrics(folder, "tiny-prefer")
+    assert row["train/loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert row["train/grad_norm"] > 0
 
 
 def test_the_tower_is_kept_as_it_was_and_the_rest_is_trained(folder):

@@ -13,13 +13,14 @@ from posttrain.config import Config
 from posttrain.core.errors import DataError
 from posttrain.data.images import ImageError, PlacedImage, RawImage
 from posttrain.data.pack import Images, PackedBatch, costs, place
-from posttrain.data.parquet import sft_row, write_rows
+from posttrain.data.parquet import Conversation, Preference, preference_row, sft_row, write_rows
 from posttrain.data.prefetch import Row
 from posttrain.data.samples import RenderConversations
 from posttrain.data.turns import with_image_parts
 from posttrain.data.vision import VisionProcessor
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_vision
+from posttrain.preference.command import Pairs
 from posttrain.runs.training_run import write_batch
 from posttrain.sft.command import Conversations, pack
 from posttrain.sft.samples import open_stream
@@ -202,6 +203,34 @@ def test_a_processor_can_go_to_other_processes():
     again = pickle.loads(pickle.dumps(VISION))
     assert again.expand([IMAGE], [False], [(RawImage(), (1, 2, 2))]).ids.tolist() == [IMAGE]
     assert np.array_equal(again.table, VISION.table)
+
+
+def test_both_answers_of_a_pair_have_its_images(tmp_path):
+    pairs = [Preference(chat.messages[:1], answer("yes"), answer("no, no"), images=chat.images) for chat in ONE_TURN]
+    write_rows(tmp_path / "p.parquet", map(preference_row, pairs))
+    objective = Pairs()
+    objective.vision = VISION
+    cfg = Config.model_validate(
+        {"command": "prefer", "data": {"train": str(tmp_path), "batch_size": 4, "shuffle": False}}
+    )
+    with open_stream(objective, cfg, TOKENIZER) as stream:
+        batch = objective.pack(stream.next().samples)
+    chosen, rejected = (
+        [Conversation([*p.prompt, *getattr(p, side)], images=p.images) for p in pairs] for side in SIDES
+    )
+    expected = pack(rendered(SOURCE, [*chosen, *rejected]), VISION)
+    for column in ("input_ids", "loss_mask", "image_tokens", "rotary_ids"):
+        assert torch.equal(getattr(batch, column), getattr(expected, column))
+    assert torch.equal(batch.images.pixels, expected.images.pixels)
+    assert batch.images.counts.tolist() == [1, 0, 3, 0] * 2
+
+
+SIDES = ("chosen", "rejected")
+ONE_TURN = [chat for chat in MIXED if len(chat.messages) == 2]
+
+
+def answer(text):
+    return [{"role": "assistant", "content": text}]
 
 
 def test_a_file_that_changes_during_the_run_is_an_error(tmp_path):

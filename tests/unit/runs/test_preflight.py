@@ -274,7 +274,7 @@ PPO = {"algo": {"advantage": "gae"}}
 @pytest.mark.parametrize(
     ("command", "sections", "reason"),
     [
-        ("prefer", {}, "`prefer` does not train such models"),
+        ("prefer", {"prefer": {"method": "reward_model"}}, "this version trains no such reward models"),
         ("rl", {"rollout": {"engine": "vllm"}}, "rollout.engine = vllm is given ids alone"),
         ("generate", {"rollout": {"engine": "sglang"}}, "rollout.engine = sglang is given ids alone"),
         ("rl", {"rollout": {"engine": "hf", "replay": "f"}}, "rollout.replay is not there for such models"),
@@ -292,7 +292,7 @@ def test_what_is_not_there_for_models_that_see_is_refused(command, sections, rea
     assert error.value.hint
 
 
-@pytest.mark.parametrize("command", ["sft", "rl", "generate"])
+@pytest.mark.parametrize("command", ["sft", "prefer", "rl", "generate"])
 def test_commands_take_a_model_that_sees(command):
     open_model(config(command=command, **SEEING, rollout={"engine": "hf"}))
 
