@@ -1,8 +1,8 @@
 """What a vision-language model reads of a conversation with images: its ids, its positions and its pixels.
 
-A chat template writes one image token for each image. Engines take that as it is, with the images beside it. A trainer
-needs the token as often as the image has features (``expand``), positions that follow rows and columns of the image
-(``positions``), and the pixels (``pixels``). Expansion works on ids, once, and never on text.
+A chat template writes one image token for each image. A model reads the token as often as the image has features
+(``expand``), positions that follow rows and columns of the image (``positions``), and its pixels (``pixels``).
+Expansion works on ids, once, and never on text.
 
 Shape legend: T tokens of a sequence after expansion, P patches of all images, C channels, p side of a patch.
 """

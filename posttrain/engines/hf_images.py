@@ -4,7 +4,7 @@ The library asks the model for logits of ids and positions of all requests of a 
 which request the tokens belong to: tokens of images get the features of their images in place of embeddings, and
 requests with images their positions in time, height and width.
 
-Shape legend: S tokens of a batch of requests, F features of a request's images, D hidden size.
+Shape legend: S tokens of a batch of requests, I images of a request, P their patches, C channels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.data.images import PlacedImage
+from posttrain.core.errors import RunError
+from posttrain.data.images import ImageError, PlacedImage
 from posttrain.data.vision import VisionProcessor
 from posttrain.models import vision
 from posttrain.models.vision import Features
@@ -27,7 +28,10 @@ from posttrain.models.vision import Features
 class _Seeing:
     """A request that has images."""
 
-    images: Sequence[PlacedImage]
+    pixels: Tensor
+    """[P, C * side * side] uint8"""
+    grids: Tensor
+    """[I, 3]"""
     positions: Tensor
     """[prompt, 3]"""
     marked: Tensor
@@ -56,13 +60,23 @@ class ImageRequests:
         model.forward = self._forward
 
     def add(self, request_id: str, length: int, images: Sequence[PlacedImage]) -> None:
-        """Take the images of a request, whose prompt has ``length`` tokens, before it is given to the library."""
+        """Take the images of a request, whose prompt has ``length`` tokens, before it is given to the library.
+
+        Raises:
+            RunError: one of them can no longer be read.
+        """
+        try:  # here, since what is raised while a batch is computed would end all of its requests
+            pixels = torch.from_numpy(self._reader.pixels(images))
+        except ImageError as error:
+            raise RunError(f"an image of the prompt: {error.message}", hint=error.hint) from error
         positions = torch.from_numpy(self._reader.positions(length + 1, images))
         marked = torch.zeros(length, dtype=torch.bool)
         for image in images:
             marked[image.start : image.start + image.tokens] = True
         ahead = int(positions[-1, 0]) - length
-        self._requests[request_id] = _Seeing(images, positions[:-1].to(self._device), marked.to(self._device), ahead)
+        grids = torch.tensor([image.grid for image in images])
+        pixels, grids, positions, marked = (x.to(self._device) for x in (pixels, grids, positions[:-1], marked))
+        self._requests[request_id] = _Seeing(pixels, grids, positions, marked, ahead)
 
     def drop(self, request_id: str) -> None:
         """Forget a request."""
@@ -109,8 +123,6 @@ class ImageRequests:
 
     def _features(self, seeing: _Seeing) -> Features:
         if seeing.features is None:
-            pixels = torch.from_numpy(self._reader.pixels(seeing.images)).to(self._device)
-            grids = torch.tensor([image.grid for image in seeing.images], device=self._device)
-            patches = vision.patches(pixels, self._table, self._reader.frames)
-            seeing.features = vision.features_of(self._model, patches, grids)
+            patches = vision.patches(seeing.pixels, self._table, self._reader.frames)
+            seeing.features = vision.features_of(self._model, patches, seeing.grids)
         return seeing.features

@@ -165,6 +165,21 @@ def test_a_token_of_an_image_is_never_sampled(source):
     assert not sampled & {env.vision.image_id, env.vision.video_id}
 
 
+def test_a_file_that_is_gone_fails_its_request_alone(source, tmp_path):
+    env = context(source)
+    file = tmp_path / "a.png"
+    file.write_bytes(picture(48, 48))
+    ids, images = env.opened(replace(prompts()[0], images=[{"path": str(file)}]))
+    file.unlink()
+
+    async def ask(engine):
+        with pytest.raises(RunError, match="an image of the prompt: no such file"):
+            await engine.generate(ids, SamplingParams(4), images)
+        return await engine.generate([1, 2, 3], SamplingParams(4))
+
+    assert with_engine(source, ask).ids
+
+
 def test_a_model_of_text_is_given_no_images():
     vision_env = context(ModelSource("builtin:tiny-vision"))
     ids, images = vision_env.opened(prompts()[0])
