@@ -77,7 +77,7 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
         interaction=interaction,
         world=world,
         agents=None if agent is None else _host(agent, cfg, tokenizer, parser, frozenset(stops)),
-        vision=load_vision(source),
+        vision=None if cfg.generate.endpoint.url else load_vision(source),  # servers are given ids alone
     )
 
 

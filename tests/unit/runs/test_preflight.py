@@ -297,6 +297,18 @@ def test_commands_take_a_model_that_sees(command):
     open_model(config(command=command, **SEEING, rollout={"engine": "hf"}))
 
 
+def test_a_server_is_given_no_images():
+    shown = dataclasses.replace(prompt("<image> What is it?"), images=[{"path": "a.png"}])
+    for endpoint, reason in (
+        ({}, "column 'images.0': no such file"),
+        ({"url": "http://127.0.0.1:1"}, "not be read here"),
+    ):
+        cfg = config(command="generate", **SEEING, rollout={"engine": "hf"}, generate={"endpoint": endpoint})
+        source, tokenizer = open_model(cfg)
+        with pytest.raises(DataError, match=rf"f: row 0, .*{reason}"):
+            check_prompts([shown], episode_context(cfg, source, tokenizer), "f")
+
+
 @pytest.mark.parametrize("train", [{"vision_tower": "trained"}, {"patches_per_microbatch": 100}])
 def test_settings_about_images_are_refused_for_a_model_of_text(train):
     with pytest.raises(ConfigError, match=rf"train\.{next(iter(train))} is about models that see"):
