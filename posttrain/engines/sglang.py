@@ -13,6 +13,7 @@ import numpy as np
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
+from posttrain.data.images import PlacedImage, given_to_none
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import concurrent_requests
 from posttrain.engines.external import arguments, cache_tokens, load_initial_weights, readable_model, shapes
@@ -95,7 +96,8 @@ class SGLangEngine:
                 ) from error
         self.manager: Any = self.engine.tokenizer_manager
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
+        given_to_none(images, "SGLang")
         sampling = {
             "max_new_tokens": params.max_new_tokens,
             "temperature": params.temperature,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.plugins import user_code
 from posttrain.core.types import ENV_PART, Ids, Prompt, Sample, Sampling, SamplingParams, StopReason, Trajectory
+from posttrain.data.images import PlacedImage
 from posttrain.data.record import Record
 from posttrain.envs.agent_processes import AgentProcesses
 from posttrain.envs.agents import Agent, AgentTask, reward_of
@@ -62,9 +63,9 @@ class _Seeded:
     def __init__(self, sampler: Generator, seed: int) -> None:
         self._sampler, self._seed, self._places = sampler, seed, count()
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
         seed = seed_of(self._seed, next(self._places), len(prompt_ids))
-        return await self._sampler.generate(prompt_ids, replace(params, seed=seed))
+        return await self._sampler.generate(prompt_ids, replace(params, seed=seed), *([images] if images else []))
 
 
 class AgentEpisode:
@@ -83,7 +84,7 @@ class AgentEpisode:
         env: EpisodeContext,
         host: AgentHost,
         sampling: Sampling,
-        prompt_ids: Sequence[int],
+        prompt_ids: Ids,
         *,
         seed: int | None = None,
     ) -> None:

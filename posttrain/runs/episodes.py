@@ -44,7 +44,7 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
     """
     from posttrain.data.chat import ChatDeltas
     from posttrain.envs.opening import open_world
-    from posttrain.models.load import stop_token_ids
+    from posttrain.models.load import load_vision, stop_token_ids
     from posttrain.rollout.episode import EpisodeContext
     from posttrain.rollout.interaction import open_interaction
     from posttrain.sandbox import configure
@@ -79,6 +79,7 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
         interaction=interaction,
         world=world,
         agents=None if agent is None else _host(agent, cfg, tokenizer, parser, frozenset(stops)),
+        vision=None if cfg.generate.endpoint.url else load_vision(source),  # servers are given ids alone
     )
 
 
