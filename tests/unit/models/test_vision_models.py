@@ -21,7 +21,7 @@ from posttrain.train.flops import model_flops, tower_flops
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM
 from posttrain.train.parallel import decoder_layers, parallelize
-from tests.helpers.model_checks import free_ports
+from tests.helpers.ports import free_ports
 from tests.helpers.seeing import (
     CASES,
     FAMILIES,
