@@ -39,7 +39,8 @@ class AgentProcesses:
 
     def __init__(self, open_agent: OpenAgent, processes: int, plugins: Sequence[str] = ()) -> None:
         self._arguments = (open_agent, tuple(plugins))
-        self._players: list[_Player | None] = [None] * processes
+        self._processes = processes
+        self._players: list[_Player] = []
 
     async def __call__(self, task: AgentTask) -> float | None:
         """Play an episode in the process that plays fewest.
@@ -50,22 +51,21 @@ class AgentProcesses:
         return await self._least_busy().play(task)
 
     async def __aenter__(self) -> Self:
-        self._players = [_Player(*self._arguments) for _ in self._players]
+        self._players = [_Player(*self._arguments) for _ in range(self._processes)]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         for player in self._players:
-            if player is not None:
-                player.end("the run is over")
+            player.end("the run is over")
 
     def _least_busy(self) -> _Player:
         """Return a process that lives; one that has ended is replaced."""
         for place, player in enumerate(self._players):
-            if player is None or player.ended:
+            if player.ended:
                 self._players[place] = _Player(*self._arguments)
-        return min((player for player in self._players if player is not None), key=lambda player: player.load)
+        return min(self._players, key=lambda player: player.load)
 
 
 class _Player:
@@ -134,12 +134,13 @@ class _Player:
                 reason = f"a task cannot be sent to the agent's process: {type(error).__name__}: {error}"
                 self._loop.call_soon_threadsafe(self._answered, message[0], RunError(reason))
 
-        self._sender.submit(send)
+        if not self.ended:  # else the episode has failed already
+            self._sender.submit(send)
 
     def _cancel(self, number: int) -> None:
         """Tell the process that nobody waits for an episode any more, and see that it reads that."""
         if self._playing.pop(number, None) is None or not self._started.done():
-            return
+            return  # it has ended, or was never sent
         self._playing[number] = seen = self._loop.create_future()
         self._send((number, None))
 
