@@ -124,7 +124,7 @@ BY_OTHERS: dict[str, str] = {
     "posttrain import-verl run_grpo.sh --out mine.toml":
         "unit/interop/verl/test_import_verl.py:test_command_writes_a_preset_once",
     "posttrain rl --preset tiny-arith --set rollout.engine=vllm":
-        "e2e/test_pipeline.py:test_rl_with_vllm_learns_as_with_the_embedded_engine",
+        "e2e/test_pipeline.py:test_rl_with_vllm_learns",
     "posttrain generate --endpoint http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-0.5B-Instruct "
     "--data data/gsm8k/test.parquet":
         "e2e/test_vllm_engine.py:test_generate_by_a_server",

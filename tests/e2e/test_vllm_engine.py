@@ -70,6 +70,11 @@ def sampler(cluster):
     return asyncio.run(cluster.sampler(SOURCE, [EOS], 0))
 
 
+@pytest.fixture(scope="module")
+def spread_sampler(spread):
+    return asyncio.run(spread.sampler(SOURCE, [EOS], 0))
+
+
 def prompt(length, seed=0):
     return torch.randint(1000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -267,9 +272,9 @@ async def test_the_proof_finds_one_wrong_tensor(sampler, cluster, monkeypatch):
         await publish(actor, [sampler], transfers, version=9, **args)
 
 
-async def test_an_engine_of_two_processes(spread):
+async def test_an_engine_of_two_processes(spread, spread_sampler):
     """Tokens, scores, and weights that come to both at once and of which each takes its share."""
-    sampler = await spread.sampler(SOURCE, [EOS], 0)
+    sampler = spread_sampler
     ids = prompt(40)
     sample = await sampler.generate(ids, SamplingParams(32, 1.0))
     assert close(sample.logprobs, logprobs_of(MODELS[0], [*ids, *sample.ids])[40:])
@@ -292,20 +297,21 @@ def _title(process):
     return " ".join([process.name(), *process.cmdline()])
 
 
-@pytest.fixture(params=[("cluster", "EngineCore"), ("spread", "Worker")], ids=lambda param: param[1])
-def doomed_process(request):
-    """(cluster, part of the name of the process to kill)."""
-    of, name = request.param
-    return request.getfixturevalue(of), name
+@pytest.fixture(
+    params=[("cluster", "sampler", "EngineCore"), ("spread", "spread_sampler", "Worker")], ids=lambda param: param[2]
+)
+def doomed(request):
+    """(cluster, engine, part of the name of its process to kill). No test after these has the engine."""
+    cluster, sampler, name = request.param
+    return request.getfixturevalue(cluster), request.getfixturevalue(sampler), name
 
 
-async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced(doomed_process):
-    cluster, name = doomed_process
-    sampler = await cluster.sampler(SOURCE, [EOS], 0)
+async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced(doomed):
+    cluster, sampler, name = doomed
     pool = SamplerPool([sampler], lambda index: cluster.sampler(SOURCE, [EOS], index), restarts=1)
     pid = sampler.handle.process.pid
     # Seen once: no child was found, although the engine was answering.
-    while not (doomed := [p for p in psutil.Process(pid).children(recursive=True) if name in _title(p)]):
+    while not (processes := [p for p in psutil.Process(pid).children(recursive=True) if name in _title(p)]):
         await asyncio.sleep(0.1)
     with pool.session() as session:
         long = SamplingParams(300, 1.0)
@@ -315,7 +321,7 @@ async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced
                 task = asyncio.create_task(session.generate(prompt(20), long))
             await asyncio.sleep(0.05)
         started = time.monotonic()
-        for process in doomed:
+        for process in processes:
             process.kill()
         while pool.deaths == 0:
             await asyncio.sleep(0.1)
@@ -328,7 +334,7 @@ async def test_a_killed_process_of_the_engine_fails_its_requests_and_is_replaced
 
 
 def test_generate_by_a_server(tmp_path):
-    """vLLM's own server, with the tiny model: greedy episodes are those of an engine of ours."""
+    """vLLM's own server, with the tiny model: greedy episodes are those of the embedded engine."""
     prep.run("arith", out=str(tmp_path / "data"), seed=0)
     model = load_model(SOURCE, dtype=torch.float32, seed=1)
     model.save_pretrained(tmp_path / "model")
@@ -351,10 +357,10 @@ def test_generate_by_a_server(tmp_path):
             assert server.poll() is None
             time.sleep(0.5)
         flags = {"model.path": str(tmp_path / "model"), "generate.data": str(tmp_path / "data" / "test.parquet")}
-        flags |= {"generate.limit": 6, "rollout.n": 1, "rollout.temperature": 0.0}
+        flags |= {"generate.limit": 6, "rollout.n": 1, "rollout.temperature": 0.0, "rollout.engine": "hf"}
         found = []
         for name, url in (("served", f"http://127.0.0.1:{port}/v1"), ("ours", "")):
-            more = {"generate.out": str(tmp_path / name), "generate.endpoint.url": url, "rollout.engine": "vllm"}
+            more = {"generate.out": str(tmp_path / name), "generate.endpoint.url": url}
             file = generate.run(resolve("generate", "tiny-arith-generate", flags=flags | more))
             found.append(pq.read_table(file).select(["response_ids", "stop_reasons", "errors"]).to_pylist())
         assert found[0] == found[1]
