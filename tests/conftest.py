@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
+from posttrain.core.cycles import RARE
 from posttrain.envs import ENVIRONMENTS
 from posttrain.envs.agents import AGENTS
 from posttrain.prep.datasets.base import DATASETS
@@ -20,6 +22,8 @@ from posttrain.tools.base import TOOLS
 from posttrain.tools.formats import PARSERS
 
 REPO = Path(__file__).resolve().parent.parent
+
+gc.set_threshold(*RARE)  # a seventh of the tests' time
 MAX_WORKERS = 4
 """Maximum test files that run at a time: each may hold a model, or a run with its own processes."""
 

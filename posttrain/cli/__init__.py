@@ -17,6 +17,7 @@ import typer
 from posttrain.cli import data, explaining, importing, looking, merging, planning, scoring, training
 from posttrain.cli.guard import guarded, show_tracebacks
 from posttrain.cli.naming import Commands, OneCommand
+from posttrain.core.cycles import rare_cycle_search
 
 app = typer.Typer(
     name="posttrain",
@@ -79,4 +80,5 @@ def main() -> None:
     # At its end Python searches the objects of all libraries for cycles: 0.1 s and more. Nothing of ours needs that.
     atexit.register(gc.freeze)
     args = [arg for arg in sys.argv[1:] if arg != "--debug"]
-    app(args=["--debug", *args] if len(args) < len(sys.argv) - 1 else args)
+    with rare_cycle_search():
+        app(args=["--debug", *args] if len(args) < len(sys.argv) - 1 else args)

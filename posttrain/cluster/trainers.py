@@ -12,6 +12,7 @@ from torch import Tensor
 
 from posttrain.cluster.actors import HEARTBEAT, ActorContext, ActorHandle, Supervised
 from posttrain.cluster.calls import answer, gather, wait_until_up
+from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.errors import diverged
 from posttrain.core.registry import some
 from posttrain.core.types import Ids
@@ -50,7 +51,8 @@ class TrainActor(Supervised):
 
     def __init__(self, spec: WorkerSpec, rank: int, world_size: int, context: ActorContext) -> None:
         super().__init__(context)
-        from posttrain.train.worker import TrainWorker
+        with rare_cycle_search():
+            from posttrain.train.worker import TrainWorker
 
         self.worker = TrainWorker(spec, rank, world_size)
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import cast
 
 from posttrain.config import EngineName
+from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.errors import ConfigError
 from posttrain.engines.base import Engine, EngineSpec
 from posttrain.engines.choice import ENGINES, check_engine, choose_engine
@@ -14,6 +15,7 @@ from posttrain.engines.choice import ENGINES, check_engine, choose_engine
 NO_BATCH_INVARIANCE = "rollout.batch_invariant needs a GPU: engines have batch-invariant kernels there only"
 
 
+@rare_cycle_search()
 def import_engine(name: EngineName) -> None:
     """Import what an engine needs and what takes long to import, ahead of ``open_engine``. What is missing or fails is
     left for ``open_engine`` to report."""
@@ -34,4 +36,5 @@ async def open_engine(spec: EngineSpec) -> Engine:
     check_engine(name)
     if spec.rollout.batch_invariant and spec.device == "cpu":
         raise ConfigError(NO_BATCH_INVARIANCE, hint="--set rollout.batch_invariant=false")
-    return cast(Engine, await import_module(ENGINES[name].module).open_engine(spec))
+    with rare_cycle_search():
+        return cast(Engine, await import_module(ENGINES[name].module).open_engine(spec))

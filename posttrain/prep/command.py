@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import __version__
+from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.errors import DataError
 from posttrain.core.files import writing
 from posttrain.core.plugins import user_code
@@ -136,21 +136,9 @@ def run(
         ModelError: the tokenizer cannot be loaded.
     """
     started = time.perf_counter()
-    with _rare_cycle_search():
+    with rare_cycle_search():
         rows, dropped, notes = _prepare(name, source, Path(out or f"data/{name}"), overwrite, Options(**options))
     return PrepReport(name, str(Path(out or f"data/{name}")), rows, dropped, notes, time.perf_counter() - started)
-
-
-@contextmanager
-def _rare_cycle_search() -> Iterator[None]:
-    """Rows are millions of small objects without cycles, and looking through all of them again and again takes a
-    quarter of the time. Graders do leave cycles behind, so young objects are still looked at, if seldom."""
-    usual = gc.get_threshold()
-    gc.set_threshold(1_000_000, 20, 1000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
 
 
 def _prepare(

@@ -24,6 +24,7 @@ from posttrain.algos.catalog import POLICY_LOSSES
 from posttrain.algos.gap import gap_sums
 from posttrain.algos.tokens import TokenInputs
 from posttrain.core import rendezvous, sizes
+from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
 from posttrain.models import attention, lora, vision
@@ -71,6 +72,7 @@ class TrainWorker:
         self.sender: WeightSender | None = None
         self.broadcasts = BroadcastConnection()
 
+    @rare_cycle_search()
     def setup(self, master_addr: str, master_port: int, timeout_s: float) -> dict[str, Any]:
         """Join the process group, whose rank 0 listens at the address; load the model into this rank's shard. Returns
         metadata of the model."""
