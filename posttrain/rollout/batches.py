@@ -170,8 +170,7 @@ class TrainingBatches:
         self._drawn = [Draw(number, row, self._group(number, row), *(over or [1])) for number, row, *over in left]
         if state.get("staleness", 0) == self._cfg.staleness:
             self._go_on(state, in_flight)
-        played = (trajectory for draw in self._running for _, _, trajectory in draw.group.so_far())
-        self._schedule.resume(state.get("schedule"), played)
+        self._schedule.resume(state.get("schedule") or 0)
 
     def _go_on(self, state: Mapping[str, Any], in_flight: Sequence[Sequence[Trajectory]]) -> None:
         draws = {draw.number: draw for draw in self._drawn}

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +65,8 @@ class Schedule:
         """Return the position in the schedule, as JSON."""
         return None
 
-    def resume(self, state: Any, in_flight: Iterable[Trajectory] = ()) -> None:
-        """Go on at a position of ``state``; None: begin.
-
-        Args:
-            in_flight: what has been played of groups that have not ended.
-        """
+    def resume(self, state: Any) -> None:
+        """Go on at a position of ``state``; None: begin."""
 
 
 class ScheduleLog(Schedule):
@@ -103,7 +99,7 @@ class ScheduleLog(Schedule):
         """Return the length of the file."""
         return self.path.stat().st_size
 
-    def resume(self, state: Any, in_flight: Iterable[Trajectory] = ()) -> None:
+    def resume(self, state: Any) -> None:
         """Cut off what comes after a position. Raises ``ConfigError`` where the file does not reach so far."""
         if state is None:
             self.path.write_text(json.dumps(self.header) + "\n", encoding="utf-8")

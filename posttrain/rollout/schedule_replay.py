@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,18 +201,19 @@ class Replay(Schedule):
 
     # ------------------------------------------------------------------ position
 
-    def state(self) -> dict[str, Any]:
-        return {"turns": self._place, "log": self._log.state()}
+    def resume(self, state: Any) -> None:
+        """Begin. Raises ``ConfigError`` amid a replay: episodes that begin anew would want weights that are gone."""
+        if state is not None:
+            raise ConfigError(
+                "rollout.replay_schedule: a replay begins at the first step, and this run has a checkpoint",
+                hint="--overwrite, or another --name",
+            )
+        self._log.resume(None)
+        for parts in itertools.chain.from_iterable(self._ends.values()):
+            self._left.update(parts.tokens)
 
-    def resume(self, state: Any, in_flight: Iterable[Trajectory] = ()) -> None:
-        self._place = state["turns"] if state else 0
-        self._log.resume(state["log"] if state else None)
-        self._left = Counter()
-        for event in self._turns[self._place :]:
-            for parts in self._ends.get(event.get("ended", -1), ()):
-                self._left.update(parts.tokens)
-        for trajectory in in_flight:
-            self._left.subtract(Counter(v for v in trajectory.weight_version.tolist() if v >= 0))
+    def state(self) -> Any:
+        return self._log.state()
 
     def _next(self) -> None:
         self._place += 1
