@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from posttrain.engines.base import Generator
 
 FILE = "schedule.jsonl"
-"""In the folder of a run."""
+"""Name of the file in the folder of a run."""
 FORMAT = 1
 
 
@@ -32,7 +32,7 @@ class Schedule:
     """What ``TrainingBatches`` and the engines tell, and ask, about the order of things. This one leaves it to them."""
 
     seed: int | None = None
-    """Of the run, where episodes are to be sampled with seeds of their own."""
+    """The run's seed, where episodes are to be sampled with seeds of their own."""
 
     def drawn(self, number: int, row: int) -> None:
         """Take that the group of a draw may be played from now on."""

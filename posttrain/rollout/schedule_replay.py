@@ -27,7 +27,7 @@ class Recorded:
     """The schedule of a recorded run."""
 
     name: str
-    """Of its folder"""
+    """Name of its folder"""
     header: Mapping[str, Any]
     events: Sequence[Mapping[str, Any]]
 
