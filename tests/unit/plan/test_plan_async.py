@@ -2,6 +2,7 @@
 
 import pytest
 
+from posttrain.plan.compare import compare
 from posttrain.plan.estimate import Plan
 from posttrain.plan.speed import Seconds
 from posttrain.plan.table import as_data, render
@@ -33,3 +34,10 @@ def test_an_asynchronous_step_is_as_long_as_the_longer_of_sampling_and_training_
     gen, sync = found.phases["gen"].total, found.phases["sync"].total
     training = sum(phase.total for phase in found.phases.values()) - gen - sync
     assert found.step_seconds == pytest.approx(max(gen, training) + sync)
+
+
+def test_what_trainers_wait_for_is_not_compared_with_the_time_of_sampling():
+    measured = {"timing_s/gen": 0.1, "timing_s/update_actor": 2.0, "timing_s/step": 3.0}
+    for k, names in ((0, ["timing_s/gen", "timing_s/update_actor"]), (1, ["timing_s/update_actor", "timing_s/step"])):
+        cfg = config("rl", rollout={"engine": "vllm", "staleness": k}, cluster={"placement": "separate"})
+        assert [pair.name for pair in compare(Plan(question(cfg, gpus=2)), [measured])] == names
