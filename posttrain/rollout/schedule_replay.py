@@ -54,6 +54,8 @@ class Recorded:
                 raise ValueError(f"format {first['schedule']}, and this version reads {FORMAT}")
             found = Recorded(folder.name, first, events)
             Replay(found, 0, Schedule(), 0.0)
+            for episode in itertools.chain.from_iterable(event.get("episodes", ()) for event in events):
+                _ = episode["tokens"], episode["reward"], episode["error"]
         except (ValueError, TypeError, KeyError, IndexError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else error
             raise DataError(f"{path}: not a schedule: {what}", hint="put the file of the run back") from None

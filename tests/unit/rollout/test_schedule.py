@@ -152,7 +152,9 @@ def test_runs_without_a_schedule_or_with_a_damaged_one_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has no schedule\.jsonl") as error:
         Recorded.read(tmp_path)
     assert "rollout.record_schedule" in error.value.hint
-    for text in ("", "{}\n", "[]\n", '{"schedule": 2}\n', json.dumps(HEADER) + '\n{"ended": 1}\n', "{\n"):
+    lacks = '{"ended": 1, "episodes": [{"versions": [[-1, 2]]}]}'
+    damaged = [json.dumps(HEADER) + f"\n{event}\n" for event in ('{"ended": 1}', lacks, "7", "{")]
+    for text in ("", "{}\n", "[]\n", '{"schedule": 2}\n', *damaged):
         (tmp_path / FILE).write_text(text)
         with pytest.raises(DataError, match=r"schedule\.jsonl: not a schedule"):
             Recorded.read(tmp_path)
