@@ -68,6 +68,7 @@ class RlOptions(TrainingOptions, total=False):
     agent: Annotated[str, "rollout.agent"]
     replay: Annotated[str, "rollout.replay"]
     rollout_only: Annotated[bool, "rollout.only"]
+    replay_schedule: Annotated[str, "rollout.replay_schedule"]
     examine: Annotated[int, "reward.examine"]
 
 

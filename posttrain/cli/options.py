@@ -51,6 +51,9 @@ _FLAGS: Mapping[str, Flag] = {
     "rollout.replay": Flag(
         "Train from rollout files (file, folder, glob), without sampling (rollout.replay).", metavar="FILE"
     ),
+    "rollout.replay_schedule": Flag(
+        "Repeat a run with rollout.record_schedule to the bit (rollout.replay_schedule).", metavar="RUN"
+    ),
     "rollout.temperature": Flag("Sampling temperature (rollout.temperature)."),
     "rollout.tools": Flag("Tools, separated by commas; none: no tools (rollout.tools).", separated=True),
     "run.console": Flag("Console output during the run (run.console)."),

@@ -41,7 +41,7 @@ def prefer(settings: Settings, dry_run: DryRunOption = False) -> None:
 
 @with_settings(
     *(*PRESET, "algo.name", "rollout.tools", "rollout.env", "rollout.agent", *TRAINING),
-    *("rollout.replay", "rollout.only", "reward.examine", *STARTING),
+    *("rollout.replay", "rollout.only", "rollout.replay_schedule", "reward.examine", *STARTING),
     about={"data.train": "Parquet of prompts (data.train)."},
 )
 def rl(settings: Settings, dry_run: DryRunOption = False) -> None:

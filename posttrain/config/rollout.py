@@ -105,7 +105,7 @@ class RolloutConfig(Section):
     batch_invariant: bool = False
     """Batch-invariant mode: engine and trainer use matrix products and attention whose result for a sequence does not
     depend on the rest of the batch, so that their log-probabilities are as close as bfloat16 allows. Slower; see
-    engines.md."""
+    engines.md. hf runs one request at a time for that."""
     sleep: bool = False
     """`rl`: engines release their weights and KV cache while trainers use the same GPUs. See also `train.offload`."""
     kv_tokens: PositiveInt = 65536
@@ -122,6 +122,13 @@ class RolloutConfig(Section):
     """Rollout files to train from instead of sampling: a file, a folder, a glob, or a list of these; empty: sample."""
     only: bool = False
     """Sample and grade the batches and write their rollout files, without training."""
+    record_schedule: bool = False
+    """`rl`: write down in which order groups were drawn, ended and trained, and which weights sampled which tokens, so
+    that `replay_schedule` can repeat the run to the bit. Each request is sampled with a seed of its own. It needs
+    `batch_invariant`; see async.md."""
+    replay_schedule: str = ""
+    """Run to repeat to the bit, by its name or folder: one with `record_schedule`, the same config and the same data;
+    empty: none."""
 
     @property
     def has_agent(self) -> bool:
@@ -159,12 +166,31 @@ class RolloutConfig(Section):
             raise ValueError("rollout.engine_options has no effect with rollout.engine = 'hf'")
         if self.engine_options and self.engine == "auto":
             raise ValueError("rollout.engine_options are of one engine: name it in rollout.engine, sglang or vllm")
-        if self.batch_invariant and self.engine == "hf":
+        if self.batch_invariant and self.engine == "hf" and "max_concurrent" in self.changed:
             raise ValueError(
-                "rollout.batch_invariant: the embedded engine (rollout.engine = 'hf') has no batch-invariant kernels; "
-                "sglang and vllm have them"
+                "rollout.max_concurrent has no effect with rollout.batch_invariant: the embedded engine "
+                "(rollout.engine = 'hf') runs one request at a time then"
             )
+        self._check_schedule()
         return self
+
+    def _check_schedule(self) -> None:
+        if self.replay_schedule and not self.record_schedule:
+            raise ValueError(
+                "rollout.replay_schedule without rollout.record_schedule: give the config of the run that is to be "
+                "repeated (--preset RUN/config.toml)"
+            )
+        if not self.record_schedule:
+            return
+        if not self.batch_invariant:
+            raise ValueError(
+                "rollout.record_schedule needs rollout.batch_invariant = true: else what is sampled depends on the "
+                "requests that happen to run at the same time"
+            )
+        taken = [name for name in ("only", "replay", "over_sample_rate", "has_agent") if getattr(self, name)]
+        if taken:
+            what = "an agent" if taken[0] == "has_agent" else f"rollout.{taken[0]}"
+            raise ValueError(f"rollout.record_schedule with {what}: such runs cannot be repeated")
 
     def _check_staleness(self) -> None:
         if not self.staleness:

@@ -107,12 +107,15 @@ def concurrent_requests(
     engine: EngineName, rollout: RolloutConfig, cache_tokens: float = math.inf, episodes: int = 0
 ) -> int:
     """Return the most requests that an engine runs at once: `rollout.max_concurrent`, or what "auto" stands for, which
-    follows from the memory of the KV cache and the lengths that the config allows.
+    follows from the memory of the KV cache and the lengths that the config allows. The embedded engine is
+    batch-invariant by running one at a time.
 
     Args:
         cache_tokens: tokens that the engine's KV cache holds. The embedded engine sizes its own.
         episodes: episodes of a training step on this engine; 0: any number, as in `generate`.
     """
+    if engine == "hf" and rollout.batch_invariant:
+        return 1
     if rollout.max_concurrent != "auto":
         return rollout.max_concurrent
     if engine == "hf":

@@ -111,8 +111,9 @@ class HFSampler:
             per_request_processors=True,
             use_async_batching=False,
             use_cuda_graph=False,
-            # Blocks are known again by their ids, which are the same for any image.
-            allow_block_sharing=self.images is None,
+            # Blocks are known again by their ids, which are the same for any image. Which blocks there are when a
+            # request begins depends on other requests.
+            allow_block_sharing=self.images is None and not self.spec.rollout.batch_invariant,
         )
         self.manager = self.model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=batching

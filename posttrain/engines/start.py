@@ -34,7 +34,7 @@ async def open_engine(spec: EngineSpec) -> Engine:
     """
     name = choose_engine(spec.rollout.engine, gpu=spec.device == "cuda").name
     check_engine(name)
-    if spec.rollout.batch_invariant and spec.device == "cpu":
+    if spec.rollout.batch_invariant and spec.device == "cpu" and name != "hf":
         raise ConfigError(NO_BATCH_INVARIANCE, hint="--set rollout.batch_invariant=false")
     with rare_cycle_search():
         return cast(Engine, await import_module(ENGINES[name].module).open_engine(spec))

@@ -76,6 +76,10 @@ def compare(plan: Plan, rows: Sequence[Row]) -> list[Pair]:
     load = [m for m in plan.moments if m.name == "load"]
     for moment in load:
         pair("sync/gpu_used_gib", moment.total / GIB)
+    ahead = bool(plan.question.cfg.rollout.staleness)
     for name, phase in plan.phases.items():
-        pair(f"timing_s/{name}", phase.total)
+        if not (ahead and name == "gen"):  # what is measured of it then is how long trainers wait
+            pair(f"timing_s/{name}", phase.total)
+    if ahead:
+        pair("timing_s/step", plan.step_seconds)
     return found

@@ -123,9 +123,23 @@ class Plan:
         return sum(t.state() for t in self.layout.trainers if t.trainable) / rate
 
     @property
+    def overlap(self) -> float:
+        """Return the seconds of a step in which engines sample while trainers work.
+
+        With `rollout.staleness` both have a GPU of their own or share one. On one of their own the shorter of sampling
+        and training takes place during the longer, but for updates of weights, in which both wait. On a shared one
+        their products take the time that they take: what overlaps there is waits, for tools and graders, which are not
+        known.
+        """
+        if not self.question.cfg.rollout.staleness or self.layout.colocated or "gen" not in self.phases:
+            return 0.0
+        training = sum(phase.total for name, phase in self.phases.items() if name not in ("gen", "sync"))
+        return min(self.phases["gen"].total, training)
+
+    @property
     def step_seconds(self) -> float | None:
         """Return the seconds of a step without validation and saving; None: not known."""
-        return sum(phase.total for phase in self.phases.values()) if self.phases else None
+        return sum(phase.total for phase in self.phases.values()) - self.overlap if self.phases else None
 
     @property
     def mfu(self) -> float | None:

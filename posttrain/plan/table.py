@@ -112,6 +112,8 @@ def _time(plan: Plan) -> list[list[str]]:
     rows += [[name, f"{phase.total:.2f}", phase.bound] for name, phase in plan.phases.items()]
     seconds = plan.step_seconds
     assert seconds is not None
+    if plan.overlap:
+        rows.append(["sampling while training", f"-{plan.overlap:.2f}", ""])
     rows.append(["step", f"{seconds:.2f}", f"{plan.batch.tokens / seconds:,.0f} tokens/s"])
     if plan.mfu is not None:
         rows.append(["MFU of the updates", f"{100 * plan.mfu:.0f} %", ""])
@@ -185,6 +187,7 @@ def as_data(plan: Plan, found: Sequence[Problem]) -> dict[str, Any]:
         ],
         "host_gib": {name: size / GIB for name, size in plan.host.items()},
         "seconds": {name: {"total": phase.total, "bound_by": phase.bound} for name, phase in plan.phases.items()},
+        "overlap_seconds": plan.overlap,
         "step_seconds": plan.step_seconds,
         "fits": plan.fits if q.machine.memory else None,
         "problems": [

@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain import launch
-from posttrain.config.presets import Resolved
+from posttrain.config.presets import Resolved, flatten_config
 from posttrain.data.loader import check_batch, total_steps
 from posttrain.launch import TrainingJob
 from posttrain.plan.command import Known, check_budget
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import replay, sampling
 from posttrain.rl.loop import train
+from posttrain.rollout.schedule import header
+from posttrain.rollout.schedule_replay import Recorded
 from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import check_algo, check_machine, check_supported, engine_note, open_model
 from posttrain.runs.prompts import check_reward, fitting_prompts, read_tasks, reading_validation, validation_note
+from posttrain.runs.resume import REPEATS
 from posttrain.runs.training_run import Loop
 from posttrain.tools.base import telling, telling_warning
 from posttrain.tracking.tracker import Tracker
@@ -62,10 +65,21 @@ def prepare_sampling(resolved: Resolved) -> RlJob:
         val_rows, val_file = read_tasks(cfg, env, "val", limit=cfg.val.limit)
     val, val_left_out = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
     failing = check_reward([*prompts, *val], cfg, env, train_file)
+    recorded = recorded_schedule(resolved, prompts) if cfg.rollout.replay_schedule else None
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
     crowded = check_batch(len(prompts), cfg.data.batch_size)
     notes = [note for note in (left_out, val_left_out, failing and f"warning: {failing}", crowded) if note]
-    return RlJob(resolved, source, steps, env, prompts, val, notes, budget)
+    return RlJob(resolved, source, steps, env, prompts, val, notes, budget, recorded)
+
+
+def recorded_schedule(resolved: Resolved, prompts: Sequence[Prompt]) -> Recorded:
+    """Return the schedule of the run that this one is to repeat. Raises ``UserError`` where it cannot."""
+    cfg = resolved.config
+    named = Path(cfg.rollout.replay_schedule)
+    own = Path(cfg.run.dir) / named
+    recorded = Recorded.read(own if own.is_dir() else named)
+    recorded.check(header(flatten_config(cfg), prompts), REPEATS)
+    return recorded
 
 
 @dataclass(frozen=True)
@@ -79,12 +93,16 @@ class RlJob(TrainingJob):
     """What the user should know about the data and the reward function"""
     budget_gib: float | None
     """Memory that a weight update may take of a GPU; None: not known"""
+    recorded: Recorded | None
+    """The schedule that is repeated"""
 
     def notes(self) -> Iterator[str]:
         cfg = self.resolved.config
         count, batch = len(self.prompts), cfg.data.batch_size
         yield f"{count:,} prompts, {batch} a step x {cfg.rollout.n} episodes, {self.steps} steps"
         yield engine_note(self.resolved)
+        if self.recorded is not None:
+            yield f"repeats the schedule of {self.recorded.name}, which has {self.recorded.steps} steps"
         if not cfg.rollout.only:
             yield validation_note(self.resolved, len(self.val), "prompts")
             if self.val and (names := telling(self.env.tools.values())):
@@ -103,7 +121,7 @@ class RlJob(TrainingJob):
         """Open the graders, which all attempts share."""
         cfg = self.resolved.config
         with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
-            task = sampling.Task(self.env, self.prompts, self.val, graders)
+            task = sampling.Task(self.env, self.prompts, self.val, graders, self.recorded)
             if cfg.rollout.only:
                 yield partial(sampling.sample_only, task=task)
             else:

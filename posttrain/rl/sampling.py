@@ -15,6 +15,7 @@ import torch
 from posttrain.algos import ADVANTAGES
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.synced_samplers import SyncedSamplers
+from posttrain.config.presets import flatten_config
 from posttrain.core.errors import RunError
 from posttrain.core.sizes import SYNC_CHECK_SEQUENCES
 from posttrain.core.types import GREEDY
@@ -38,6 +39,9 @@ from posttrain.rollout.agents import with_branches
 from posttrain.rollout.batches import TrainingBatches
 from posttrain.rollout.files import RolloutFiles, fingerprint, rollouts_folder, write_rollouts
 from posttrain.rollout.pool import SamplerPool
+from posttrain.rollout.schedule import FILE as SCHEDULE
+from posttrain.rollout.schedule import Schedule, ScheduleLog, header
+from posttrain.rollout.schedule_replay import Recorded, Replay
 from posttrain.rollout.source import TrajectorySource
 from posttrain.rollout.writer import RolloutWriter
 from posttrain.runs.preflight import sampling_of
@@ -64,6 +68,8 @@ class Task:
     prompts: Sequence[Prompt]
     val: Sequence[Prompt]
     graders: GraderPool
+    recorded: Recorded | None = None
+    """The schedule that the run repeats."""
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -74,6 +80,16 @@ class Task:
         """Return the order in which the steps of a run draw the prompts."""
         cfg = run.cfg
         return BatchOrder(len(self.prompts), cfg.data.batch_size, cfg.run.seed, cfg.data.shuffle)
+
+    def schedule(self, run: TrainingRun) -> Schedule:
+        """Return what records the order of a run's groups, or repeats a recorded one, where that is asked for."""
+        cfg = run.cfg
+        if not cfg.rollout.record_schedule:
+            return Schedule()
+        log = ScheduleLog(run.folder.path / SCHEDULE, header(flatten_config(cfg), self.prompts), cfg.run.seed)
+        if self.recorded is None:
+            return log
+        return Replay(self.recorded, cfg.run.seed, log, cfg.rollout.episode_deadline_s)
 
 
 async def start(
@@ -93,11 +109,11 @@ async def start(
     weights = SyncedSamplers(cluster, learner.actor, learner.models)
     pool = await weights.start(run.source, task.stop_token_ids)
     first = [task.env.prompt_ids(prompt) for prompt in task.prompts[:SYNC_CHECK_SEQUENCES]]
-    engines = SyncedEngines(weights, first, MemoryBudget(budget_gib, run.tracker.note), run.tracker)
-    source = await open_source(cluster, pool, run, task, closing)
-    batches = TrainingBatches(
-        source, task.prompts, task.order(run), n=run.cfg.rollout.n, sampling=sampling_of(run.cfg.rollout)
-    )
+    schedule = task.schedule(run)
+    engines = SyncedEngines(weights, first, MemoryBudget(budget_gib, run.tracker.note), run.tracker, schedule)
+    source = await open_source(cluster, pool, run, task, closing, seed=schedule.seed)
+    n, sampling = run.cfg.rollout.n, sampling_of(run.cfg.rollout)
+    batches = TrainingBatches(source, task.prompts, task.order(run), n=n, sampling=sampling, schedule=schedule)
     closing.push_async_callback(batches.close)
     writer = await closing.enter_async_context(open_writer(run, task.env))
     return engines, SampledRollouts(run, task, source, batches, writer)
@@ -112,6 +128,7 @@ class SyncedEngines:
     """Token ids for the check of the first update, before anything is sampled"""
     memory: MemoryBudget
     tracker: Tracker
+    schedule: Schedule
 
     @property
     def version(self) -> int:
@@ -120,13 +137,16 @@ class SyncedEngines:
     async def start(self, version: int) -> None:
         # Engines load the model by themselves: check that they have the trainer's weights, or send a resumed run's.
         await self.weights.publish(version, self.prompts)
+        self.schedule.updated(version)
 
     async def to_trainers(self) -> None:
         await self.weights.to_trainers()
 
     async def publish(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
+        await self.schedule.before_update(version)
         with self.tracker.phase("sync"):
             metrics = self.memory.check(await self.weights.publish(version, check))
+        self.schedule.updated(version)
         shares = {"wait/trainers": self.tracker.share("gen"), "wait/updates": self.tracker.share("sync")}
         return metrics | shares | {"wait/engines": self.weights.pool.idle_share()}
 
@@ -142,10 +162,10 @@ class SampledRollouts:
     writer: RolloutWriter
 
     def resume(self, step: int, state: Mapping[str, Any] | None) -> None:
-        if state is not None:
-            file = Path(state["checkpoint"]) / IN_FLIGHT
-            played = RolloutFiles(str(file), tokenizer=self.writer.tokenizer).read(0) if file.is_file() else []
-            self.batches.restore(state, played)
+        played: Groups = []
+        if state is not None and (file := Path(state["checkpoint"]) / IN_FLIGHT).is_file():
+            played = RolloutFiles(str(file), tokenizer=self.writer.tokenizer).read(0)
+        self.batches.resume(state, played)
         self.writer.drop_after(step)
 
     def state(self) -> dict[str, Any]:
@@ -226,9 +246,16 @@ async def sample_only(run: TrainingRun, task: Task) -> None:
 
 
 async def open_source(
-    cluster: Cluster, pool: SamplerPool, run: TrainingRun, task: Task, closing: AsyncExitStack
+    cluster: Cluster,
+    pool: SamplerPool,
+    run: TrainingRun,
+    task: Task,
+    closing: AsyncExitStack,
+    *,
+    seed: int | None = None,
 ) -> TrajectorySource:
-    """Return what plays and grades episodes with the engines of ``pool``. ``closing`` closes what it opens."""
+    """Return what plays and grades episodes with the engines of ``pool``, with seeds of their own where ``seed`` is
+    given. ``closing`` closes what it opens."""
     closing.push_async_callback(close_tools, task.env.tools, run.tracker.note)
     if task.env.agents is not None:
         await closing.enter_async_context(task.env.agents.running())
@@ -237,7 +264,7 @@ async def open_source(
     for scorer in scorers:
         closing.push_async_callback(scorer.close)
     rewarder = Rewarder(run.cfg.reward, task.graders, run.cfg.rollout.max_response_tokens, scorers)
-    source = TrajectorySource(pool, task.env, rewarder)
+    source = TrajectorySource(pool, task.env, rewarder, seed=seed)
     gc.freeze()  # else Python looks through all that was loaded so far, for a second, amid sampling
     run.tracker.watch(source.in_flight)
     return source

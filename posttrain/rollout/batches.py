@@ -21,12 +21,15 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from posttrain.core.errors import RunError
 from posttrain.core.types import ON_POLICY, Prompt, Sampling, Trajectory
 from posttrain.data.loader import BatchOrder
 from posttrain.rollout.agents import with_branches
+from posttrain.rollout.schedule import Schedule
+from posttrain.rollout.seeds import seed_of
 from posttrain.rollout.source import Group, RolloutStats, TrajectorySource
 
 
@@ -53,6 +56,7 @@ class TrainingBatches:
     Args:
         order: of the rows of ``prompts``; this object owns it.
         n: episodes a prompt.
+        schedule: takes, or says, in which order groups end and are trained.
     """
 
     def __init__(
@@ -63,8 +67,10 @@ class TrainingBatches:
         *,
         n: int,
         sampling: Sampling = ON_POLICY,
+        schedule: Schedule | None = None,
     ) -> None:
         self._source, self._prompts, self._order = source, prompts, order
+        self._schedule = schedule or Schedule()
         self._n, self._sampling = n, sampling
         self._cfg = source.env.cfg
         self._size = order.batch_size
@@ -114,6 +120,7 @@ class TrainingBatches:
                 self._news.clear()
                 await self._news.wait()
                 self._fill()
+            self._schedule.trained([draw.number for draw in chosen])
         except BaseException:
             await self.close()
             raise
@@ -137,40 +144,55 @@ class TrainingBatches:
 
     def state(self) -> dict[str, Any]:
         """Return where the order stands, and the groups that are drawn and not trained, as JSON."""
-        kinds = [[draw.number, [kind for kind, _ in so_far]] for draw, so_far in self._so_far()]
+        kinds = [
+            [draw.number, [kind for _, kind, _ in so_far], [i for i, _, _ in so_far]] for draw, so_far in self._so_far()
+        ]
         left = [[draw.number, draw.row, draw.overtaken] for draw in self._drawn]
-        return {**self._order.state(), "left": left, "in_flight": kinds, "staleness": self._cfg.staleness}
+        ahead = {"staleness": self._cfg.staleness, "schedule": self._schedule.state()}
+        return {**self._order.state(), "left": left, "in_flight": kinds, **ahead}
 
     def in_flight(self) -> list[list[Trajectory]]:
         """Return what has been played of these groups, which ``state`` names in the same order."""
-        return [[trajectory for _, trajectory in so_far] for _, so_far in self._so_far()]
+        return [[trajectory for _, _, trajectory in so_far] for _, so_far in self._so_far()]
+
+    def resume(self, state: Mapping[str, Any] | None, in_flight: Sequence[Sequence[Trajectory]] = ()) -> None:
+        """Begin, or ``restore``."""
+        if state is None:
+            self._schedule.resume(None)
+        else:
+            self.restore(state, in_flight)
 
     def restore(self, state: Mapping[str, Any], in_flight: Sequence[Sequence[Trajectory]] = ()) -> None:
         """Continue where ``state`` was taken. Episodes that are not ``in_flight`` begin anew, and so do all if
         `rollout.staleness` was another. Raises ``DataError``."""
         self._order.restore(dict(state))
         left = state.get("left", [])
-        self._drawn = [Draw(number, row, self._group(row), *(over or [1])) for number, row, *over in left]
-        if state.get("staleness", 0) != self._cfg.staleness:
-            return
+        self._drawn = [Draw(number, row, self._group(number, row), *(over or [1])) for number, row, *over in left]
+        if state.get("staleness", 0) == self._cfg.staleness:
+            self._go_on(state, in_flight)
+        self._schedule.resume(state.get("schedule") or 0)
+
+    def _go_on(self, state: Mapping[str, Any], in_flight: Sequence[Sequence[Trajectory]]) -> None:
         draws = {draw.number: draw for draw in self._drawn}
-        for (number, kinds), trajectories in zip(state.get("in_flight", []), in_flight, strict=True):
+        for (number, kinds, *places), trajectories in zip(state.get("in_flight", []), in_flight, strict=True):
             for trajectory in trajectories:  # files of rollouts have no images
                 images = self._prompts[draws[number].row].images
                 trajectory.prompt = replace(trajectory.prompt, images=images)
             if kinds[0] == "graded":
                 draws[number].graded = list(trajectories)
             else:
-                draws[number].group.go_on([(k == "ended", t) for k, t in zip(kinds, trajectories, strict=True)])
+                which = places[0] if places else range(len(kinds))
+                ended = [kind == "ended" for kind in kinds]
+                draws[number].group.go_on(zip(which, ended, trajectories, strict=True))
 
-    def _so_far(self) -> list[tuple[Draw, list[tuple[str, Trajectory]]]]:
-        """Return what has been played of groups that are drawn, each trajectory with how far it is."""
+    def _so_far(self) -> list[tuple[Draw, list[tuple[int, str, Trajectory]]]]:
+        """Return what has been played of groups that are drawn: which episode it is, how far it is, its trajectory."""
         found = []
         for draw in self._drawn:
             if draw.graded is not None:
-                so_far = [("graded", trajectory) for trajectory in with_branches(draw.graded)]
+                so_far = [(i, "graded", trajectory) for i, trajectory in enumerate(with_branches(draw.graded))]
             else:
-                so_far = [("ended" if ended else "played", trajectory) for ended, trajectory in draw.group.so_far()]
+                so_far = [(i, "ended" if ended else "played", t) for i, ended, t in draw.group.so_far()]
             if so_far:
                 found.append((draw, so_far))
         return found
@@ -185,10 +207,13 @@ class TrainingBatches:
     def _draw(self) -> Draw:
         number = self._order.position
         (row,) = self._order.take(1)
-        return Draw(number, row, self._group(row))
+        self._schedule.drawn(number, row)
+        return Draw(number, row, self._group(number, row))
 
-    def _group(self, row: int) -> Group:
-        return Group(self._prompts[row], self._n, self._source.env, self._sampling)
+    def _group(self, number: int, row: int) -> Group:
+        seed = None if self._schedule.seed is None else seed_of(self._schedule.seed, row, number)
+        by = partial(self._schedule.sampler, number)
+        return Group(self._prompts[row], self._n, self._source.env, self._sampling, seed=seed, by=by)
 
     @property
     def _running(self) -> list[Draw]:
@@ -209,7 +234,7 @@ class TrainingBatches:
             draw.playing.add_done_callback(lambda _: self._news.set())
 
     async def _play(self, draw: Draw) -> None:
-        group = await self._source.play(draw.group, self._stats)
+        group = await self._source.play(draw.group, self._stats, partial(self._schedule.ended, draw.number))
         if not self._cfg.filter_groups or has_signal(group, self._cfg.filter_metric):
             draw.graded, draw.place = group, next(self._places)
         else:
@@ -220,6 +245,13 @@ class TrainingBatches:
 
     def _choose(self) -> list[Draw] | None:
         """Return the groups of the batch, in draw order; None: it must wait for one."""
+        ready = self._ready()
+        numbers = self._schedule.batch(None if ready is None else [draw.number for draw in ready])
+        if numbers is None:
+            return None
+        return [draw for draw in self._drawn if draw.number in numbers and draw.graded is not None]
+
+    def _ready(self) -> list[Draw] | None:
         chosen: list[Draw] = []
         taken = self._drawn  # without staleness those that were ready first, after those that were left
         if not self._cfg.staleness:
@@ -257,7 +289,7 @@ class TrainingBatches:
                 self._stats.cancelled_lengths += await draw.group.pause()
             else:
                 self._stats.cancelled_lengths += await draw.group.release()
-                draw.group = self._group(draw.row)
+                draw.group = self._group(draw.number, draw.row)
             draw.playing, draw.graded, draw.place = None, None, math.inf
             draw.overtaken += 1
 

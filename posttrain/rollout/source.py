@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,8 +11,10 @@ from posttrain.core.types import ON_POLICY, Failure, Prompt, Sampling, Trajector
 from posttrain.rewards.compose import Rewarder
 from posttrain.rollout.agents import AgentEpisode
 from posttrain.rollout.episode import Episode, EpisodeContext, EpisodeState, in_flight
+from posttrain.rollout.seeds import seed_of
 
 if TYPE_CHECKING:
+    from posttrain.engines.base import Generator
     from posttrain.rollout.pool import SamplerPool
 
 T = TypeVar("T")
@@ -53,6 +55,12 @@ class RolloutStats:
         counted = replace(self)
         vars(self).update(vars(RolloutStats()))
         return counted
+
+    def add(self, other: RolloutStats) -> None:
+        """Count what ``other`` has counted."""
+        for name, value in vars(other).items():
+            own = getattr(self, name)
+            setattr(self, name, value | own if isinstance(value, dict) else own + value)
 
     def count(self, episodes: Sequence[Trajectory]) -> None:
         """Take the episodes of a group, before they are graded."""
@@ -103,17 +111,33 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class Group:
-    """``n`` episodes of one prompt, which can be interrupted and played on."""
+    """``n`` episodes of one prompt, which can be interrupted and played on.
 
-    def __init__(self, prompt: Prompt, n: int, env: EpisodeContext, sampling: Sampling) -> None:
+    Args:
+        seed: of which each episode gets its own; None: turns are sampled from the engine's stream.
+        by: (number of an episode, its sampler) -> what samples it in place of that.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        n: int,
+        env: EpisodeContext,
+        sampling: Sampling,
+        *,
+        seed: int | None = None,
+        by: Callable[[int, Generator], Generator] | None = None,
+    ) -> None:
         self.prompt, self.env, self.sampling = prompt, env, sampling
+        self._seed, self._by = seed, by
         self._opened = env.opened(prompt)
-        self._episodes: list[Episode | AgentEpisode | Trajectory] = [self._new() for _ in range(n)]
+        self._episodes: list[Episode | AgentEpisode | Trajectory] = [self._new(i) for i in range(n)]
 
-    def _new(self) -> Episode | AgentEpisode:
+    def _new(self, i: int) -> Episode | AgentEpisode:
         if self.env.agents is not None:
             return AgentEpisode(self.prompt, self.env, self.env.agents, self.sampling, self._opened[0])
-        return Episode(self.prompt, self.env, self.sampling, opened=self._opened)
+        seed = None if self._seed is None else seed_of(self._seed, i)
+        return Episode(self.prompt, self.env, self.sampling, opened=self._opened, seed=seed)
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -125,21 +149,21 @@ class Group:
         """Return the states of the episodes that have not ended."""
         return [episode.state for _, episode in self._unfinished()]
 
-    def so_far(self) -> list[tuple[bool, Trajectory]]:
-        """Return the episodes that ``go_on`` can continue in another process, each with whether it has ended."""
+    def so_far(self) -> list[tuple[int, bool, Trajectory]]:
+        """Return the episodes that ``go_on`` can continue in another process: which it is, and whether it has ended."""
         if self.env.agents is not None:  # an agent's program begins anew, and an episode has its branches
             return []
-        found: list[tuple[bool, Trajectory]] = []
-        for episode in self._episodes:
+        found: list[tuple[int, bool, Trajectory]] = []
+        for i, episode in enumerate(self._episodes):
             if isinstance(episode, Trajectory):  # a copy: grading changes it
-                found.append((True, replace(episode, reward_parts=dict(episode.reward_parts))))
+                found.append((i, True, replace(episode, reward_parts=dict(episode.reward_parts))))
             elif (so_far := episode.so_far()) is not None:
-                found.append((False, so_far))
+                found.append((i, False, so_far))
         return found
 
-    def go_on(self, so_far: Sequence[tuple[bool, Trajectory]]) -> None:
+    def go_on(self, so_far: Iterable[tuple[int, bool, Trajectory]]) -> None:
         """Continue episodes where another play of the prompt stood; the others begin."""
-        for i, (ended, trajectory) in enumerate(so_far):
+        for i, ended, trajectory in so_far:
             episode = self._episodes[i]
             trajectory.prompt = replace(self.prompt, messages=trajectory.prompt.messages)
             if ended:
@@ -161,7 +185,7 @@ class Group:
 
     async def _play(self, i: int, episode: Episode | AgentEpisode, pool: SamplerPool) -> None:
         with pool.session() as sampler:
-            self._episodes[i] = await episode.play(sampler)
+            self._episodes[i] = await episode.play(sampler if self._by is None else self._by(i, sampler))
 
     async def pause(self) -> list[int]:
         """Keep the partial rollouts of a cancelled ``play``; an episode amid a tool call begins anew.
@@ -172,7 +196,7 @@ class Group:
             lengths.append(episode.response_length)
             if not episode.resumable:
                 await episode.release()
-                self._episodes[i] = self._new()
+                self._episodes[i] = self._new(i)
         return lengths
 
     async def release(self) -> list[int]:
@@ -184,12 +208,19 @@ class Group:
 
 
 class TrajectorySource:
-    """Plays episodes of prompts on a pool of samplers, and grades them. Without a ``rewarder`` it only plays."""
+    """Plays episodes of prompts on a pool of samplers, and grades them. Without a ``rewarder`` it only plays.
 
-    def __init__(self, pool: SamplerPool, env: EpisodeContext, rewarder: Rewarder | None = None) -> None:
+    Args:
+        seed: of the run, where ``sample`` is to give each episode its own; None: engines sample from their streams.
+    """
+
+    def __init__(
+        self, pool: SamplerPool, env: EpisodeContext, rewarder: Rewarder | None = None, *, seed: int | None = None
+    ) -> None:
         self.pool = pool
         self.env = env
         self.rewarder = rewarder
+        self.seed = seed
         self.stats = RolloutStats()
         self._playing: list[Group] = []
         self._grading = 0
@@ -210,7 +241,8 @@ class TrajectorySource:
         """Return ``n`` graded episodes of each prompt, in prompt order. Failed episodes are among them, with ``error``
         set. ``played`` is called with 1 whenever a group is complete."""
         stats = self.stats = RolloutStats()
-        groups = [Group(prompt, n, self.env, sampling) for prompt in prompts]
+        seeds = [None if self.seed is None else seed_of(self.seed, prompt.index) for prompt in prompts]
+        groups = [Group(p, n, self.env, sampling, seed=seed) for p, seed in zip(prompts, seeds, strict=True)]
 
         async def play(group: Group) -> list[Trajectory]:
             episodes = await self.play(group, stats)
@@ -224,20 +256,26 @@ class TrajectorySource:
             for group in groups:
                 await group.release()
 
-    async def play(self, group: Group, stats: RolloutStats) -> list[Trajectory]:
-        """Play and return the graded episodes of one group, and count them in ``stats``."""
+    async def play(
+        self, group: Group, stats: RolloutStats, ended: Callable[[Sequence[Trajectory]], Awaitable[None]] | None = None
+    ) -> list[Trajectory]:
+        """Play and return the graded episodes of one group, and count them in ``stats`` after ``ended``."""
         self._playing.append(group)
         try:
             episodes = await group.play(self.pool)
         finally:
             self._playing.remove(group)
-        stats.count(episodes)
+        counted = RolloutStats()
+        counted.count(episodes)
         if self.rewarder is not None:
             self._grading += len(episodes)
             try:
                 ungraded = await self.rewarder.reward([t for t in episodes if t.error is None])
             finally:
                 self._grading -= len(episodes)
-            stats.ungraded(ungraded)
-            stats.graded(episodes)
+            counted.ungraded(ungraded)
+            counted.graded(episodes)
+        if ended is not None:
+            await ended(episodes)
+        stats.add(counted)
         return episodes

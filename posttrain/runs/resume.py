@@ -29,6 +29,11 @@ MAY_CHANGE = frozenset(
 )
 """Keys in which a resumed run may differ from the run it goes on with."""
 
+REPEATS = (MAY_CHANGE | {"run.name", "rollout.replay_schedule"}) - {
+    *("train.steps", "train.val_every", "cluster.workers", "train.sequence_parallel", "train.shard_size"),
+}
+"""Keys in which a run may differ from the one whose schedule it repeats."""
+
 MUST_AGREE = (
     *("command", "model.path", "train.lora.", "train.optim.name", "prefer.method"),
     *("data.train", "data.shuffle", "data.batch_size", "run.seed"),

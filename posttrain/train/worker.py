@@ -79,7 +79,7 @@ class TrainWorker:
         spec = self.spec
         if spec.device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each worker its own GPU only
-        if spec.batch_invariant:
+        if spec.batch_invariant and spec.device == "cuda":
             use_invariant_products()
         backend_name, timeout = "nccl" if spec.device == "cuda" else "gloo", timedelta(seconds=timeout_s)
         open_store = rendezvous.serve if self.rank == 0 else rendezvous.join

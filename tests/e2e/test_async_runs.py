@@ -113,3 +113,16 @@ def test_a_driver_that_is_killed_goes_on_with_the_groups_in_flight(settings):
     assert again.returncode == 0, again.stderr
     assert f"resuming after step {saved.step} " in again.stderr
     check(settings.folder, 2)
+
+
+@pytest.mark.slow
+def test_chaos(tmp_path):
+    """A driver in a save, an engine in a step and a training worker in a save. More of them: the script by itself."""
+    script = REPO / "scripts" / "chaos_async.py"
+    command = [sys.executable, str(script), "--no-calm", "--out", str(tmp_path / "chaos")]
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    options = ["--kills", "3", "--seed", "39", "--steps", "5"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=500, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 kills, 2 starts" in done.stdout
+    assert "40 groups, oldest token" in done.stdout

@@ -66,7 +66,21 @@ def test_tree_is_frozen_and_closed() -> None:
         ("rl", {"cluster": {"weight_transfer": "broadcast"}}, "needs cluster.placement = 'separate'"),
         ("rl", {"rollout": {"sleep": True}, "cluster": {"placement": "separate"}}, "rollout.sleep has no effect"),
         ("rl", {"train": {"offload": True, "cpu_offload": True}}, "train.offload has no effect with train.cpu_offload"),
-        ("rl", {"rollout": {"engine": "hf", "batch_invariant": True}}, "rollout.batch_invariant: the embedded engine"),
+        (
+            "rl",
+            {"rollout": {"engine": "hf", "batch_invariant": True, "max_concurrent": 8}},
+            "runs one request at a time",
+        ),
+        ("rl", {"rollout": {"record_schedule": True}}, "rollout.record_schedule needs rollout.batch_invariant"),
+        ("rl", {"rollout": {"replay_schedule": "r"}}, "rollout.replay_schedule without rollout.record_schedule"),
+        *(
+            (
+                "rl",
+                {"rollout": {"record_schedule": True, "batch_invariant": True} | more},
+                "such runs cannot be repeated",
+            )
+            for more in ({"over_sample_rate": 0.5}, {"agent": "a.py:play"}, {"only": True}, {"replay": "x"})
+        ),
         ("generate", {"rollout": {"engine": "hf", "engine_options": {"seed": 1}}}, "engine_options has no effect with"),
         ("generate", {"rollout": {"engine_options": {"seed": 1}}}, "engine_options are of one engine"),
         ("sft", {"train": {"early_stop": {"min_delta": 0.1}}}, "min_delta has no effect without"),

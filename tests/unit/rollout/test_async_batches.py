@@ -20,6 +20,7 @@ from posttrain.rollout.batches import TrainingBatches
 from posttrain.rollout.files import RolloutFiles, write_rollouts
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.rollout.pool import SamplerPool
+from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import TrajectorySource
 from tests.helpers.scripted import EOS, TOKENIZER, environment, gsm8k_prompt
 
@@ -101,6 +102,8 @@ class World:
     ages: list = field(default_factory=list)
     """Steps between the weights that sampled a token and those that trained it."""
     overtaking: dict = field(default_factory=dict)
+    engine: type[Engine] = Engine
+    schedule: Schedule | None = None
 
     def delay(self):
         self.asked += 1
@@ -111,12 +114,13 @@ class World:
 
         async def restart(index):
             await turns(self.delay())
-            return Engine(self)
+            return self.engine(self)
 
-        self.pool = SamplerPool([Engine(self), Engine(self)], restart, restarts=1000)
+        self.pool = SamplerPool([self.engine(self), self.engine(self)], restart, restarts=1000)
         self.source = TrajectorySource(self.pool, env, Rewards(self))
         prompts = [gsm8k_prompt(f"row {i}?", index=i) for i in range(ROWS)]
-        return TrainingBatches(self.source, prompts, BatchOrder(ROWS, SIZE, 0, self.shuffle), n=N)
+        order = BatchOrder(ROWS, SIZE, 0, self.shuffle)
+        return TrainingBatches(self.source, prompts, order, n=N, schedule=self.schedule)
 
     async def publish(self, version):
         self.version = version  # of an engine that starts from now on
@@ -313,7 +317,7 @@ def test_a_resumed_group_keeps_what_was_played_of_it(tmp_path):
         return groups
 
     state, played = asyncio.run(begin())
-    assert state["in_flight"] == [[0, ["played", "ended"]]]
+    assert state["in_flight"] == [[0, ["played", "ended"], [0, 1]]]
     before = len(asked)
     begun.append(True)
     groups = asyncio.run(resume(state, played))

@@ -108,8 +108,9 @@ def test_the_engine_of_a_run_is_chosen_before_it_is_stored(monkeypatch, gpu):
         assert with_engine(resolve(command, preset, sets)).config.rollout.engine == "auto"
     gpu(False)
     assert with_engine(resolve("rl", "qwen2.5-0.5b-gsm8k")).config.rollout.engine == "hf"
-    with pytest.raises(ConfigError, match=r"rollout\.batch_invariant: the embedded engine"):
-        with_engine(resolve("rl", "qwen2.5-0.5b-gsm8k", ["rollout.batch_invariant=true"]))
+    both = ["rollout.batch_invariant=true", "rollout.max_concurrent=8"]
+    with pytest.raises(ConfigError, match=r"rollout\.max_concurrent has no effect with rollout\.batch_invariant"):
+        with_engine(resolve("rl", "qwen2.5-0.5b-gsm8k", both))
 
 
 def test_an_engine_that_is_not_installed_is_named(monkeypatch):
