@@ -328,7 +328,7 @@ class Episode:
         while True:
             seed = None if self.seed is None else seed_of(self.seed, len(self.record))
             params = self.sampling.params(self.tokens_left, seed)
-            sample = await sampler.generate(self.record.ids, params, *([self.images] if self.images else []))
+            sample = await sampler.generate(self.record.ids, params, self.images)
             self.record.sampled(sample)
             if sample.finish_reason != "abort" or self.tokens_left == 0:
                 break

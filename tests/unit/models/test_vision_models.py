@@ -36,20 +36,15 @@ from tests.helpers.seeing import (
 CPU = torch.device("cpu")
 TOWER = ["frozen", "trained"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     return {family: save_model(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def trained_gradients(source, batch, **options):
