@@ -155,7 +155,7 @@ class TrainingBatches:
             return
         draws = {draw.number: draw for draw in self._drawn}
         for (number, kinds), trajectories in zip(state.get("in_flight", []), in_flight, strict=True):
-            for trajectory in trajectories:  # files of rollouts have no images
+            for trajectory in trajectories:  # in memory once
                 images = self._prompts[draws[number].row].images
                 trajectory.prompt = replace(trajectory.prompt, images=images)
             if kinds[0] == "graded":

@@ -97,7 +97,7 @@ def test_images_are_seen_and_stand_in_their_own_sequence(sources, family):
     batch = pack(rendered(source), load_vision(source))
     batch.loss_weights = batch.loss_mask.float()
     before = trained_gradients(source, batch)[""]
-    of = torch.repeat_interleave(torch.arange(5), torch.tensor(batch.lengths))[batch.loss_mask]
+    of = torch.repeat_interleave(torch.arange(6), torch.tensor(batch.lengths))[batch.loss_mask]
     batch.images.pixels[: batch.images.patches[0]] //= 2
     moved = (trained_gradients(source, batch)[""] != before).unique_consecutive().tolist()
     assert moved == [True, False]
