@@ -15,6 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 
 from posttrain.config import TrainConfig
 from posttrain.core.types import Message, ToolCall
@@ -26,7 +27,8 @@ from posttrain.data.samples import RenderConversations
 from posttrain.models.attention import choose
 from posttrain.models.builtin import builtin_processor, builtin_sizes, builtin_tokenizer
 from posttrain.models.gather import whole
-from posttrain.models.load import ModelSource, load_vision
+from posttrain.models.load import ModelSource, load_model, load_vision
+from posttrain.models.vision import last_hidden
 from posttrain.sft.command import pack
 from posttrain.tools.zoom import SCHEMA
 from posttrain.train.microbatch import MicroBatch
@@ -176,6 +178,33 @@ def gradients(lm: PackedLM, micro: MicroBatch) -> dict[str, torch.Tensor]:
     )[0]
     (-logprobs.sum()).backward()
     grads = {name: p.grad for name, p in lm.model.named_parameters() if p.grad is not None}
+    return grads | {"": logprobs.detach()}
+
+
+class Doubled(TorchFunctionMode):
+    """Computes in float64 what models cast to float32: norms, rotary embeddings."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        named = {key: torch.float64 if v is torch.float32 else v for key, v in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+def exact_gradients(source: ModelSource, batch: PackedBatch) -> dict[str, torch.Tensor]:
+    """Return what ``gradients`` does, all of it in float64. The output head, whose code adds up in float32, is replaced
+    by torch's own functions."""
+    model = load_model(source, dtype=torch.float32).double()
+    micro = MicroBatch.build(batch, torch.device("cpu"), SDPA, vision=load_vision(source))
+    with Doubled():
+        hidden = last_hidden(model, micro.input_ids, micro.position_ids, micro.ragged, micro.images)[micro.rows]
+        every = model.get_output_embeddings()(hidden).log_softmax(-1)
+        logprobs = every.gather(1, micro.targets[:, None])[:, 0]
+    (-logprobs.sum()).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert {grad.dtype for grad in grads.values()} == {torch.float64}
     return grads | {"": logprobs.detach()}
 
 
