@@ -22,6 +22,7 @@ from typing import Any
 
 from posttrain.config import RolloutConfig
 from posttrain.core.types import ON_POLICY, Ids, Sample, SamplingParams
+from posttrain.data.images import PlacedImage
 from posttrain.envs.endpoint import AgentEndpoint
 from posttrain.envs.sampling import AgentSession
 from posttrain.envs.session import TokenRenderer, TokenSession
@@ -38,7 +39,7 @@ CONNECTIONS = 16
 class AtOnce:
     """Answers at once, always the same."""
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
         return Sample(ANSWER, [-0.5] * len(ANSWER), "stop", 1)
 
 

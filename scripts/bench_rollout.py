@@ -73,7 +73,9 @@ class Script:
         """How long an episode is when it has had all its calls."""
         self.version = 0
 
-    async def generate(self, prompt_ids: Sequence[int] | np.ndarray[Any, Any], params: SamplingParams) -> Sample:
+    async def generate(
+        self, prompt_ids: Sequence[int] | np.ndarray[Any, Any], params: SamplingParams, images: Sequence[Any] = ()
+    ) -> Sample:
         ids = self.call if len(prompt_ids) < self.until else self.last
         return Sample(ids, [-0.5] * len(ids), "stop", self.version)
 

@@ -46,6 +46,13 @@ ToolSchema = dict[str, Any]
 """An OpenAI function schema: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
 
+class ImageFile(TypedDict, total=False):
+    """An image as rows have it: the bytes of its file, or where the file lies."""
+
+    bytes: bytes
+    path: str
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One row of RLHF parquet, typed."""
@@ -213,6 +220,9 @@ class Trajectory:
         default_factory=lambda: np.empty(0, np.float32), metadata=stored(required=False)
     )
     """What the environment gave for each assistant turn that it answered; empty without an environment."""
+    tool_images: list[ImageFile] = field(default_factory=list, metadata=stored(required=False))
+    """Images after the prompt that the model read, as tools gave them, in the order of `<image>` in the messages. A
+    last result that did not fit has none here."""
     unfinished: bool = False
     """Its grader did not finish (``Score.unfinished``): validation counts it as wrong, whatever ``error`` says."""
     tool_errors: list[str] = field(default_factory=list)

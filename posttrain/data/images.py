@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from posttrain.core.errors import RunError
+from posttrain.core.types import ImageFile
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -55,6 +56,11 @@ class RawImage:
         """Return an entry of a row's ``images``. Bytes win over a path, which then is the name of their file."""
         data = value.get("bytes")
         return RawImage(data) if data is not None else RawImage(path=value.get("path"))
+
+    @property
+    def entry(self) -> ImageFile:
+        """Return the entry of a row's ``images`` that it is read of."""
+        return {"bytes": self.data} if self.data is not None else {"path": self.path or ""}
 
     def read(self) -> bytes:
         """Return the file's bytes. Raises ``ImageError``."""
@@ -106,6 +112,10 @@ class RawImage:
 
 Grid = tuple[int, int, int]
 """Patches of an image in time, height and width."""
+
+
+SizedImage = tuple[RawImage, Grid]
+"""An image that was decoded once, so that the number of its tokens is known."""
 
 
 @dataclass(frozen=True)

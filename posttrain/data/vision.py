@@ -20,7 +20,7 @@ import torch
 
 from posttrain.core.errors import DataError
 from posttrain.core.types import Ids
-from posttrain.data.images import Grid, ImageError, PlacedImage, RawImage
+from posttrain.data.images import Grid, ImageError, PlacedImage, RawImage, SizedImage
 from posttrain.data.pack import Images, PackedBatch
 from posttrain.data.turns import IMAGE
 
@@ -85,9 +85,9 @@ class VisionProcessor:
             ) from None
         return 1, height // side, width // side
 
-    def read(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[Mapping[str, Any]]) -> Expanded:
-        """Return the sequence of a row that has these ``images``, each decoded once. Arguments and errors as in
-        ``expand``; an error over an image has its column."""
+    def sized(self, images: Sequence[Mapping[str, Any]]) -> list[SizedImage]:
+        """Return the ``images`` of a row with their grids, each decoded once. Raises ``ImageError`` with the column of
+        the one that it is about."""
         found = []
         for number, image in enumerate(images):
             raw = RawImage.of(image)
@@ -95,9 +95,14 @@ class VisionProcessor:
                 found.append((raw, self.grid(raw)))
             except ImageError as error:
                 raise ImageError(error.message, error.hint, f"images.{number}") from error
-        return self.expand(ids, mask, found)
+        return found
 
-    def expand(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[tuple[RawImage, Grid]]) -> Expanded:
+    def read(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[Mapping[str, Any]]) -> Expanded:
+        """Return the sequence of a row that has these ``images``, each decoded once. Arguments and errors as in
+        ``expand``; an error over an image has its column."""
+        return self.expand(ids, mask, self.sized(images))
+
+    def expand(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[SizedImage]) -> Expanded:
         """Repeat each image token as often as its image has features.
 
         Args:
@@ -129,7 +134,7 @@ class VisionProcessor:
             tuple(PlacedImage(raw, grid, start, tokens) for (raw, grid), start, tokens in placed),
         )
 
-    def locate(self, ids: Ids, images: Sequence[tuple[RawImage, Grid]]) -> tuple[PlacedImage, ...]:
+    def locate(self, ids: Ids, images: Sequence[SizedImage]) -> tuple[PlacedImage, ...]:
         """Return where the images of a sequence stand that is expanded already.
 
         Raises:

@@ -47,6 +47,8 @@ _TABLES = 8
 
 VERDICTS = ("env_scores", "env_correct")
 """Columns of what an environment or an agent says of its episodes; null where it gave no reward."""
+TOOL_IMAGES = "tool_images"
+"""Column of the images that tools gave, in the order in which the conversations name them after the prompt's."""
 BRANCHES = "branches"
 """Column of the further branches of an agent's episodes."""
 
@@ -58,7 +60,9 @@ def further_columns(env: EpisodeContext) -> tuple[str, ...]:
     """Return the columns that a file has beside the usual ones, by what plays its episodes."""
     if env.agents is not None:
         return (*VERDICTS, BRANCHES)
-    return VERDICTS if env.world is not None else ()
+    if env.world is not None:
+        return VERDICTS
+    return (TOOL_IMAGES,) if env.vision is not None and env.tools else ()
 
 
 def response_schema(further: Sequence[str] = ()) -> pa.Schema:
@@ -69,12 +73,15 @@ def response_schema(further: Sequence[str] = ()) -> pa.Schema:
     """
     import pyarrow as pa
 
+    from posttrain.rollout.files import TRAJECTORY
+
     ids, text = pa.list_(pa.int32()), pa.string()
     columns = {
         "responses": text, "response_ids": ids, "response_masks": pa.list_(pa.bool_()), "conversations": text,
         "stop_reasons": text, "num_turns": pa.int32(), "errors": text,
     }  # fmt: skip
     more = {"env_scores": pa.float64(), "env_correct": pa.bool_(), BRANCHES: text}
+    more[TOOL_IMAGES] = TRAJECTORY[TOOL_IMAGES].type
     columns |= {name: more[name] for name in further}
     return pa.schema([("row", pa.int64()), *((name, pa.list_(kind)) for name, kind in columns.items())])
 
@@ -96,6 +103,7 @@ def response_table(rows: Sequence[Row], further: Sequence[str] = ()) -> pa.Table
         "errors": [[None if t.error is None else _text(t.error) for t in g] for g in groups],
         "env_scores": [[None if verdict is None else verdict.score for verdict in g] for g in verdicts],
         "env_correct": [[None if verdict is None else verdict.correct for verdict in g] for g in verdicts],
+        TOOL_IMAGES: [[t.tool_images for t in g] for g in groups],
         BRANCHES: [[_text(json.dumps([*map(_branch, t.branches)], ensure_ascii=False)) for t in g] for g in groups],
     }
     schema = response_schema(further)

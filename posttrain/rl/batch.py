@@ -45,8 +45,8 @@ def usable(groups: Groups) -> list[Trajectory]:
 
 
 def pack(kept: Sequence[Trajectory], vision: VisionProcessor | None = None) -> PackedBatch:
-    """Pack the episodes into one batch, with the engine's log-probabilities and the images of their prompts, which
-    ``vision`` reads.
+    """Pack the episodes into one batch, with the engine's log-probabilities and the images of their prompts and tools,
+    which ``vision`` reads.
 
     Raises:
         DataError: an image can no longer be read.
@@ -54,10 +54,11 @@ def pack(kept: Sequence[Trajectory], vision: VisionProcessor | None = None) -> P
     batch = PackedBatch.from_sequences([t.tokens for t in kept], [t.loss_mask for t in kept])
     batch.rollout_logprobs = torch.cat([torch.from_numpy(t.logprobs) for t in kept])
     if vision is not None:
-        read = {t.prompt.index: [RawImage.of(image) for image in t.prompt.images] for t in kept}
+        images = [[RawImage.of(image) for image in (*t.prompt.images, *t.tool_images)] for t in kept]
         try:
-            grids = {index: [(raw, vision.grid(raw)) for raw in images] for index, images in read.items()}
-            vision.attach(batch, [vision.locate(t.tokens, grids[t.prompt.index]) for t in kept])
+            grids = {raw: vision.grid(raw) for raw in {raw for of_one in images for raw in of_one}}
+            sized = [[(raw, grids[raw]) for raw in of_one] for of_one in images]
+            vision.attach(batch, [vision.locate(t.tokens, found) for t, found in zip(kept, sized, strict=True)])
         except ImageError as error:
             raise DataError(f"an image of the training data: {error.message}", hint=error.hint) from error
     return batch

@@ -65,7 +65,7 @@ class _Seeded:
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
         seed = seed_of(self._seed, next(self._places), len(prompt_ids))
-        return await self._sampler.generate(prompt_ids, replace(params, seed=seed), *([images] if images else []))
+        return await self._sampler.generate(prompt_ids, replace(params, seed=seed), images)
 
 
 class AgentEpisode:

@@ -175,7 +175,7 @@ class TrainingBatches:
     def _go_on(self, state: Mapping[str, Any], in_flight: Sequence[Sequence[Trajectory]]) -> None:
         draws = {draw.number: draw for draw in self._drawn}
         for (number, kinds, *places), trajectories in zip(state.get("in_flight", []), in_flight, strict=True):
-            for trajectory in trajectories:  # files of rollouts have no images
+            for trajectory in trajectories:  # in memory once
                 images = self._prompts[draws[number].row].images
                 trajectory.prompt = replace(trajectory.prompt, images=images)
             if kinds[0] == "graded":

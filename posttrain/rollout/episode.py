@@ -17,18 +17,19 @@ import numpy as np
 
 from posttrain.config import RolloutConfig
 from posttrain.core.errors import CodeError, DataError, PosttrainError
-from posttrain.core.plugins import definition_of, described_briefly, expect, user_code, with_place
+from posttrain.core.plugins import definition_of, expect, user_code, with_place
 from posttrain.core.types import ENV_PART, ON_POLICY, Ids, Message, Prompt, Sampling, StopReason, Trajectory
 from posttrain.data.chat import ChatDeltas, decode, render_prompt
 from posttrain.data.images import ImageError, PlacedImage
 from posttrain.data.record import Record
-from posttrain.data.turns import with_image_parts
+from posttrain.data.turns import IMAGE, with_image_parts
 from posttrain.envs.base import Step
 from posttrain.envs.turns import structured
 from posttrain.rollout.interaction import UserTurn
 from posttrain.rollout.seeds import seed_of
-from posttrain.rollout.user_calls import LateError, within
-from posttrain.tools.base import Tool, ToolResult, cut
+from posttrain.rollout.tool_calls import Reply, answer_calls
+from posttrain.rollout.user_calls import within
+from posttrain.tools.base import Tool
 from posttrain.tools.formats import ParsedCall, ToolParser
 
 if TYPE_CHECKING:
@@ -111,6 +112,24 @@ class EpisodeContext:
             raise DataError(f"{where}{error.message}", hint=error.hint) from error
         return found.ids, found.images
 
+    def delta(self, reply: Reply) -> Opened:
+        """Return token ids of what the model reads after a turn, and the images among them, as ``opened`` does."""
+        if self.vision is None:
+            return self.deltas.ids(reply.messages), ()
+        ids = self.deltas.ids(with_image_parts(reply.messages, len(reply.images)))
+        try:
+            found = self.vision.expand(ids, [False] * len(ids), reply.images)
+        except ImageError as error:
+            raise DataError(f"the answer to a turn: {error.message}", hint=error.hint) from error
+        return found.ids, found.images
+
+    def harmless(self, text: str, images: Sequence[Any] = ()) -> str:
+        """Return what tools or users say without what would become a control token, and where they bring no ``images``
+        without the name of one."""
+        pieces = text.split(IMAGE) if self.vision is not None else [text]
+        between = IMAGE if images else f"{IMAGE[0]} {IMAGE[1:]}"
+        return between.join(map(self.deltas.without_control_tokens, pieces))
+
 
 class Episode:
     """One play of a prompt.
@@ -131,7 +150,8 @@ class Episode:
     ) -> None:
         self.prompt, self.env, self.sampling, self.seed = prompt, env, sampling, seed
         self.state: EpisodeState = "pending"
-        ids, self.images = env.opened(prompt) if opened is None else opened
+        ids, images = env.opened(prompt) if opened is None else opened
+        self.images: tuple[PlacedImage, ...] = tuple(images)
         self.record = Record(ids)
         self.prompt_length = len(self.record)
         self.messages: list[Message] = list(prompt.messages)
@@ -202,6 +222,7 @@ class Episode:
             turn_rewards=np.array(self.turn_rewards, np.float32),
             error=error,
             tool_errors=list(self.tool_errors),
+            tool_images=[image.raw.entry for image in self.images[len(self.prompt.images) :]],
         )
 
     def so_far(self) -> Trajectory | None:
@@ -213,6 +234,9 @@ class Episode:
         """Continue, in place of beginning, where another play of the prompt stood."""
         self.state = "running"
         self.record = Record.of({name: getattr(so_far, name) for name in self.record.columns()})
+        if so_far.tool_images and self.env.vision is not None:
+            sized = [(i.raw, i.grid) for i in self.images] + self.env.vision.sized(so_far.tool_images)
+            self.images = self.env.vision.locate(so_far.tokens, sized)
         self.messages = list(so_far.messages)
         self.turns, self.user_turns, self.tool_calls = so_far.turns, so_far.user_turns, so_far.tool_calls
         self.seconds, self.tool_seconds = so_far.seconds, so_far.tool_seconds
@@ -276,9 +300,11 @@ class Episode:
                 self.tool_seconds += time.perf_counter() - begun
             if isinstance(answer, str):
                 return answer
-            delta = self.env.deltas.ids(answer)
+            delta, images = self.env.delta(answer)
             if len(delta) >= self.tokens_left:
                 return "length"
+            begun_at = len(self.record)
+            self.images += tuple(replace(image, start=begun_at + image.start) for image in images)
             self.record.given(delta)
 
     async def _create(self) -> None:
@@ -321,14 +347,14 @@ class Episode:
                 )
         read: list[Message] = [message.copy() for message in messages]
         for message in read:
-            message["content"] = self._harmless(message["content"])
+            message["content"] = self.env.harmless(message["content"])
         return read
 
     async def _assistant_turn(self, sampler: Generator) -> StopReason | None:
         while True:
             seed = None if self.seed is None else seed_of(self.seed, len(self.record))
             params = self.sampling.params(self.tokens_left, seed)
-            sample = await sampler.generate(self.record.ids, params, *([self.images] if self.images else []))
+            sample = await sampler.generate(self.record.ids, params, self.images)
             self.record.sampled(sample)
             if sample.finish_reason != "abort" or self.tokens_left == 0:
                 break
@@ -339,7 +365,7 @@ class Episode:
         self.messages.append({"role": "assistant", "content": decode(self.env.tokenizer, ids)})
         return None if sample.finish_reason == "stop" else "length"
 
-    async def _answer(self) -> list[Message] | StopReason:
+    async def _answer(self) -> Reply | StopReason:
         """Return what the model reads next, from tools, the simulated user or the environment; or why there is no next
         turn."""
         cfg = self.env.cfg
@@ -360,11 +386,11 @@ class Episode:
         if last or self.user_turns >= cfg.max_user_turns:
             return "max_turns" if last else "max_user_turns"
         self.user_turns += 1
-        reply: list[Message] = [{"role": "user", "content": self._harmless(said.text)}]
-        self.messages += reply
-        return reply
+        reply: Message = {"role": "user", "content": self.env.harmless(said.text)}
+        self.messages.append(reply)
+        return Reply([reply])
 
-    async def _environment_turn(self, environment: Environment) -> list[Message] | StopReason:
+    async def _environment_turn(self, environment: Environment) -> Reply | StopReason:
         cfg = self.env.cfg
         message = structured(
             self.messages[-1]["content"], self.env.parser, self.env.schemas or (), f"call_{self.turns}"
@@ -383,7 +409,7 @@ class Episode:
         if not replies:
             raise CodeError(f"{what} gave no messages, and the episode is not over", hint="give messages, or done=True")
         self.messages += replies
-        return replies
+        return Reply(replies)
 
     async def _ask_user(self, user: Interaction) -> UserTurn:
         what, deadline = "the interaction failed", self.env.cfg.tool_deadline_s
@@ -393,45 +419,12 @@ class Episode:
             self.reward_parts["user"] = said.reward
         return said
 
-    async def _tool_turn(self, calls: Sequence[ParsedCall]) -> list[Message]:
-        """Run the calls of one turn side by side."""
-        cfg = self.env.cfg
+    async def _tool_turn(self, calls: Sequence[ParsedCall]) -> Reply:
         self.tool_calls += len(calls)
-        run = calls[: cfg.max_calls_per_turn]
-        results = [await self._call(run[0])] if len(run) == 1 else await asyncio.gather(*map(self._call, run))
-        over = ToolResult(f"error: not run: a turn may have {cfg.max_calls_per_turn} calls", error=True)
-        results = [*results, *[over] * (len(calls) - len(run))]
-        self.tool_errors += [result.text for result in results if result.error]
-        replies: list[Message] = []
-        for call, result in zip(calls, results, strict=True):
-            text = self._harmless(cut(result.text, cfg.max_tool_response_chars, cfg.tool_response_cut))
-            named: Message = {"role": "tool", "name": call.name, "content": text}
-            replies.append(named if call.name in self.env.tools else {"role": "tool", "content": text})
-        self.messages += replies
-        return replies
-
-    async def _call(self, call: ParsedCall) -> ToolResult:
-        """Run one call. Whatever goes wrong becomes a message that the model can read."""
-        if call.error is not None:
-            return ToolResult(f"error: {call.error}", error=True)
-        tool = self.env.tools.get(call.name)
-        if tool is None:
-            return ToolResult(f"error: unknown tool {call.name!r}; known: {', '.join(self.env.tools)}", error=True)
-        try:
-            state = self._tool_states[call.name]
-            result = await within(self.env.cfg.tool_deadline_s, call.name, tool.call, state, call.arguments)
-            return expect(result, ToolResult, f"{call.name}: call", tool.call)
-        except LateError:
-            late = f"did not answer within {self.env.cfg.tool_deadline_s:g} s"
-            return ToolResult(f"error: {call.name} {late}", error=True)
-        except PosttrainError as error:
-            # A tool is a user's code: its failure is the model's to read, and stays in the rollout files.
-            cause = error.__cause__ if isinstance(error, CodeError) else None
-            said = error.message if cause is None else described_briefly(cause)
-            return ToolResult(f"error: {call.name} failed: {said}", error=True)
-
-    def _harmless(self, text: str) -> str:
-        return self.env.deltas.without_control_tokens(text)
+        reply = await answer_calls(calls, self.env, self._tool_states)
+        self.tool_errors += reply.errors
+        self.messages += reply.messages
+        return reply
 
 
 async def run_episode(

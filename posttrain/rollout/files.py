@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from posttrain.core.errors import DataError
-from posttrain.core.types import Message, Prompt, StopReason, Trajectory
+from posttrain.core.types import ImageFile, Message, Prompt, StopReason, Trajectory
 from posttrain.data.parquet import located, open_parquet, write_table
 from posttrain.data.shards import shard_files
 from posttrain.data.turns import RowError
@@ -41,10 +41,7 @@ _TOKENIZER = b"posttrain.tokenizer"
 
 @dataclass(frozen=True)
 class RowHead:
-    """The first columns of a row: which episode it is, and its prompt. The columns of the trajectory follow.
-
-    Prompts with images have no trajectories, so there is no column for images.
-    """
+    """The first columns of a row: which episode it is, and its prompt. The columns of the trajectory follow."""
 
     kind: Kind
     """`train`, or `val` for an episode of a validation."""
@@ -64,6 +61,8 @@ class RowHead:
     """What the grader compared with."""
     extra_info: dict[str, Any]
     """The prompt's `extra_info`. What JSON has no form for, such as a date, is text."""
+    images: list[ImageFile] = dataclasses.field(default_factory=list, metadata={"required": False})
+    """The prompt's images, in the first row of each group alone."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,8 @@ class Column:
 def _arrow(hint: Any) -> pa.DataType | None:
     """Return the Arrow type that stores values of a type as they are; None where only JSON text can."""
     origin, args = get_origin(hint), get_args(hint)
+    if hint == list[ImageFile]:
+        return pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
     if origin in (np.ndarray, npt.NDArray):  # which of them depends on numpy's version
         scalar = args[-1] if isinstance(args[-1], type) else get_args(args[-1])[0]
         return pa.list_(pa.from_numpy_dtype(scalar))
@@ -150,6 +151,7 @@ TRAJECTORY = _columns(Trajectory)
 """The columns that are fields of ``Trajectory``, by name."""
 COLUMNS = {**_HEAD, **TRAJECTORY}
 """All columns of a file in their order, by name."""
+_IMAGES = {name for name, column in COLUMNS.items() if column.type == _arrow(list[ImageFile])}
 _REQUIRED = [name for name, column in COLUMNS.items() if column.required]
 _NULLS = " and ".join(f"`{name}`" for name, column in COLUMNS.items() if column.nullable)
 
@@ -205,12 +207,17 @@ def write_rollouts(
     Raises:
         DataError: the file cannot be written.
     """
-    rows = [(_head(t.prompt, kind, step, number, temperature), t) for number, group in enumerate(groups) for t in group]
+    rows = [
+        (_head(t.prompt, kind, step, number, temperature, first=place == 0), t)
+        for number, group in enumerate(groups)
+        for place, t in enumerate(group)
+    ]
     values = [[c.encode(getattr(head, c.name)) for head, _ in rows] for c in _HEAD.values()]
     values += [[c.encode(getattr(t, c.name)) for _, t in rows] for c in TRAJECTORY.values()]
     schema = rollout_schema().with_metadata({_TOKENIZER: tokenizer})
     arrays = [_array(column, field.type) for column, field in zip(values, schema, strict=True)]
     leaves = {f.name: f"{f.name}.list.element" if pa.types.is_list(f.type) else f.name for f in schema}
+    leaves = {name: leaf for name, leaf in leaves.items() if name not in _IMAGES}  # they hardly ever repeat
     # Log-probabilities hardly ever repeat, but their first bytes do.
     split = leaves.pop("logprobs")
     write_table(
@@ -294,7 +301,10 @@ class RolloutFiles:
             with located(where.path, index):
                 trajectory = _trajectory(row)
                 _check(trajectory, self.vocabulary)
-                groups.setdefault(row["group"], []).append(trajectory)
+                group = groups.setdefault(row["group"], [])
+                if group:
+                    trajectory.prompt = dataclasses.replace(trajectory.prompt, images=group[0].prompt.images)
+                group.append(trajectory)
         return list(groups.values())
 
     def _index(self, file: pq.ParquetFile, path: str) -> Iterator[tuple[int, _Step]]:
@@ -351,7 +361,7 @@ def _rows(step: _Step) -> list[dict[str, Any]]:
     return [dict(zip(found, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _head(prompt: Prompt, kind: Kind, step: int, group: int, temperature: float) -> RowHead:
+def _head(prompt: Prompt, kind: Kind, step: int, group: int, temperature: float, *, first: bool) -> RowHead:
     return RowHead(
         kind=kind,
         step=step,
@@ -362,14 +372,22 @@ def _head(prompt: Prompt, kind: Kind, step: int, group: int, temperature: float)
         prompt=prompt.messages,
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
+        images=cast("list[ImageFile]", prompt.images) if first else [],
     )
 
 
 def _trajectory(row: Mapping[str, Any]) -> Trajectory:
     """Return the trajectory of a row. Raises ``RowError`` for JSON text that does not hold its field."""
-    head = RowHead(**{name: column.decode(row[name]) for name, column in _HEAD.items()})
+    head = RowHead(**{name: column.decode(row[name]) for name, column in _HEAD.items() if name in row})
     return Trajectory(
-        prompt=Prompt(head.row, head.prompt, head.data_source, head.ground_truth, head.extra_info),
+        prompt=Prompt(
+            head.row,
+            head.prompt,
+            head.data_source,
+            head.ground_truth,
+            head.extra_info,
+            cast("list[dict[str, Any]]", head.images),
+        ),
         **{name: column.decode(row[name]) for name, column in TRAJECTORY.items() if name in row},
     )
 
@@ -390,6 +408,8 @@ def _values(array: pa.Array, column: Column, step: _Step) -> list[Any]:
         raise DataError(f"{step.path}: row {row}, column {column.name!r}: null", hint=hint)
     if pa.types.is_map(array.type):
         return [dict(pairs) for pairs in array.to_pylist()]
+    if column.name in _IMAGES:
+        return [[{k: v for k, v in image.items() if v is not None} for image in row] for row in array.to_pylist()]
     if not pa.types.is_list(array.type):
         return cast("list[Any]", array.to_pylist())
     if array.flatten().null_count:
@@ -408,7 +428,7 @@ def split_lists(array: pa.ListArray, flat: npt.NDArray[Any]) -> list[npt.NDArray
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    if not pa.types.is_list(kind) or not values:
+    if not pa.types.is_list(kind) or pa.types.is_struct(kind.value_type) or not values:
         return pa.array(values, kind)
     # As `pa.array` would, but twenty times as fast.
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)

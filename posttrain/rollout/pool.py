@@ -243,7 +243,7 @@ class StickySession:
                 continue
             replica.begin()
             try:
-                return await sampler.generate(prompt_ids, params, *([images] if images else []))
+                return await sampler.generate(prompt_ids, params, images)
             except PROCESS_FAILURES as error:
                 self._pool.lost(replica, sampler, error)
                 lost += 1

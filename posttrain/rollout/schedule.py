@@ -134,4 +134,6 @@ def header(config: Mapping[str, Any], prompts: Sequence[Prompt]) -> dict[str, An
     for prompt in prompts:
         told = [prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info]
         data.update(json.dumps(told, default=str).encode("utf-8", "backslashreplace"))
+        for image in prompt.images:
+            data.update(image.get("bytes") or str(image.get("path")).encode())
     return {"schedule": FORMAT, "prompts": data.hexdigest(), "config": dict(config)}

@@ -284,7 +284,7 @@ class _Repeating:
         version, count, cut = found
         await self._replay.sampled_by(version)
         params = replace(params, max_new_tokens=min(count, params.max_new_tokens))
-        sample = await self._sampler.generate(prompt_ids, params, *([images] if images else []))
+        sample = await self._sampler.generate(prompt_ids, params, images)
         if sample.version != version or len(sample.ids) != count:
             got = f"{len(sample.ids)} tokens of version {sample.version}"
             raise self._replay.fail(f"{self._name}: {got} instead of {count} of version {version}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
     from posttrain.config import Config
     from posttrain.core.types import ToolSchema
+    from posttrain.data.chat import ChatDeltas
+    from posttrain.data.vision import VisionProcessor
     from posttrain.envs.agents import Agent
     from posttrain.models.load import ModelSource
     from posttrain.rollout.agents import AgentHost
     from posttrain.rollout.episode import EpisodeContext
+    from posttrain.tools.base import Tool
     from posttrain.tools.formats import ToolParser
 
 _NO_TOOLS = (
@@ -50,6 +53,7 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
     from posttrain.sandbox import configure
     from posttrain.tools.sets import open_tools
 
+    vision = None if cfg.generate.endpoint.url else load_vision(source)  # servers are given ids alone
     interaction = None
     if cfg.rollout.interaction:
         interaction = open_interaction(cfg.rollout.interaction, cfg.rollout.interaction_options)
@@ -68,18 +72,20 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
     if schemas or agent is not None:
         vocabulary = tokenizer.get_vocab()
         stops |= {vocabulary[token] for token in parser.stop_tokens if token in vocabulary}
+    deltas = ChatDeltas(tokenizer, schemas, **template_kwargs)
+    check_tool_images(tools.values(), deltas, vision)
     return EpisodeContext(
         tokenizer=tokenizer,
         stop_token_ids=frozenset(stops),
         tools=tools,
         parser=parser,
-        deltas=ChatDeltas(tokenizer, schemas, **template_kwargs),
+        deltas=deltas,
         cfg=cfg.rollout,
         template_kwargs=template_kwargs,
         interaction=interaction,
         world=world,
         agents=None if agent is None else _host(agent, cfg, tokenizer, parser, frozenset(stops)),
-        vision=None if cfg.generate.endpoint.url else load_vision(source),  # servers are given ids alone
+        vision=vision,
     )
 
 
@@ -147,6 +153,26 @@ def check_tools_shown(
         raise ConfigError(
             f"rollout.tools: the chat template does not show {some(hidden)}: the model would not know of it",
             hint=_NO_TOOLS,
+        )
+
+
+def check_tool_images(tools: Iterable[Tool], deltas: ChatDeltas, vision: VisionProcessor | None) -> None:
+    """Check that the model reads the images that tools give. Raises ``ConfigError``."""
+    giving = [tool.name for tool in tools if getattr(tool, "gives_images", False)]  # a user's need not derive from Tool
+    if not giving:
+        return
+    what = f"rollout.tools: tool {giving[0]!r} gives images, and"
+    if vision is None:
+        raise ConfigError(f"{what} the model reads text alone", hint="docs/vision.md lists models that see")
+    probe = {"role": "tool", "name": giving[0], "content": [{"type": "image"}]}
+    try:
+        shown = deltas.ids([probe]).count(vision.image_id)
+    except DataError as error:
+        raise ConfigError(f"{what} {error.message}", hint=error.hint) from error
+    if shown != 1:
+        raise ConfigError(
+            f"{what} the chat template shows none in what tools say",
+            hint="put a template into the model's folder, as chat_template.jinja, that shows images of the role tool",
         )
 
 

@@ -20,6 +20,8 @@ class ToolResult:
 
     text: str
     error: bool = False
+    images: tuple[bytes, ...] = ()
+    """Files of images (PNG, JPEG) for a model that sees. The text says ``<image>`` where each belongs."""
 
 
 class Tool(Protocol):
@@ -37,6 +39,8 @@ class Tool(Protocol):
     schema: ToolSchema
     tells_answer: bool = False
     """True for one that tells the model whether an answer is right: scores sampled with it are none of a benchmark."""
+    gives_images: bool = False
+    """True for one whose results have images: before a run starts it is checked that the model reads them."""
 
     def check(self) -> None:
         """Called once, before a run exists. Raises ``ConfigError`` where the tool cannot work in it."""
@@ -93,6 +97,7 @@ TOOLS: Registry[Any] = Registry(
         "gsm8k": "posttrain.tools.gsm8k:Gsm8kTool",
         "mcp": "posttrain.tools.mcp:mcp_tools",
         "search": "posttrain.tools.search:Search",
+        "zoom": "posttrain.tools.zoom:Zoom",
     },
 )
 """Tool classes, and functions that return a tool or a list of tools. All take options as keyword arguments."""

@@ -23,6 +23,9 @@ _MESSAGES = st.lists(
     ),
     max_size=4,
 )
+_IMAGES = st.lists(
+    st.builds(lambda data: {"bytes": data}, st.binary(max_size=9)) | st.just({"path": "a/b.png"}), max_size=3
+)
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
 
@@ -39,6 +42,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         data_source=draw(st.text(max_size=8)),
         ground_truth=draw(_JSON),
         extra_info=draw(st.dictionaries(st.text(max_size=4), _JSON, max_size=3)),
+        images=draw(_IMAGES),
     )
     return Trajectory(
         prompt=prompt,
@@ -56,6 +60,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         reward_parts=draw(st.dictionaries(st.text(max_size=6), _FLOATS, max_size=3)),
         correct=draw(st.booleans()),
         error=draw(st.none() | st.text(max_size=8)),
+        tool_images=draw(_IMAGES),  # type: ignore[arg-type]
     )
 
 

@@ -33,7 +33,7 @@ class ScriptedSampler:
         self.prompts = []
         self.params = []
 
-    async def generate(self, prompt_ids, params):
+    async def generate(self, prompt_ids, params, images=()):
         self.prompts.append(list(prompt_ids))
         self.params.append(params)
         turn = self.turns.pop(0)

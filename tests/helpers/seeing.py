@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from PIL import Image
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 
 from posttrain.config import TrainConfig
-from posttrain.core.types import Message
+from posttrain.core.types import Message, ToolCall
 from posttrain.data.images import PlacedImage
 from posttrain.data.pack import PackedBatch, Placement
 from posttrain.data.parquet import Conversation
@@ -25,8 +27,10 @@ from posttrain.data.samples import RenderConversations
 from posttrain.models.attention import choose
 from posttrain.models.builtin import builtin_processor, builtin_sizes, builtin_tokenizer
 from posttrain.models.gather import whole
-from posttrain.models.load import ModelSource, load_vision
+from posttrain.models.load import ModelSource, load_model, load_vision
+from posttrain.models.vision import last_hidden
 from posttrain.sft.command import pack
+from posttrain.tools.zoom import SCHEMA
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM
 from posttrain.train.spec import LossSpec, WorkerSpec
@@ -74,7 +78,11 @@ def save_model(family: str, folder: Path) -> ModelSource:
 
 def picture(height: int, width: int, seed: int = 0) -> bytes:
     """Return a PNG of noise."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return png(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """Return a PNG of [height, width, 3] pixels."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
@@ -86,6 +94,7 @@ def conversation(text: str, *images: bytes, answer: str = "It is 7 and 3.") -> C
     return Conversation([asked, {"role": "assistant", "content": answer}], images=[{"bytes": data} for data in images])
 
 
+ZOOMED: ToolCall = {"type": "function", "function": {"name": "zoom", "arguments": {"box": [0, 0, 500, 500]}}}
 MIXED = (
     conversation("<image>How many?", picture(48, 48)),
     conversation("No picture. How many?", answer="None at all, 12."),
@@ -102,8 +111,18 @@ MIXED = (
         images=[{"bytes": picture(64, 64, 4)}, {"bytes": picture(33, 64, 5)}],
     ),
     conversation("Hi", answer="Hello."),
+    Conversation(
+        [
+            {"role": "user", "content": "<image>Which digit?"},
+            {"role": "assistant", "content": "", "tool_calls": [ZOOMED]},
+            {"role": "tool", "name": "zoom", "content": "here: <image>"},
+            {"role": "assistant", "content": "A 7."},
+        ],
+        [SCHEMA],
+        images=[{"bytes": picture(40, 40, 6)}, {"bytes": picture(32, 48, 7)}],
+    ),
 )
-"""Rows with no image, one, and several, of different sizes."""
+"""Rows with no image, one, and several, of different sizes; in the last a tool gives one."""
 
 
 def rendered(source: ModelSource, conversations: Sequence[Conversation] = MIXED, **how: Any) -> list[Rendered]:
@@ -134,11 +153,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """What two workers do, and the `train` section for it."""
 PARTS = {
-    "summed once a step": [[[0], [1]], [[2, 3], [4]]],
-    "shared sequences": [[[0, 1, 2, 3, 4]]],
+    "summed once a step": [[[0], [1]], [[2, 3], [4, 5]]],
+    "shared sequences": [[[0, 1, 2, 3, 4, 5]]],
 }
 """Sequences by worker and micro-batch."""
-ONE_SEES = [[[1, 4], [0]], [[2, 3], []]]
+ONE_SEES = [[[1, 4], [0]], [[2, 3, 5], []]]
 """In the first micro-batch one worker has images and the other has none; in the second the other way round."""
 
 
@@ -159,6 +178,33 @@ def gradients(lm: PackedLM, micro: MicroBatch) -> dict[str, torch.Tensor]:
     )[0]
     (-logprobs.sum()).backward()
     grads = {name: p.grad for name, p in lm.model.named_parameters() if p.grad is not None}
+    return grads | {"": logprobs.detach()}
+
+
+class Doubled(TorchFunctionMode):
+    """Computes in float64 what models cast to float32: norms, rotary embeddings."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        named = {key: torch.float64 if v is torch.float32 else v for key, v in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+def exact_gradients(source: ModelSource, batch: PackedBatch) -> dict[str, torch.Tensor]:
+    """Return what ``gradients`` does, all of it in float64. The output head, whose code adds up in float32, is replaced
+    by torch's own functions."""
+    model = load_model(source, dtype=torch.float32).double()
+    micro = MicroBatch.build(batch, torch.device("cpu"), SDPA, vision=load_vision(source))
+    with Doubled():
+        hidden = last_hidden(model, micro.input_ids, micro.position_ids, micro.ragged, micro.images)[micro.rows]
+        every = model.get_output_embeddings()(hidden).log_softmax(-1)
+        logprobs = every.gather(1, micro.targets[:, None])[:, 0]
+    (-logprobs.sum()).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert {grad.dtype for grad in grads.values()} == {torch.float64}
     return grads | {"": logprobs.detach()}
 
 

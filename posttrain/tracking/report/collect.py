@@ -13,6 +13,7 @@ from posttrain.tracking.report.details import LOGPROB_SCALE, Tokens, read_shown
 from posttrain.tracking.report.episodes import FileNumbers, Numbers, Place, choose, distributions
 from posttrain.tracking.report.folder import RunFolder, groups_of
 from posttrain.tracking.report.pieces import Pieces, Splitter, find_tokenizer
+from posttrain.tracking.report.thumbnails import Thumbnails
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ class Collector:
         Args:
             most: trajectories that it shows whole, over all its runs.
         """
-        pieces, tokens = Pieces(), Tokens()
+        pieces, tokens, thumbnails = Pieces(), Tokens(), Thumbnails()
         runs, episodes = [], []
         groups = groups_of(folders)
         for number, folder in enumerate(folders):
@@ -44,7 +45,7 @@ class Collector:
             files, problems = self.numbers.read(rollouts)
             places = choose(files, most=most // len(folders), most_tokens=MOST_TOKENS // len(folders))
             splitters, why = self._splitters(folder, files, places, pieces)
-            shown, unread = read_shown(files, places, number, splitters, pieces, tokens)
+            shown, unread = read_shown(files, places, number, splitters, pieces, tokens, thumbnails)
             episodes += shown
             runs.append(
                 folder.summary()
@@ -68,6 +69,7 @@ class Collector:
             "episodes": episodes,
             "pieces": list(pieces.table),
             "tokens": tokens.count,
+            "thumbnails": thumbnails.table,
         }
         return data, tokens.planes()
 

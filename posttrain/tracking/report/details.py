@@ -17,17 +17,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from posttrain.core.errors import DataError
+from posttrain.data.turns import IMAGE
 from posttrain.rollout.advantage_files import advantages_file, read_advantages
 from posttrain.rollout.files import COLUMNS, TRAJECTORY, split_lists
 from posttrain.tracking.report.episodes import FileNumbers, Place
 from posttrain.tracking.report.pieces import Pieces, Splitter
+from posttrain.tracking.report.thumbnails import Thumbnails
 
-HEAVY = [name for name in COLUMNS if name not in ("kind", "step", "temperature", "extra_info")]
+HEAVY = [name for name in COLUMNS if name not in ("kind", "step", "temperature", "extra_info", "images")]
 """Columns that are read of the trajectories shown."""
+_PROMPT_IMAGES = "images"
+"""Column that is read of the first row of their groups."""
 _PLACED = {
     "tokens", "loss_mask", "logprobs", "weight_version", "messages", "turns", "user_turns", "tool_calls", "stop_reason",
     "seconds", "tool_seconds", "reward", "correct", "extracted", "reward_parts", "error", "prompt_length", "branch",
-    "turn_rewards",
+    "turn_rewards", "tool_images",
 }  # fmt: skip
 """Columns of a trajectory that the page shows in a way of their own; the others it lists by name and value."""
 MOST_CHARACTERS = 20_000
@@ -72,6 +76,7 @@ def read_shown(
     splitters: Mapping[str, Splitter],
     pieces: Pieces,
     tokens: Tokens,
+    thumbnails: Thumbnails,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the chosen trajectories as JSON, and what was wrong with files that are left out.
 
@@ -94,7 +99,9 @@ def read_shown(
                 splitter = splitters.get(file.tokenizer)
                 origin = {"run": run, "kind": file.kind, "step": file.step, "at": at, "episode": episode}
                 origin |= _place_of_branch(row, [other for _, other in branches])
-                episodes.append(origin | _episode(row, advantages.get(at), splitter, tokens))
+                made = _episode(row, advantages.get(at), splitter, tokens)
+                _show_images(row, made, thumbnails)
+                episodes.append(origin | made)
     return episodes, problems
 
 
@@ -126,14 +133,16 @@ def _shared(one: Sequence[Any] | npt.NDArray[Any], other: Sequence[Any] | npt.ND
 def _read_rows(file: FileNumbers, wanted: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
     try:
         stored = pq.read_schema(file.path).names
-        found = [name for name in HEAVY if COLUMNS[name].required or name in stored]
-        table = pq.read_table(file.path, columns=found).take(pa.array(wanted, pa.int64()))
+        found = [name for name in (*HEAVY, _PROMPT_IMAGES) if COLUMNS[name].required or name in stored]
+        table = pq.read_table(file.path, columns=found)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{file.path}: unreadable: {error}", hint="the file is damaged") from error
     columns: dict[str, Sequence[Any]] = {}
     for name in found:
-        column = table[name].combine_chunks()
-        if pa.types.is_list(column.type):
+        # Images of a prompt stand in the first row of its group.
+        rows = [int(np.argmax(file.group == file.group[at])) for at in wanted] if name == _PROMPT_IMAGES else wanted
+        column = table[name].take(pa.array(rows, pa.int64())).combine_chunks()
+        if pa.types.is_list(column.type) and not pa.types.is_struct(column.type.value_type):
             columns[name] = split_lists(column, np.asarray(column.flatten()))
         else:
             columns[name] = column.to_pylist()
@@ -174,6 +183,17 @@ def _episode(
             weighed = np.zeros(last - first) if advantages is None else np.nan_to_num(advantages[first:last])
             tokens.add(numbers, row["logprobs"][first:last], weighed, scale)
     return metadata | {"messages": shown, "prompt": asked, "scale": None if advantages is None else scale}
+
+
+def _show_images(row: Mapping[str, Any], episode: dict[str, Any], thumbnails: Thumbnails) -> None:
+    """Give the messages of an episode the numbers of their images' thumbnails."""
+    texts = [str(message.get("content") or "") for message in _messages(row["messages"])]
+    left = {True: list(row.get(_PROMPT_IMAGES) or ()), False: list(row.get("tool_images") or ())}
+    for at, (message, text) in enumerate(zip(episode["messages"], texts, strict=True)):
+        if message["role"] in ("user", "tool"):
+            images = left[at < episode["prompt"]]
+            shown = [thumbnails.add(images.pop(0)) for _ in range(min(text.count(IMAGE), len(images)))]
+            message |= {"images": shown} if shown else {}
 
 
 def _versions(row: Mapping[str, Any], first: int, last: int) -> list[int]:

@@ -21,7 +21,7 @@ class Replica:
         self.index, self.version, self.dead = index, None, False
         self.trainers = ()
 
-    async def generate(self, prompt_ids, params):
+    async def generate(self, prompt_ids, params, images=()):
         await asyncio.sleep(0)
         if self.dead:
             raise WorkerError("it died")
@@ -119,7 +119,7 @@ async def test_without_updates_in_flight_new_weights_wait_for_the_turns_in_progr
     await synced.to_trainers()
     gate = asyncio.Event()
 
-    async def late(prompt_ids, params):
+    async def late(prompt_ids, params, images=()):
         version = replica.version
         await gate.wait()
         return Sample([0], [0.0], "stop", version)

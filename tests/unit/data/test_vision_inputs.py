@@ -151,7 +151,7 @@ def rendered_cut(chat, limit, how):
 
 def test_a_batch_selects_its_images_with_its_sequences():
     batch = pack(rendered(SOURCE), VISION)
-    assert batch.images.counts.tolist() == [1, 0, 3, 2, 0]
+    assert batch.images.counts.tolist() == [1, 0, 3, 2, 0, 2]
     assert int(batch.image_tokens.sum()) == sum(batch.images.patches) // 4
     assert not (batch.image_tokens & batch.loss_mask).any()
     assert torch.equal(batch.image_tokens, batch.input_ids == IMAGE)
@@ -192,7 +192,8 @@ def test_every_worker_has_an_image_where_any_has_one():
 def test_micro_batches_keep_within_the_patch_budget():
     batch = pack(rendered(SOURCE), VISION)
     patches = batch.images.patches_of_sequences()
-    assert patches == [36, 0, sum(batch.images.patches[1:4]), sum(batch.images.patches[4:]), 0]
+    of = batch.images.patches
+    assert patches == [36, 0, sum(of[1:4]), sum(of[4:6]), 0, sum(of[6:])]
     assert costs(batch, 1000, None) == batch.lengths
     parts = place(costs(batch, 1000, max(patches)), ranks=1, token_budget=1000).parts[0]
     assert all(sum(patches[b] for b in part) <= max(patches) for part in parts)
@@ -305,7 +306,7 @@ def test_many_images_leave_no_memory_behind():
 
 
 def test_the_mixed_rows_have_what_the_tests_say():
-    assert [len(chat.images) for chat in MIXED] == [1, 0, 3, 2, 0]
+    assert [len(chat.images) for chat in MIXED] == [1, 0, 3, 2, 0, 2]
     assert isinstance(pack(rendered(SOURCE), VISION), PackedBatch)
     assert VISION.video_id == VIDEO
     assert START != END

@@ -20,7 +20,8 @@ from posttrain.models.vision import last_hidden
 from posttrain.rl.batch import pack
 from posttrain.rollout.episode import EpisodeContext, run_episode
 from posttrain.rollout.interaction import Interaction, UserTurn
-from posttrain.tools.formats import PARSERS
+from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn, ToolParser
+from posttrain.tools.zoom import Zoom
 from posttrain.train.microbatch import MicroBatch
 from tests.helpers.seeing import FAMILIES, MIXED, SDPA, picture, save_model
 
@@ -130,6 +131,52 @@ def test_later_turns_go_on_after_the_images(source):
     played = with_engine(source, play, stops)
     assert sum(t.turns == 3 for t in played) >= 6
     batch = pack(played, env.vision)
+    found = batch.rollout_logprobs[batch.loss_mask]
+    torch.testing.assert_close(found, trainer_logprobs(source, batch), rtol=0, atol=2e-5)
+
+
+class AlwaysZooms(ToolParser):
+    """Reads a call in whatever the model writes."""
+
+    def parse(self, text, tools=None):
+        return ParsedTurn(text, [ParsedCall("zoom", {"box": [0, 0, 500, 400 + len(text) % 7 * 100]})])
+
+    def render(self, turn):
+        return turn.content
+
+
+def test_images_that_tools_give_are_read_in_later_turns(source):
+    """Of prompts with no image, one and several; what cannot be zoomed into is answered in words."""
+    stops, tool = range(300), Zoom()
+    cfg = ROLLOUT.model_copy(update={"max_response_tokens": 160, "max_turns": 4})
+    env = replace(
+        context(source), cfg=cfg, tools={"zoom": tool}, parser=AlwaysZooms(), stop_token_ids=frozenset(stops),
+        deltas=ChatDeltas(TOKENIZER, [tool.schema]),
+    )  # fmt: skip
+    asked = []
+
+    async def play(engine):
+        generate = engine.generate
+
+        async def noted(ids, params, images=()):
+            asked.append((ids.tolist(), images))
+            return await generate(ids, params, images)
+
+        engine.generate = noted
+        return await asyncio.gather(*(run_episode(prompt, engine, env) for prompt in prompts() * 2))
+
+    played = with_engine(source, play, stops)
+    assert [t.error for t in played] == [None] * len(played)
+    assert sum(len(t.tool_images) >= 2 for t in played) >= 4
+    assert any(t.tool_errors == ["error: there is no image"] * 3 for t in played)
+    for t in played:  # each request is the beginning of an episode, with the images that stand in it
+        mine = [(ids, images) for ids, images in asked if t.tokens.tolist()[: len(ids)] == ids]
+        assert len(mine) >= t.turns
+        shown = [*t.prompt.images, *t.tool_images]
+        assert any([image.raw.entry for image in images] == shown for _, images in mine)
+    batch = pack(played, env.vision)
+    assert batch.images.counts.tolist() == [len(t.prompt.images) + len(t.tool_images) for t in played]
+    assert not (batch.loss_mask & batch.image_tokens).any()
     found = batch.rollout_logprobs[batch.loss_mask]
     torch.testing.assert_close(found, trainer_logprobs(source, batch), rtol=0, atol=2e-5)
 

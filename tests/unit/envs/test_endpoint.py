@@ -211,7 +211,7 @@ async def test_a_client_that_disconnects_aborts_its_request_and_fails_the_episod
     stopped = asyncio.Event()
 
     class Slow(ScriptedSampler):
-        async def generate(self, prompt_ids, params):
+        async def generate(self, prompt_ids, params, images=()):
             self.prompts.append(prompt_ids)
             try:
                 await asyncio.sleep(60)
@@ -251,9 +251,9 @@ async def test_a_flood_of_requests_fails_the_episode_and_no_other(monkeypatch):
     release = asyncio.Event()
 
     class Waits(ScriptedSampler):
-        async def generate(self, prompt_ids, params):
+        async def generate(self, prompt_ids, params, images=()):
             await release.wait()
-            return await super().generate(prompt_ids, params)
+            return await super().generate(prompt_ids, params, images)
 
     async with AgentEndpoint() as endpoint:
         served, other = Served(endpoint, Waits(*["a"] * 20)), Served(endpoint, ScriptedSampler("b"))

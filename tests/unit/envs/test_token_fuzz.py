@@ -109,7 +109,7 @@ class Writes:
     def __init__(self):
         self.next, self.seen = [], []
 
-    async def generate(self, prompt_ids, params):
+    async def generate(self, prompt_ids, params, images=()):
         ids, version = self.next, len(self.seen)
         logprobs = [-(version + 1) - place / 1024 for place in range(len(ids))]
         self.seen.append((list(prompt_ids), ids, logprobs))

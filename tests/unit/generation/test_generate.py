@@ -110,7 +110,7 @@ class Gated:
         self.slow, self.gate = set(slow), asyncio.Event()
         self.running = self.most = self.asked = 0
 
-    async def generate(self, prompt_ids, params):
+    async def generate(self, prompt_ids, params, images=()):
         number, self.asked = self.asked, self.asked + 1
         self.running += 1
         self.most = max(self.most, self.running)

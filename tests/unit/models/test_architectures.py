@@ -20,7 +20,10 @@ STORED = json.loads(RECORDED.read_text(encoding="utf-8"))
 TABLE = STORED["architectures"]
 TWO_WORKERS = ("fsdp", "sequence_parallel")
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +43,6 @@ def benches(tmp_path_factory):
 def two_workers(benches):
     """Two processes have computed what every architecture does, shared among them."""
     run_two_workers([benches(name) for name in ARCHITECTURES])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny matrices gain nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def cells():

@@ -19,6 +19,8 @@ from posttrain.core.errors import ConfigError, ModelError
 from posttrain.models.builtin import builtin_config, builtin_tokenizer, create_builtin
 from posttrain.models.reward import RewardModel, open_reward_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENIZER = builtin_tokenizer("tiny")
 EOS, PAD = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
 ENDS_IN_EOS = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -86,15 +88,6 @@ def by_hand(folder, conversation, ids=None):
     with torch.no_grad():
         hidden = model.model(input_ids=tokens(conversation) if ids is None else ids).last_hidden_state
         return (hidden[0, -1] @ model.score.weight[0]).item()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    """Models this small only lose by more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

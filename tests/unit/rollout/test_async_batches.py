@@ -44,7 +44,7 @@ class Engine:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def generate(self, prompt_ids, params):
+    async def generate(self, prompt_ids, params, images=()):
         await self.open.wait()
         version, update, ids = self.version, self.update, []
         length = 1 + self.world.delay() % 5
@@ -188,11 +188,11 @@ def test_the_window_says_how_many_may_overtake_a_slow_group(window):
     """Row 1 is played for as long as others are; the batch that it is due in waits for it, or the next one."""
 
     class Slow(Engine):
-        async def generate(self, prompt_ids, params):
+        async def generate(self, prompt_ids, params, images=()):
             if gate.is_set() or slow != list(prompt_ids[: len(slow)]):
-                return await super().generate(prompt_ids, params)
+                return await super().generate(prompt_ids, params, images)
             await gate.wait()
-            return await super().generate(prompt_ids, params)
+            return await super().generate(prompt_ids, params, images)
 
     async def play():
         nonlocal slow
@@ -280,7 +280,7 @@ def test_a_resumed_group_keeps_what_was_played_of_it(tmp_path):
     class Once(Engine):
         """Cuts the first request off after two tokens and holds what is asked for then, of version 7; or ends all."""
 
-        async def generate(self, prompt_ids, params):
+        async def generate(self, prompt_ids, params, images=()):
             asked.append(list(prompt_ids))
             if begun:
                 return Sample([70, EOS], [-1.0, -1.0], "stop", 8)

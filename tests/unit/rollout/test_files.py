@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,9 @@ def pairs(*rewards: float) -> Groups:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(trajectories(), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_reads_exactly_what_was_written(groups: Groups) -> None:
+    for group in groups:  # of one prompt
+        for one in group:
+            one.prompt = dataclasses.replace(one.prompt, images=group[0].prompt.images)
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "t.parquet", groups)
         assert_same(recorded(path).read(1), groups)
@@ -84,6 +88,21 @@ def test_columns_are_small_types_and_compressed(tmp_path: Path) -> None:
     assert file.schema_arrow.field("logprobs").type == pa.list_(pa.float32())
     group = file.metadata.row_group(0)
     assert {group.column(i).compression for i in range(group.num_columns)} == {"ZSTD"}
+
+
+def test_images_of_a_prompt_are_written_once_a_group(tmp_path: Path) -> None:
+    groups = pairs(1.0, 2.0)
+    for group in groups:
+        for one in group:
+            one.prompt.images.append({"bytes": b"picture"})
+            one.tool_images.append({"bytes": b"part"})
+    path = write(tmp_path / "t.parquet", groups)
+    table = pq.read_table(path)
+    assert [len(images) for images in table["images"].to_pylist()] == [1, 0, 1, 0]
+    assert_same(recorded(path).read(1), groups)
+    old = tmp_path / "old.parquet"
+    pq.write_table(table.drop_columns(["images", "tool_images"]), old)
+    assert [t.prompt.images + t.tool_images for group in recorded(old).read(1) for t in group] == [[]] * 4
 
 
 # ---------------------------------------------------------------------- files and steps
@@ -307,12 +326,13 @@ from posttrain.rollout.files import RolloutFiles, write_rollouts
 from posttrain.tracking.report.details import Tokens, read_shown
 from posttrain.tracking.report.episodes import read_numbers
 from posttrain.tracking.report.pieces import Pieces
+from posttrain.tracking.report.thumbnails import Thumbnails
 from tests.helpers.recorded import TOKENIZER, VOCABULARY, trajectory
 
 
 def read(path):
     ((found,),) = RolloutFiles(str(path), vocabulary=VOCABULARY, tokenizer=TOKENIZER).read(1)
-    (shown,), problems = read_shown([read_numbers(path)], [(0, 0)], 0, {}, Pieces(), Tokens())
+    (shown,), problems = read_shown([read_numbers(path)], [(0, 0)], 0, {}, Pieces(), Tokens(), Thumbnails())
     assert not problems
     return found.notes, found.cost, shown["more"]
 

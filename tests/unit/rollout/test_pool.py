@@ -23,7 +23,7 @@ class Replica:
         self.asked = []
         self.waiting = []
 
-    async def generate(self, prompt_ids, params):
+    async def generate(self, prompt_ids, params, images=()):
         self.asked.append(list(prompt_ids))
         if self.failure is None and params.max_new_tokens > 100:
             answer = asyncio.get_running_loop().create_future()
@@ -134,10 +134,10 @@ async def test_a_restart_that_fails_is_told(failure):
 
 async def test_a_request_that_kills_samplers_does_not_kill_them_all():
     class Fragile(Replica):
-        async def generate(self, prompt_ids, params):
+        async def generate(self, prompt_ids, params, images=()):
             if 666 in prompt_ids:
                 self.die()
-            return await super().generate(prompt_ids, params)
+            return await super().generate(prompt_ids, params, images)
 
     pool = SamplerPool([Fragile(i) for i in range(4)])
     with pytest.raises(RunError, match="2 samplers were lost over one request"), pool.session() as sampler:

@@ -62,12 +62,12 @@ class ByPrompt(ScriptedSampler):
         super().__init__(*turns)
         self.running = self.most = 0
 
-    async def generate(self, prompt_ids, params):
+    async def generate(self, prompt_ids, params, images=()):
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0.01)
         self.running -= 1
-        return await super().generate(prompt_ids, params)
+        return await super().generate(prompt_ids, params, images)
 
 
 async def test_groups_come_graded_and_in_prompt_order():

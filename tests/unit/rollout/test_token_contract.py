@@ -70,7 +70,7 @@ class Writer:
         self.tokenizer, self.texts, self.cuts = tokenizer, list(texts), cuts
         self.prompts, self.samples = [], []
 
-    async def generate(self, prompt_ids, params):
+    async def generate(self, prompt_ids, params, images=()):
         self.prompts.append(prompt_ids.tolist())
         text = self.texts.pop(0)
         places = sorted({min(c, len(text)) for c in self.cuts} | {0, len(text)})

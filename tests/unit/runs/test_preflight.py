@@ -310,6 +310,18 @@ def test_a_server_is_given_no_images():
             check_prompts([shown], episode_context(cfg, source, tokenizer), "f")
 
 
+def test_a_tool_that_gives_images_needs_a_model_and_a_template_that_show_them():
+    cfg = config(**SEEING, rollout={"engine": "hf", "tools": ["zoom"]})
+    source, tokenizer = open_model(cfg)
+    assert set(episode_context(cfg, source, tokenizer).tools) == {"zoom"}
+    words = "(message.content if message.content is string else '') + '\\n</tool"
+    tokenizer.chat_template = tokenizer.chat_template.replace("shown(message.content) + '\\n</tool", words)
+    with pytest.raises(ConfigError, match="'zoom' gives images, and the chat template shows none in what tools say"):
+        episode_context(cfg, source, tokenizer)
+    with pytest.raises(ConfigError, match="'zoom' gives images, and the model reads text alone"):
+        environment(tools=["zoom"])
+
+
 @pytest.mark.parametrize("train", [{"vision_tower": "trained"}, {"patches_per_microbatch": 100}])
 def test_settings_about_images_are_refused_for_a_model_of_text(train):
     with pytest.raises(ConfigError, match=rf"train\.{next(iter(train))} is about models that see"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import threading
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.types import Message
+from posttrain.data.images import RawImage
 from posttrain.rollout.advantage_files import advantages_file, read_advantages
 from posttrain.runs import report
+from posttrain.tracking.report import thumbnails
 from posttrain.tracking.report.background import Reporter
 from posttrain.tracking.report.collect import Collector
 from posttrain.tracking.report.details import LOGPROB_SCALE
@@ -23,6 +27,8 @@ from posttrain.tracking.report.episodes import Numbers, choose
 from posttrain.tracking.report.folder import RunFolder
 from posttrain.tracking.report.page import MOST_BYTES, write_page
 from posttrain.tracking.report.pieces import Pieces, Splitter
+from posttrain.tracking.report.thumbnails import Thumbnails
+from tests.helpers.seeing import picture
 from tests.helpers.written_runs import HOSTILE, TOKENIZER, branched, episode, many, write_run
 
 
@@ -187,6 +193,49 @@ def test_rewards_of_turns_stand_beside_them(tmp_path: Path) -> None:
     rewards = [[m.get("reward") for m in e["messages"] if m["role"] == "assistant"] for e in data["episodes"]]
     assert rewards == [[0.5, 0.25], [0.5, None], [None, None]]
     assert "turn_rewards" not in data["episodes"][0]["more"]
+
+
+def test_images_are_shown_small_beside_what_names_them(tmp_path: Path) -> None:
+    """Those of the prompt in every episode of a group, a tool's in its own; bytes that are no image in none."""
+    group = [episode(0, float(number)) for number in range(3)]
+    for number, one in enumerate(group):
+        one.prompt.messages[0]["content"] = "<image>, <image> or <image>?"
+        one.prompt.images.extend([{"bytes": picture(300, 200)}, {"bytes": HOSTILE.encode()}, {"path": "gone.png"}])
+        told: Message = {"role": "tool", "name": "zoom", "content": "<image>"}
+        one.messages = [one.prompt.messages[0], *one.messages[1:], told]
+        one.tool_images.append({"bytes": picture(48, 48, seed=number)})
+    words = episode(1, 0.5)
+    words.messages = [{"role": "user", "content": "The word <image>."}, *words.messages[1:]]
+    page = report.run([str(write_run(tmp_path, "a", [[group, [words]]]))], "runs", None)
+    data, _ = read(page)
+    shown = [[m["images"] for m in e["messages"] if "images" in m] for e in data["episodes"]]
+    assert sorted(map(str, shown)) == sorted(map(str, [[[0, -1, -1], [1]], [[0, -1, -1], [2]], [[0, -1, -1], [3]], []]))
+    sizes = []
+    for url in data["thumbnails"]:
+        head, _, body = url.partition(",")
+        assert head == "data:image/jpeg;base64"
+        sizes.append(RawImage(base64.b64decode(body, validate=True)).decode().size)
+    assert sizes == [(75, 112), (48, 48), (48, 48), (48, 48)]
+    assert "tool_images" not in data["episodes"][0]["more"]
+
+
+def test_thumbnails_take_a_bounded_part_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Thumbnails()
+    numbers = [made.add({"bytes": picture(112, 112, seed)}) for seed in (*range(9), 0)]
+    assert numbers == [*range(9), 0]
+    monkeypatch.setattr(thumbnails, "MOST_CHARACTERS", sum(map(len, made.table[:4])) + 5)
+    bounded = Thumbnails()
+    assert [bounded.add({"bytes": picture(112, 112, seed)}) for seed in (*range(9), 0)] == [*range(4), *[-1] * 5, 0]
+
+
+def test_a_thumbnail_has_nothing_but_the_picture() -> None:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "JPEG", comment=b"x" * 60_000, icc_profile=b"y" * 60_000)
+    made = Thumbnails()
+    assert made.add({"bytes": file.getvalue()}) == 0
+    assert len(made.table[0]) < 3000
 
 
 def test_what_is_chosen_has_best_worst_failed_and_every_step(tmp_path: Path) -> None:

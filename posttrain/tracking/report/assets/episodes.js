@@ -217,8 +217,12 @@ function turn(episode, message, at) {
       : el("span", {}, `${message.count} tokens · weights of step ${versions}`),
       message.reward === undefined ? null : el("span", {}, `reward ${show(message.reward)}`)),
     message.reasoning_content ? el("div", { class: "text muted", text: message.reasoning_content }) : null, body,
+    ...(message.images ?? []).map(thumbnail),
     message.tool_calls ? el("div", { class: "text", text: message.tool_calls }) : null);
 }
+
+const thumbnail = (number) => (number < 0 ? el("span", { class: "muted" }, "(image not shown) ")
+  : el("img", { class: "thumbnail", src: data.thumbnails[number], alt: "image" }));
 
 /** The tokens of a turn, each with its colour. */
 function paint(body, episode, { first, count }) {
