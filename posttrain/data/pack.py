@@ -54,6 +54,8 @@ class PackedBatch:
     """[T] float32, the critic's before this step's first update"""
     returns: Tensor | None = None
     """[T] float32, what the critic is to predict"""
+    routing: Tensor | None = None
+    """[T, bytes of a token] uint8, the experts that the engine chose, as ``models.experts`` stores them"""
     shared: Tensor | None = None
     """[B] int64: so many first tokens of a sequence are those of the last sequence before it that has 0 here, and are
     computed once for both; None: every sequence is computed whole. The batch holds all tokens of all sequences in
@@ -105,7 +107,7 @@ class PackedBatch:
         (collectives need every worker)."""
         one = replace(self.select([0]))
         blank: dict[str, Any] = {
-            f.name: None if (column := getattr(one, f.name)) is None else torch.zeros(2, dtype=column.dtype)
+            f.name: None if (column := getattr(one, f.name)) is None else column.new_zeros(2, *column.shape[1:])
             for f in fields(one)
         }
         blank |= {"cu_seqlens": torch.tensor([0, 2], dtype=torch.int32), "position_ids": torch.arange(2)}

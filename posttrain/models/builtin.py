@@ -1,6 +1,7 @@
-"""``builtin:tiny``: a Qwen2 model of under a million parameters, made on demand, with a tokenizer that ships here.
+"""Built-in models, made on demand, with a tokenizer that ships here: ``builtin:tiny``, a Qwen2 model of under a million
+parameters, and ``builtin:tiny-moe``, a Qwen3-MoE of about a million, of which a token uses 0.4.
 
-Its tokenizer is made by ``scripts/make_tiny_tokenizer.py``.
+Their tokenizer is made by ``scripts/make_tiny_tokenizer.py``.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from posttrain.core.errors import ModelError
 from posttrain.core.registry import unknown
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 PREFIX = "builtin:"
 
@@ -26,22 +27,33 @@ class BuiltinModel:
     tokenizer: Path
     hidden: int
     intermediate: int
+    """Width of the MLP, or of one expert"""
     layers: int
     heads: int
     kv_heads: int
     max_length: int
+    kind: Literal["qwen2", "qwen3_moe"] = "qwen2"
+    experts: int = 0
+    experts_per_token: int = 0
 
 
+_TOKENIZER = Path(__file__).parent / "tiny"
 BUILTIN: dict[str, BuiltinModel] = {
     "tiny": BuiltinModel(
-        tokenizer=Path(__file__).parent / "tiny",
+        tokenizer=_TOKENIZER, hidden=128, intermediate=384, layers=2, heads=4, kv_heads=2, max_length=4096
+    ),
+    "tiny-moe": BuiltinModel(
+        tokenizer=_TOKENIZER,
         hidden=128,
-        intermediate=384,
+        intermediate=128,
         layers=2,
         heads=4,
         kv_heads=2,
         max_length=4096,
-    )
+        kind="qwen3_moe",
+        experts=8,
+        experts_per_token=2,
+    ),
 }
 
 
@@ -55,8 +67,8 @@ def builtin_tokenizer(name: str) -> PreTrainedTokenizerFast:
 def builtin_sizes(name: str) -> dict[str, Any]:
     """The sizes in its config. The vocabulary is the tokenizer's, padded to a multiple of 64. Raises ``ModelError``."""
     model = _model(name)
-    return {
-        "model_type": "qwen2",
+    sizes: dict[str, Any] = {
+        "model_type": model.kind,
         "vocab_size": -(-_vocabulary(model.tokenizer) // 64) * 64,
         "hidden_size": model.hidden,
         "intermediate_size": model.intermediate,
@@ -66,6 +78,15 @@ def builtin_sizes(name: str) -> dict[str, Any]:
         "max_position_embeddings": model.max_length,
         "tie_word_embeddings": True,
     }
+    if model.experts:
+        sizes |= {
+            "head_dim": model.hidden // model.heads,
+            "moe_intermediate_size": model.intermediate,
+            "num_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "norm_topk_prob": True,
+        }
+    return sizes
 
 
 def _vocabulary(folder: Path) -> int:
@@ -74,13 +95,12 @@ def _vocabulary(folder: Path) -> int:
     return len({*stored["model"]["vocab"], *(token["content"] for token in stored["added_tokens"])})
 
 
-def builtin_config(name: str) -> Qwen2Config:
+def builtin_config(name: str) -> PreTrainedConfig:
     """The configuration. Raises ``ModelError``."""
-    from transformers import Qwen2Config
+    from transformers import AutoConfig
 
     tokenizer, sizes = builtin_tokenizer(name), builtin_sizes(name)
-    del sizes["model_type"]  # the class says it
-    return Qwen2Config(
+    return AutoConfig.for_model(
         **sizes,
         initializer_range=0.02,
         bos_token_id=None,
@@ -89,16 +109,16 @@ def builtin_config(name: str) -> Qwen2Config:
     )
 
 
-def create_builtin(name: str, seed: int) -> Qwen2ForCausalLM:
+def create_builtin(name: str, seed: int) -> PreTrainedModel:
     """A freshly initialised model in float32 on CPU, the same for the same seed. The global RNG is left untouched."""
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     config = builtin_config(name)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
-        return cast("Qwen2ForCausalLM", model.float())
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        return model.float()
 
 
 def check_builtin(name: str) -> None:

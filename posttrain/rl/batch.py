@@ -42,10 +42,18 @@ def usable(groups: Groups) -> list[Trajectory]:
     return kept
 
 
-def pack(kept: Sequence[Trajectory]) -> PackedBatch:
-    """Pack the episodes into one batch, with the engine's log-probabilities."""
+def pack(kept: Sequence[Trajectory], *, routing: bool = False) -> PackedBatch:
+    """Pack the episodes into one batch, with the engine's log-probabilities, and with ``routing`` with the experts that
+    it chose. Raises ``RunError`` where an episode has none."""
     batch = PackedBatch.from_sequences([t.tokens for t in kept], [t.loss_mask for t in kept])
     batch.rollout_logprobs = torch.cat([torch.from_numpy(t.logprobs) for t in kept])
+    if routing:
+        if missing := sum(not len(t.routing) for t in kept):
+            raise RunError(
+                f"rollout.router_replay = 'R3': {missing} of {len(kept)} episodes have no recorded experts",
+                hint="rollout files have them where the run that wrote them had rollout.router_replay = 'R3'",
+            )
+        batch.routing = torch.cat([torch.from_numpy(t.routing.reshape(len(t.tokens), -1)) for t in kept])
     return batch
 
 

@@ -6,13 +6,14 @@ and without prompts that sequences share), N tokens that this worker predicts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from posttrain.data.pack import PackedBatch
 from posttrain.models.attention import Kernel, Ragged
+from posttrain.models.experts import Mixture, RoutedTokens
 from posttrain.models.prefixes import SharedPrefixes
 from posttrain.models.ulysses import SequenceParallel
 
@@ -44,13 +45,26 @@ class MicroBatch:
     prepared: Tensor | None
     values: Tensor | None
     returns: Tensor | None
+    routed: RoutedTokens | None
+    """What routers are told; None where the model has none."""
 
     @staticmethod
     def build(
-        batch: PackedBatch, device: torch.device, kernel: Kernel, parallel: SequenceParallel | None = None
+        batch: PackedBatch,
+        device: torch.device,
+        kernel: Kernel,
+        parallel: SequenceParallel | None = None,
+        mixture: Mixture | None = None,
+        *,
+        replay: bool = False,
     ) -> MicroBatch:
         """Move ``batch`` to the device: of a prompt that sequences share one copy, and with ``parallel`` the worker's
-        stretch."""
+        stretch.
+
+        Args:
+            mixture: the model's routers.
+            replay: tokens go to the experts that an engine chose, where the batch has these.
+        """
         ids, positions, offsets = batch.input_ids, batch.position_ids, batch.cu_seqlens
         stretch = slice(0, len(ids))
         if parallel is not None:
@@ -79,6 +93,18 @@ class MicroBatch:
         def column(x: Tensor | None) -> Tensor | None:
             return None if x is None else on_device(x[predict.clamp(max=len(x) - 1)])
 
+        routed = None
+        if mixture is not None:
+            counted = _counted(batch)
+            if prefixes is not None:
+                counted = torch.zeros(len(prefixes.own)).index_add(0, prefixes.source, counted)
+            else:
+                counted = _padded_column(counted, len(ids))[stretch]
+            replayed = None
+            if replay and batch.routing is not None:
+                replayed = on_device(mixture.format.loaded(_padded_column(batch.routing, len(ids)))[computed])
+            routed = RoutedTokens(on_device(counted), replayed)
+
         return MicroBatch(
             input_ids=on_device(ids[computed]),
             position_ids=on_device(positions[computed]),
@@ -95,7 +121,26 @@ class MicroBatch:
             prepared=column(batch.prepared),
             values=column(batch.values),
             returns=column(batch.returns),
+            routed=routed,
         )
+
+    def one_row(self) -> MicroBatch:
+        """Return the micro-batch with one hidden state that predicts, for passes that are about the layers alone."""
+        return replace(self, rows=self.rows[:1], targets=self.targets[:1])
+
+
+def _counted(batch: PackedBatch) -> Tensor:
+    """Return [T] float32, 1 where the token's sequence carries loss, and 0 elsewhere."""
+    lengths = batch.cu_seqlens.diff().long()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    carries = torch.zeros(len(lengths))
+    carries[sequence[batch.loss_mask]] = 1.0
+    return carries[sequence]
+
+
+def _padded_column(column: Tensor, length: int) -> Tensor:
+    """Return the column with zeros for the tokens that ``_padded`` adds."""
+    return torch.cat([column, column.new_zeros(length - len(column), *column.shape[1:])])
 
 
 def _padded(batch: PackedBatch, multiple: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ from posttrain.rollout.files import COLUMNS, TRAJECTORY, split_lists
 from posttrain.tracking.report.episodes import FileNumbers, Place
 from posttrain.tracking.report.pieces import Pieces, Splitter
 
-HEAVY = [name for name in COLUMNS if name not in ("kind", "step", "temperature", "extra_info")]
+HEAVY = [name for name in COLUMNS if name not in ("kind", "step", "temperature", "extra_info", "routing")]
 """Columns that are read of the trajectories shown."""
 _PLACED = {
     "tokens", "loss_mask", "logprobs", "weight_version", "messages", "turns", "user_turns", "tool_calls", "stop_reason",

@@ -1,0 +1,249 @@
+"""Mixtures of experts over workers: the same losses, gradients and checkpoints however experts are shared out."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from posttrain.config import Config, TrainConfig
+from posttrain.core.errors import ConfigError
+from posttrain.data.pack import PackedBatch
+from posttrain.models.attention import choose
+from posttrain.models.experts import Mixture
+from posttrain.models.load import ModelSource, build, load_config
+from posttrain.runs.preflight import check_use
+from posttrain.train.expert_parallel import check_expert_parallel
+from posttrain.train.microbatch import MicroBatch
+from tests.helpers.model_checks import free_ports
+
+LENGTHS = (24, 9, 31, 17, 40, 12, 5, 28)
+CPU = torch.device("cpu")
+
+WORK = """
+import json, sys, torch, torch.distributed as dist
+from dataclasses import replace
+from pathlib import Path
+from safetensors.torch import save_file
+from posttrain.config import TrainConfig
+from posttrain.data.pack import PackedBatch, place
+from posttrain.models import lora
+from posttrain.models.gather import whole
+from posttrain.models.load import ModelSource
+from posttrain.train.spec import LossSpec, WorkerSpec
+from posttrain.train.worker import TrainWorker
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+batch = PackedBatch(**torch.load(folder / "batch.pt", weights_only=True))
+for line in sys.stdin:
+    case = json.loads(line)
+    workers = case["workers"]
+    if rank >= workers:
+        continue
+    train = TrainConfig.model_validate(case["train"])
+    spec = WorkerSpec(
+        ModelSource("builtin:tiny-moe"), "cpu", "float32", 3, 1.0, train, threads=1, replays_routing=case["replays"]
+    )
+    worker = TrainWorker(spec, rank, workers)
+    worker.setup("127.0.0.1", int(case["port"]), 60.0)
+    if case["load"]:
+        worker.load(str(folder / case["load"]))
+    else:  # the first experts are nearly even in size and in use
+        generator = torch.Generator().manual_seed(5)
+        for parameter in worker.parameters.values():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            from posttrain.models.shards import held
+            part, place_of_part = held(parameter)
+            part += noise[place_of_part]
+    ranks = workers // train.sequence_parallel
+    shards = place(batch.lengths, ranks=ranks, token_budget=case["budget"]).shards(batch)
+    shard = shards[rank // train.sequence_parallel]
+    micros = [worker._micro_batch(micro) for micro in shard]
+    pull = worker._pull_of_balance(micros) if train.router_aux_loss_coef else None
+    for micro in micros:
+        worker._backward(micro, LossSpec(), pull)
+    found = {name: whole(p.grad).contiguous() for name, p in worker.parameters.items() if p.grad is not None}
+    worker.optimizer.zero_grad(set_to_none=True)
+    metrics = worker.update(shard, LossSpec())
+    loss = torch.tensor([metrics.sums["loss"], metrics.sums["tokens_run"]], dtype=torch.float64)
+    dist.all_reduce(loss)
+    sent = {f"weight {name}": tensor.clone() for name, tensor in lora.whole_weights(worker.lm.model, torch.float32)}
+    if case["save"]:
+        worker.save(str(folder / case["save"]), False)
+    if rank == 0:
+        save_file(found | sent, folder / f"{case['name']}.safetensors")
+        numbers = {key: value for key, value in metrics.shared.items()} | {"loss": float(loss[0])}
+        (folder / f"{case['name']}.json").write_text(json.dumps(numbers))
+    dist.barrier()
+    dist.destroy_process_group()
+print("done", flush=True)
+"""
+
+AUX = {"router_aux_loss_coef": 0.01, "optim": {"lr": 1e-2}}
+
+
+def case(name, workers=1, *, budget=1000, replays=False, load="", save="", **train):
+    return {
+        "name": name, "workers": workers, "budget": budget, "replays": replays, "load": load, "save": save,
+        "train": AUX | train,
+    }  # fmt: skip
+
+
+CASES = [
+    case("one"),
+    case("cut", budget=45),
+    case("fsdp2", 2, budget=60),
+    case("fsdp4", 4),
+    case("sp2", 2, sequence_parallel=2),
+    case("ep2 of 2", 2, expert_parallel=2, save="of2"),
+    case("ep2 of 4", 4, expert_parallel=2, budget=30),
+    case("ep4 of 4", 4, expert_parallel=4),
+    case(
+        "ep2 of 4, all else", 4, expert_parallel=2, budget=30, activation_checkpointing="full", gather_weights="step",
+        reduce_gradients="step",
+    ),
+    case("selective", activation_checkpointing="selective", budget=45),
+    case("replay", replays=True),
+    case("replay, cut", replays=True, budget=45),
+    case("replay, sp2", 2, replays=True, sequence_parallel=2),
+    case("replay, ep2 of 4", 4, replays=True, expert_parallel=2),
+    case("resumed: one", load="of2", save="of1"),
+    case("resumed: ep4 of 4", 4, expert_parallel=4, load="of2"),
+    case("resumed: ep2 of 4", 4, expert_parallel=2, load="of2"),
+    case("lora", lora={"rank": 4}),
+    case("lora, ep2 of 4", 4, expert_parallel=2, lora={"rank": 4}),
+]  # fmt: skip
+
+
+def batch_of(lengths, routing=False):
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(1, 1000, (n,), generator=generator) for n in lengths]
+    batch = PackedBatch.from_sequences(ids, [[i > 3 for i in range(n)] for n in lengths])
+    batch.loss_weights = batch.loss_mask / batch.loss_mask.sum()
+    if routing:
+        first = torch.randint(8, (batch.num_tokens, 2, 1), generator=generator)
+        step = torch.randint(1, 8, (batch.num_tokens, 2, 1), generator=generator)
+        rows = torch.cat([first, (first + step) % 8], 2) + 1
+        rows[batch.cu_seqlens[1:].long() - 1] = 0
+        batch.routing = rows.reshape(-1, 4).to(torch.uint8)
+    return batch
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Gradients and weights after a step, and metrics, of every case."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    batch = batch_of(LENGTHS, routing=True)
+    torch.save({name: value for name, value in vars(batch).items() if value is not None}, folder / "batch.pt")
+    lines = "".join(json.dumps(c | {"port": p}) + "\n" for c, p in zip(CASES, free_ports(len(CASES)), strict=True))
+    pipe = subprocess.PIPE
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", WORK, str(rank), str(folder)], stdin=pipe, stdout=pipe, text=True)
+        for rank in range(4)
+    ]
+    for process in ranks:
+        process.stdin.write(lines)
+        process.stdin.close()
+    for process in ranks:
+        assert "done" in process.stdout.read()
+        assert process.wait(60) == 0
+
+    def of(name):
+        return load_file(folder / f"{name}.safetensors"), json.loads((folder / f"{name}.json").read_text())
+
+    return of
+
+
+def expect(found, name, reference):
+    """The same losses, gradients and metrics within 1e-6, and the same weights after a step of Adam, which divides each
+    gradient by its own size."""
+    (tensors, numbers), (wanted, expected) = found(name), found(reference)
+    assert tensors.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        atol = 2e-3 if key.startswith("weight ") else 1e-6
+        torch.testing.assert_close(tensors[key], tensor, rtol=0, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
+    assert numbers == pytest.approx(expected, abs=2e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["cut", "fsdp2", "fsdp4", "sp2", "ep2 of 2", "ep2 of 4", "ep4 of 4", "ep2 of 4, all else", "selective"]
+)
+def test_losses_and_gradients_do_not_depend_on_how_the_work_is_shared_out(found, name):
+    """The auxiliary loss and the load metrics included."""
+    expect(found, name, "one")
+
+
+@pytest.mark.parametrize("name", ["replay, cut", "replay, sp2", "replay, ep2 of 4"])
+def test_nor_with_replayed_experts(found, name):
+    expect(found, name, "replay")
+    assert found(name)[1]["moe/replay_agreement"] < 0.5
+    gradient = "model.layers.0.mlp.gate.weight"
+    assert not torch.allclose(found(name)[0][gradient], found("one")[0][gradient], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["resumed: ep4 of 4", "resumed: ep2 of 4"])
+def test_a_checkpoint_resumes_at_another_expert_parallel_size(found, name):
+    expect(found, name, "resumed: one")
+    assert found(name)[1]["loss"] < found("one")[1]["loss"] - 0.05  # it goes on from the step before
+
+
+def test_adapters_are_trained_beside_experts_that_are_shared_out(found):
+    expect(found, "lora, ep2 of 4", "lora")
+    assert all(".lora_" in name for name in found("lora")[0] if not name.startswith("weight "))
+
+
+def test_the_auxiliary_loss_has_a_gradient_beside_that_of_the_loss(found):
+    router = "model.layers.1.mlp.gate.weight"
+    (tensors, numbers), (other, _) = found("one"), found("replay")
+    assert 2.0 <= numbers["moe/aux_loss"] < 8.0
+    assert float(tensors[router].abs().max()) > 1e-4
+    assert not torch.equal(tensors[router], other[router])
+
+
+def test_tokens_count_by_the_sequences_that_they_belong_to():
+    """Not where a sequence carries no loss, nor in padding; a shared prompt as often as sequences share it."""
+    kernel, mixture = choose("sdpa", CPU, torch.float32), Mixture(build(ModelSource("builtin:tiny-moe"), dtype=torch.float32))
+    batch = PackedBatch.from_sequences([[1, 2, 3, 4], [1, 2, 9], [5, 6]], [[True] * 4, [True] * 3, [False] * 2])
+    micro = MicroBatch.build(batch, CPU, kernel, None, mixture)
+    assert micro.routed.counted.tolist() == [1] * 7 + [0] * 2
+    batch.shared = torch.tensor([0, 2, 0])
+    micro = MicroBatch.build(batch, CPU, kernel, None, mixture)
+    assert micro.input_ids.tolist() == [1, 2, 3, 4, 9, 5, 6]
+    assert micro.routed.counted.tolist() == [2, 2, 1, 1, 1, 0, 0]
+    assert MicroBatch.build(batch.empty_like(), CPU, kernel, None, mixture).routed.counted.tolist() == [0, 0]
+
+
+def config(**changes):
+    values = {"command": "sft", "model": {"path": "builtin:tiny-moe"}, "cluster": {"workers": 4}}
+    return Config.model_validate(values | changes)
+
+
+def test_what_cannot_be_shared_out_is_refused_before_a_run():
+    dense = ModelSource("builtin:tiny")
+    with pytest.raises(ConfigError, match="train.expert_parallel = 2: models of type qwen2 have no experts"):
+        check_use(config(train={"expert_parallel": 2}), dense)
+    with pytest.raises(ConfigError, match="train.expert_parallel = 3 does not divide the 8 experts"):
+        check_use(config(train={"expert_parallel": 3}, cluster={"workers": 3}, data={"batch_size": 6}), ModelSource("builtin:tiny-moe"))
+    with pytest.raises(ConfigError, match="leaves 3 workers for each expert"):
+        check_expert_parallel(load_config(ModelSource("builtin:tiny-moe")), 2, 3)
+    with pytest.raises(ConfigError, match="have no routers of a known kind"):
+        check_use(config(train={"router_aux_loss_coef": 0.01}), dense)
+    with pytest.raises(ConfigError, match="have no routers of a known kind"):
+        check_use(config(command="rl", rollout={"router_replay": "R3"}), dense)
+    check_use(config(train={"expert_parallel": 2, "router_aux_loss_coef": 0.01}), ModelSource("builtin:tiny-moe"))
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ({"shard_size": 2}, "train.shard_size: all workers share one copy"),
+        ({"sequence_parallel": 2}, "train.sequence_parallel has not been tested"),
+        ({"optim": {"name": "adamw_8bit"}}, "has not been tested"),
+        ({"cpu_offload": True}, "train.cpu_offload has not been tested"),
+    ],
+)
+def test_combinations_that_were_not_tested_are_refused(train, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.model_validate({"expert_parallel": 2} | train)
