@@ -14,7 +14,7 @@ from posttrain.core.errors import ConfigError, UserError
 from posttrain.core.text import printable
 from posttrain.models import hub
 from posttrain.models.export import Check, export, export_adapter
-from posttrain.models.load import ModelSource, find_verl, load_model, locate
+from posttrain.models.load import ModelSource, auto_class, find_verl, load_config, load_model, locate
 from posttrain.runs import probe
 from posttrain.runs.run import find_run
 from posttrain.train import checkpoint
@@ -121,9 +121,9 @@ def _numeric_check(said: probe.Probe, source: ModelSource, dtype: str, *, adapte
 def _plain(folder: Path, scores: bool) -> PreTrainedModel:
     """As anybody opens it: with transformers alone."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kind: Any = AutoModelForSequenceClassification if scores else auto_class(load_config(ModelSource(str(folder))))
     model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32)
     return model
 

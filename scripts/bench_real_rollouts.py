@@ -2,13 +2,15 @@
 
     python scripts/bench_real_rollouts.py --model models/smollm2-135m-instruct --data data/gsm8k-plain
     python scripts/bench_real_rollouts.py --model ... --data ... --raw default={} --raw 'graphs={"env": {"A": 1}}'
+    python scripts/bench_real_rollouts.py --model ... --data ... --turns 10 --agent examples/calculator_agent.py:play
 
 `--data` is what `posttrain prep gsm8k --demos plain` wrote. Each round samples the `--prompts` x `--n` requests of one
 step of `rl`, up to `--new` tokens, which end at different times. The engine of a run plays them twice: "ours" by the
-episodes of the driver, "raw, same engine" by SGLang's own API in the engine's process. Each `--raw NAME=JSON` is an
-engine of its own without us, started with these arguments (`"env"`: its environment variables). All of them start at
-the same time; those that do not measure are stopped (SIGSTOP) meanwhile. Tokens/s are of sampled tokens. Beside them:
-cores that each process keeps busy, and the share of the time in which the GPU runs kernels.
+episodes of the driver, "raw, same engine" by SGLang's own API in the engine's process. With `--agent FILE.py:NAME` an
+agent plays the same prompts at the endpoint, in turns with the run's episodes. Each `--raw NAME=JSON` is an engine of
+its own without us, started with these arguments (`"env"`: its environment variables). All of them start at the same
+time; those that do not measure are stopped (SIGSTOP) meanwhile. Tokens/s are of sampled tokens. Beside them: cores
+that each process keeps busy, and the share of the time in which the GPU runs kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -55,6 +57,8 @@ class Usage:
         return self
 
     def _watch(self) -> None:
+        if "torch" in sys.modules and not sys.modules["torch"].cuda.is_available():
+            return
         import pynvml  # type: ignore[import-not-found]
 
         pynvml.nvmlInit()
@@ -223,8 +227,11 @@ def measure_raw(args: argparse.Namespace, files: Sequence[Path], stop: Sequence[
 # ------------------------------------------------------------------------------------------------------------ ours
 
 
-async def measure_ours(args: argparse.Namespace, job: Any, batches: Sequence[list[int]]) -> dict[str, Measured]:
-    """Play the episodes of each round on the engine of a run, and sample the same requests in its process."""
+async def measure_ours(
+    args: argparse.Namespace, job: Any, agents: Any, batches: Sequence[list[int]]
+) -> dict[str, Measured]:
+    """Play the episodes of each round on the engine of a run, those of an agent too, and sample the same requests in
+    its process."""
     from posttrain.cluster.cluster import Cluster
     from posttrain.core.types import ON_POLICY
     from posttrain.rewards.compose import Rewarder
@@ -232,27 +239,40 @@ async def measure_ours(args: argparse.Namespace, job: Any, batches: Sequence[lis
     from posttrain.rollout.pool import SamplerPool
     from posttrain.rollout.source import TrajectorySource
 
+    async def play(source: TrajectorySource, prompts: Sequence[Any], measured: Measured, tag: str) -> None:
+        with profiled(tag if number == 1 else ""), Usage() as usage:
+            groups = await source.sample(prompts, args.n, ON_POLICY)
+        played = [t for group in groups for t in group]
+        if source.stats.failed:
+            raise RuntimeError(f"{source.stats.failed} episodes failed: {source.stats.first_failure}")
+        measured.add(sum(int(t.loss_mask.sum()) for t in played), usage)
+        if args.turns > 1:
+            turns = statistics.fmean(t.turns for t in played)
+            right = statistics.fmean(t.reward for t in played)
+            print(f"{tag}: {turns:.2f} turns and {right:.3f} reward an episode, {usage.seconds:.1f} s", flush=True)
+
     cfg = job.resolved.config
     stop = sorted(job.env.stop_token_ids)
-    ours, same = Measured(), Measured()
+    ours, theirs, same = Measured(), Measured(), Measured()
     began = time.perf_counter()
     with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
-        async with Cluster(cfg) as cluster:
+        async with Cluster(cfg) as cluster, AsyncExitStack() as stack:
             with profiled("start"):
                 samplers = await cluster.samplers(job.source, stop)
             print(f"ours: started in {time.perf_counter() - began:.1f} s", flush=True)
             rewarder = Rewarder(cfg.reward, graders, cfg.rollout.max_response_tokens, [])
             source = TrajectorySource(SamplerPool(samplers), job.env, rewarder)
+            agent = None
+            if agents is not None:
+                await stack.enter_async_context(agents.env.agents.running())
+                agent = TrajectorySource(SamplerPool(samplers), agents.env, rewarder)
             gc.freeze()  # as a run does
             for number in range(args.rounds):
                 prompts = [job.prompts[i] for i in batches[number]]
-                with profiled("ours" if number == 1 else ""), Usage() as usage:
-                    groups = await source.sample(prompts, args.n, ON_POLICY)
-                played = [t for group in groups for t in group]
-                if source.stats.failed:
-                    raise RuntimeError(f"{source.stats.failed} episodes failed: {source.stats.first_failure}")
-                ours.add(sum(int(t.loss_mask.sum()) for t in played), usage)
-                if args.turns > 1:
+                await play(source, prompts, ours, "ours")
+                if agent is not None:
+                    await play(agent, [agents.prompts[i] for i in batches[number]], theirs, "agent")
+                if args.turns > 1 or args.engine != "sglang":
                     continue
                 requests = [job.env.prompt_ids(p) for p in prompts for _ in range(args.n)]
                 parts = [requests[i :: len(samplers)] for i in range(len(samplers))]
@@ -264,7 +284,7 @@ async def measure_ours(args: argparse.Namespace, job: Any, batches: Sequence[lis
                         )
                     )
                 same.add(sum(counts), usage)
-    found = {"ours": ours}
+    found = {"ours": ours} | ({"agent": theirs} if theirs.tokens else {})
     if same.tokens:
         found["raw, same engine"] = same
     return found
@@ -281,17 +301,18 @@ async def _in_actor(sampler: Any, requests: Requests, new: int, stop: Sequence[i
     return tokens
 
 
-def prepared(args: argparse.Namespace) -> Any:
-    """Return the checked run that "ours" measures."""
+def prepared(args: argparse.Namespace, agent: str = "") -> Any:
+    """Return the checked run that "ours", or an agent's episodes, measure."""
     from posttrain.config.presets import resolve
     from posttrain.rl import command
 
-    tools = "['calculator']" if args.turns > 1 else "[]"
+    tools = "['calculator']" if args.turns > 1 and not agent else "[]"
     settings = [
         f"model.path={args.model}", f"data.train={args.data}/train.parquet", "data.val=",
         f"data.batch_size={args.prompts}", f"rollout.n={args.n}", f"rollout.max_response_tokens={args.new}",
-        f"rollout.tools={tools}", f"rollout.max_turns={args.turns}", "rollout.only=true", "rollout.engine=sglang",
-        "cluster.device=cuda", *args.set,
+        f"rollout.tools={tools}", f"rollout.max_turns={args.turns}", "rollout.only=true",
+        f"rollout.engine={args.engine}", f"cluster.device={args.device}",
+        *([f"rollout.agent={agent}", f"rollout.agent_processes={args.agent_processes}"] if agent else []), *args.set,
     ]  # fmt: skip
     return command.prepare(resolve("rl", "smollm2-135m-gsm8k", sets=settings))
 
@@ -300,6 +321,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--engine", choices=("hf", "sglang", "vllm"), default="sglang")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--agent", default="", metavar="FILE.py:NAME", help="plays the same prompts, too")
+    parser.add_argument("--agent-processes", default="auto", help="as rollout.agent_processes")
     parser.add_argument("--raw", action="append", default=[], metavar="NAME=JSON")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of ours")
     parser.add_argument("--prompts", type=int, default=64)
@@ -318,7 +343,7 @@ def main() -> None:
 
     from posttrain.data.loader import BatchOrder
 
-    job = prepared(args)
+    job, agents = prepared(args), prepared(args, args.agent) if args.agent else None
     cfg = job.resolved.config
     order = BatchOrder(len(job.prompts), args.prompts, cfg.run.seed, cfg.data.shuffle)
     batches = [order.next() for _ in range(args.rounds)]
@@ -330,8 +355,14 @@ def main() -> None:
             files[-1].write_text(json.dumps([job.env.prompt_ids(job.prompts[i]) for i in rows for _ in range(args.n)]))
         if args.raw:
             found |= measure_raw(args, files, sorted(job.env.stop_token_ids))
-        found |= asyncio.run(measure_ours(args, job, batches))
-    table = Table("", "tokens/s", "each round", "tokens a round", title=torch.cuda.get_device_name())
+        found |= asyncio.run(measure_ours(args, job, agents, batches))
+    table = Table(
+        "",
+        "tokens/s",
+        "each round",
+        "tokens a round",
+        title=torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+    )
     for name, measured in found.items():
         table.add_row(name, *measured.row())
     Console(width=120).print(table)
@@ -340,6 +371,8 @@ def main() -> None:
     best = max((m.rate for name, m in found.items() if name.startswith("raw")), default=0.0)
     if best:
         print(f"ours / best raw: {found['ours'].rate / best:.3f}")
+    if "agent" in found:
+        print(f"agent / ours: {found['agent'].rate / found['ours'].rate:.3f}")
 
 
 if __name__ == "__main__":

@@ -26,19 +26,19 @@ async def next_step(self):
     return await _next(self)
 
 
-async def ask(self, prompt_ids, params):
+async def ask(self, prompt_ids, params, *images):
     """In the driver: give the request its number, which stays when it is asked again of another engine. It travels as
     ``top_k``, which training does not use."""
     key = np.asarray(prompt_ids, np.int32).tobytes()
     _asked[key] += 1
-    return await _ask(self, prompt_ids, replace(params, top_k=_asked[key]))
+    return await _ask(self, prompt_ids, replace(params, top_k=_asked[key]), *images)
 
 
-async def generate(self, prompt_ids, params):
+async def generate(self, prompt_ids, params, *images):
     async with _turn:
         ids = zlib.crc32(np.asarray(prompt_ids, np.int32).tobytes())
         torch.manual_seed(zlib.crc32(f"{self.spec.seed} {self.guard.version} {ids} {params.top_k}".encode()))
-        return await _generate(self, prompt_ids, replace(params, top_k=0))
+        return await _generate(self, prompt_ids, replace(params, top_k=0), *images)
 
 
 TrainingBatches.next, StickySession.generate, HFSampler.generate = next_step, ask, generate

@@ -270,6 +270,7 @@ class Cluster:
             cfg.cluster.step_deadline_s,
             cfg.train.tokens_per_microbatch,
             cfg.train.sequences_per_microbatch,
+            cfg.train.patches_per_microbatch,
             cfg.train.sequence_parallel,
             cfg.train.share_prompts,
         )

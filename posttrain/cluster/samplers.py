@@ -22,6 +22,7 @@ from posttrain.cluster.calls import answer, wait_until_up
 from posttrain.config import EngineName
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.types import Ids, Sample, SamplingParams
+from posttrain.data.images import PlacedImage
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.start import import_engine, open_engine
 from posttrain.weight_sync.buckets import Bucket
@@ -32,7 +33,7 @@ _COLLECT_S = 5.0
 
 _CLOSE_S = 20.0
 
-Request = tuple[int, npt.NDArray[np.int32], SamplingParams]
+Request = tuple[int, npt.NDArray[np.int32], SamplingParams, tuple[PlacedImage, ...]]
 Answer = tuple[int, Sample | PosttrainError]
 
 
@@ -62,17 +63,17 @@ class SamplerActor(Supervised):
         return self.engine.max_concurrent
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        for request_id, ids, params in requests:
-            task = self.tasks[request_id] = asyncio.create_task(self._run(request_id, ids, params))
+        for request_id, ids, params, images in requests:
+            task = self.tasks[request_id] = asyncio.create_task(self._run(request_id, ids, params, images))
             # Not in `_run` itself: a task that is aborted before its first step never runs.
             task.add_done_callback(partial(self._forget, request_id))
 
     def _forget(self, request_id: int, task: asyncio.Task[None]) -> None:
         self.tasks.pop(request_id, None)
 
-    async def _run(self, request_id: int, ids: Ids, params: SamplingParams) -> None:
+    async def _run(self, request_id: int, ids: Ids, params: SamplingParams, images: tuple[PlacedImage, ...]) -> None:
         try:
-            answer: Sample | PosttrainError = await self.engine.generate(ids, params)
+            answer: Sample | PosttrainError = await self.engine.generate(ids, params, images)
         except PosttrainError as error:
             answer = error
         except Exception as error:  # the request must be answered whatever the engine does
@@ -168,14 +169,14 @@ class RemoteSampler:
         assert self.handle.process is not None
         return self.handle.process.node
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
         loop = asyncio.get_running_loop()
         request_id = next(self.ids)
         future: asyncio.Future[Sample] = loop.create_future()
         self.waiting[request_id] = future
         if not self.outbox:
             loop.call_soon(self._flush)
-        self.outbox.append((request_id, np.asarray(prompt_ids, np.int32), params))
+        self.outbox.append((request_id, np.asarray(prompt_ids, np.int32), params, tuple(images)))
         try:
             return await future
         except asyncio.CancelledError:

@@ -15,7 +15,7 @@ from posttrain.cluster.calls import answer, gather, wait_until_up
 from posttrain.core.errors import diverged
 from posttrain.core.registry import some
 from posttrain.core.types import Ids
-from posttrain.data.pack import PackedBatch, Placement, place, place_by_prompt
+from posttrain.data.pack import PackedBatch, Placement, costs, place, place_by_prompt
 from posttrain.data.prompts import Prompts
 from posttrain.train.spec import LossSpec, WorkerSpec, over_ranks
 from posttrain.weight_sync.buckets import Bucket, mapped
@@ -86,6 +86,7 @@ class TrainerGroup:
     deadline_s: float
     tokens_per_microbatch: int
     sequences_per_microbatch: int | None = None
+    patches_per_microbatch: int | None = None
     sequence_parallel: int = 1
     """Neighbouring workers that get the same batches and share their sequences."""
     share_prompts: bool = False
@@ -237,12 +238,13 @@ class TrainerGroup:
 
     def _place(self, batch: PackedBatch) -> Placement:
         ranks = len(self.handles) // self.sequence_parallel
-        if self.share_prompts:
+        # Prompts that begin with the same tokens may have other images.
+        if self.share_prompts and batch.images is None:
             prompts = Prompts.of(batch)
             if prompts.saved > self.metadata["sharing_cost"] * batch.num_tokens:
                 return place_by_prompt(prompts, ranks=ranks, token_budget=self.tokens_per_microbatch)
         return place(
-            batch.lengths,
+            costs(batch, self.tokens_per_microbatch, self.patches_per_microbatch),
             ranks=ranks,
             token_budget=self.tokens_per_microbatch,
             sequence_limit=self.sequences_per_microbatch,

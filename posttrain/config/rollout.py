@@ -62,6 +62,9 @@ class RolloutConfig(Section):
     from a plugin; empty: none. See agents.md."""
     agent_command: str = ""
     """Agent that is a program: its command line, run for each episode; empty: none."""
+    agent_processes: NaturalInt | Literal["auto"] = "auto"
+    """Processes that play the episodes of an agent, or of a verifiers environment, beside the run's own; 0: it plays
+    them itself. auto: one for each two cores, at most 8; with fewer than four cores 0."""
     branches: Literal["all", "last"] = "all"
     """With an agent: which branches of an episode to train on; each has the episode's reward, and counts in its group.
     last: only the one that was sampled from last. `generate` writes these branches."""
@@ -149,8 +152,10 @@ class RolloutConfig(Section):
                 raise ValueError("rollout.agent and rollout.agent_command exclude each other")
             if taken:
                 raise ValueError(f"rollout.{taken[0]} has no effect with an agent, which brings its own")
-        elif "branches" in self.changed and not self.env:
-            raise ValueError("rollout.branches has no effect without rollout.agent or rollout.agent_command")
+        elif not self.env and (unused := self.changed & {"branches", "agent_processes"}):
+            raise ValueError(f"rollout.{min(unused)} has no effect without rollout.agent or rollout.agent_command")
+        if self.agent_command and "agent_processes" in self.changed:
+            raise ValueError("rollout.agent_processes has no effect with rollout.agent_command, a process by itself")
         if self.only and (self.over_sample_rate or self.filter_groups):
             raise ValueError("rollout.over_sample_rate and rollout.filter_groups have no effect without training")
         if self.engine_options and self.engine == "hf":

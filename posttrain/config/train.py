@@ -111,6 +111,12 @@ class TrainConfig(Section):
     """Maximum tokens per micro-batch of a worker. The gradient does not depend on it."""
     sequences_per_microbatch: PositiveInt | None = None
     """Maximum sequences per micro-batch, in addition to the token limit; none: no limit."""
+    patches_per_microbatch: PositiveInt | None = None
+    """Models that see: maximum image patches per micro-batch, in addition to the token limit; none: no limit. What is
+    above it has a micro-batch of its own."""
+    vision_tower: Literal["frozen", "trained"] = "frozen"
+    """Models that see: keep the vision tower, with its projection into the language model, as it is, or train it like
+    the rest (with `train.lora` by adapters); see vision.md."""
     sequence_parallel: PositiveInt = 1
     """Workers that share one sequence (Ulysses sequence parallelism)."""
     expert_parallel: PositiveInt = 1

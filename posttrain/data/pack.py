@@ -1,12 +1,13 @@
 """Ragged batches: sequences side by side without padding, balanced over workers, cut into micro-batches.
 
-Shape legend: T tokens of all sequences, B sequences.
+Shape legend: T tokens of all sequences, B sequences, I images, P patches of all images.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,56 @@ from posttrain.data.bins import assign
 from posttrain.data.prompts import Prompts
 
 Bools = Sequence[bool] | npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a batch, one after another in the order of their sequences."""
+
+    pixels: Tensor
+    """[P, channels * side * side] uint8 patches"""
+    grids: Tensor
+    """[I, 3] int64 patches of each image in time, height and width"""
+    counts: Tensor
+    """[B] int64 images of each sequence"""
+    merge: int
+    """Patches along each side of what becomes one token."""
+
+    @property
+    def patches(self) -> list[int]:
+        """Return the patches of each image."""
+        return self.grids.prod(1).tolist()
+
+    def patches_of_sequences(self) -> list[int]:
+        """Return the patches of each sequence."""
+        return [sum(part) for part in _split(self.patches, self.counts.tolist())]
+
+    def select(self, sequences: Sequence[int]) -> Images | None:
+        """Return the images of these sequences, in this order; None where they have none."""
+        numbers = _split(range(len(self.grids)), self.counts.tolist())
+        chosen = [image for b in sequences for image in numbers[b]]
+        if not chosen:
+            return None
+        rows = self.pixels.split(self.patches)
+        return Images(
+            torch.cat([rows[image] for image in chosen]), self.grids[chosen], self.counts[list(sequences)], self.merge
+        )
+
+    def blank(self, sequences: int) -> Images:
+        """Return one small image that belongs to none of so many sequences: a worker that has no images computes it
+        where others compute theirs, since collectives need every worker."""
+        return Images(
+            self.pixels.new_zeros(self.merge**2, self.pixels.shape[1]),
+            torch.tensor([[1, self.merge, self.merge]]),
+            torch.zeros(sequences, dtype=torch.int64),
+            self.merge,
+        )
+
+
+def _split(items: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
+    """Return stretches of so many items each."""
+    ends = list(accumulate(counts, initial=0))
+    return [items[start:end] for start, end in pairwise(ends)]
 
 
 @dataclass
@@ -60,6 +111,13 @@ class PackedBatch:
     """[B] int64: so many first tokens of a sequence are those of the last sequence before it that has 0 here, and are
     computed once for both; None: every sequence is computed whole. The batch holds all tokens of all sequences in
     either case."""
+    image_tokens: Tensor | None = None
+    """[T] bool, true where a token stands for a piece of an image"""
+    rotary_ids: Tensor | None = None
+    """[T, 3] int64 positions in time, height and width, for models whose rotary embedding takes these; None:
+    ``position_ids`` in each"""
+    images: Images | None = None
+    """The images; None: no sequence has any"""
 
     @property
     def num_tokens(self) -> int:
@@ -98,14 +156,15 @@ class PackedBatch:
         columns: dict[str, Any] = {
             f.name: None if (column := getattr(self, f.name)) is None else column[tokens]
             for f in fields(self)
-            if f.name not in ("cu_seqlens", "shared")
+            if f.name not in ("cu_seqlens", "shared", "images")
         }
-        return PackedBatch(cu_seqlens=offsets, **columns)
+        images = None if self.images is None else self.images.select(sequences)
+        return PackedBatch(cu_seqlens=offsets, images=images, **columns)
 
     def empty_like(self) -> PackedBatch:
         """Return a two-token batch without loss, for a worker that has run out of micro-batches while others have not
         (collectives need every worker)."""
-        one = replace(self.select([0]))
+        one = replace(self.select([0]), images=None)
         blank: dict[str, Any] = {
             f.name: None if (column := getattr(one, f.name)) is None else column.new_zeros(2, *column.shape[1:])
             for f in fields(one)
@@ -125,7 +184,8 @@ class Placement:
 
     def shards(self, batch: PackedBatch) -> list[list[PackedBatch]]:
         """Return ``batch`` as ``[rank][micro-batch]``."""
-        return [[self._micro_batch(batch, part) for part in rank] for rank in self.parts]
+        shards = [[self._micro_batch(batch, part) for part in rank] for rank in self.parts]
+        return shards if batch.images is None else _in_step(shards, batch.images)
 
     def _micro_batch(self, batch: PackedBatch, part: list[int]) -> PackedBatch:
         if not part:
@@ -147,9 +207,32 @@ class Placement:
         return out
 
 
+def _in_step(shards: list[list[PackedBatch]], images: Images) -> list[list[PackedBatch]]:
+    """Give every rank's micro-batch an image where any rank's has one. So has the last: what is summed over workers
+    once a step is summed in it."""
+    seen = [any(micro.images is not None for micro in micros) for micros in zip(*shards, strict=True)]
+    seen[-1] = any(seen)
+    return [
+        [
+            replace(micro, images=images.blank(micro.num_sequences)) if has and micro.images is None else micro
+            for has, micro in zip(seen, rank, strict=True)
+        ]
+        for rank in shards
+    ]
+
+
 def place(lengths: Sequence[int], *, ranks: int, token_budget: int, sequence_limit: int | None = None) -> Placement:
     """Return the worker and the micro-batch of each sequence; see ``assign``."""
     return Placement(assign(lengths, ranks=ranks, token_budget=token_budget, sequence_limit=sequence_limit))
+
+
+def costs(batch: PackedBatch, token_budget: int, patch_budget: int | None) -> list[int]:
+    """Return what each sequence takes of ``token_budget``: its tokens, or its patches' share of theirs if that is more.
+    What fits so fits both budgets."""
+    if batch.images is None or patch_budget is None:
+        return batch.lengths
+    patches = batch.images.patches_of_sequences()
+    return [max(n, -(-p * token_budget // patch_budget)) for n, p in zip(batch.lengths, patches, strict=True)]
 
 
 def place_by_prompt(prompts: Prompts, *, ranks: int, token_budget: int) -> Placement:

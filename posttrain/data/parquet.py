@@ -176,11 +176,11 @@ _PARSERS: dict[type[BaseRow], Callable[[dict[str, Any], str | Path, int], object
 
 
 def refuse_images(row: Prompt | Conversation | Preference, path: str | Path, index: int) -> None:
-    """Raise ``DataError`` for a row with images: to models of text they would be the word ``<image>``."""
+    """Raise ``DataError`` for a row with images where they are not read: they would be the word ``<image>``."""
     if row.images:
         raise DataError(
-            f"{path}: row {index}, column 'images': it has {len(row.images)}, and posttrain trains and samples on text",
-            hint="leave such rows out; prep writes them whole, for other tools",
+            f"{path}: row {index}, column 'images': it has {len(row.images)}, and they would not be read here",
+            hint="take a model that sees (docs/vision.md says where images work), or leave such rows out",
         )
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from posttrain.core.child_process import ChildProcess
 from posttrain.core.errors import DeadlineError, PosttrainError, WorkerError
+from posttrain.data.images import PlacedImage
 
 IN_FLIGHT = 2
 """Tasks that a worker has at once: one at hand, one waiting."""
@@ -50,6 +51,8 @@ class Rendered:
     """Tokens without loss because they are only in part the assistant's (see ``RenderedChat``)."""
     second: int = 0
     """Index of the first token of the second conversation of a row of two; 0 in a row of one."""
+    images: tuple[PlacedImage, ...] = ()
+    """Not yet decoded: their pixels take many times the memory of their files."""
 
     @property
     def left_out(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ class Record:
         prompt_ids: the first columns, given, not sampled.
     """
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: Ids) -> None:
         self._count = 0
         self._ids = np.empty(max(256, 2 * len(prompt_ids)), np.int32)
         self._samples: list[tuple[int, Sample]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -10,15 +11,18 @@ import numpy as np
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message
 from posttrain.data.chat import ChatRenderer, RenderedChat
+from posttrain.data.images import ImageError
 from posttrain.data.parquet import parse_conversation, parse_preference, refuse_images
 from posttrain.data.prefetch import Rendered, Row
 from posttrain.data.schema import Conversation
 from posttrain.data.shards import Shards, shard_files
+from posttrain.data.turns import with_image_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.data.preferences import Preference
+    from posttrain.data.vision import VisionProcessor
 
 Truncation = Literal["error", "left", "right", "drop"]
 
@@ -42,6 +46,7 @@ class RenderConversations:
         truncation: what happens to a longer conversation: an error, a cut of its start (``left``) or end (``right``),
             or it is left out (``drop``). What carries no loss (any more) is left out in any case.
         chat_kwargs: variables of the chat template.
+        vision: what reads the images of rows; None: the model reads text alone, and rows with images are refused.
     """
 
     def __init__(
@@ -50,25 +55,39 @@ class RenderConversations:
         max_length: int,
         truncation: Truncation,
         chat_kwargs: dict[str, Any] | None = None,
+        vision: VisionProcessor | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.truncation: Truncation = truncation
         self.chat_kwargs = chat_kwargs or {}
+        self.vision = vision
         self._chats: ChatRenderer | None = None
 
     def __call__(self, rows: Sequence[Row]) -> list[Rendered]:
-        """Raises ``DataError`` naming file and row: of another schema, with images, too long, or what the template
-        refuses."""
+        """Raises ``DataError`` naming file and row: of another schema, too long, with images that cannot be used, or
+        what the template refuses."""
         conversations = [parse_conversation(row.columns, row.file, row.index) for row in rows]
-        for row, conversation in zip(rows, conversations, strict=True):
-            refuse_images(conversation, row.file, row.index)
+        if self.vision is None:
+            for row, conversation in zip(rows, conversations, strict=True):
+                refuse_images(conversation, row.file, row.index)
         return self.render(conversations, rows)
 
     def render(self, conversations: Sequence[Conversation], rows: Sequence[Row], column: str = "") -> list[Rendered]:
         """Return conversations that stand in these rows. ``column`` goes into the messages of a ``DataError``."""
         chats = self._render(conversations, rows, column)
-        return [self._cut(chat, _where(row, column)) for chat, row in zip(chats, rows, strict=True)]
+        every = zip(chats, conversations, rows, strict=True)
+        return [self._cut(self._expanded(*one, column), _where(one[2], column)) for one in every]
+
+    def _expanded(self, chat: RenderedChat, conversation: Conversation, row: Row, column: str) -> Rendered:
+        """Return a conversation before it is cut to length, each image's token repeated as a trainer reads it."""
+        if self.vision is None:
+            return Rendered(np.asarray(chat.ids, np.int32), np.asarray(chat.mask, np.bool_), straddling=chat.straddling)
+        try:
+            found = self.vision.read(chat.ids, chat.mask, conversation.images)
+        except ImageError as error:
+            raise DataError(f"{_where(row, error.column or column)}: {error.message}", hint=error.hint) from error
+        return Rendered(found.ids, found.mask, straddling=chat.straddling, images=found.images)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known about the template is found out anew; it holds compiled code.
@@ -77,7 +96,7 @@ class RenderConversations:
     def _render(self, conversations: Sequence[Conversation], rows: Sequence[Row], column: str) -> list[RenderedChat]:
         if self._chats is None:
             self._chats = ChatRenderer(self.tokenizer, **self.chat_kwargs)
-        pairs = [(c.messages, c.tools) for c in conversations]
+        pairs = [(with_image_parts(c.messages, len(c.images)), c.tools) for c in conversations]
         try:
             return self._chats.render(pairs)
         except DataError:
@@ -93,21 +112,29 @@ class RenderConversations:
             message = error.message.removeprefix("conversation 0: ")
             raise DataError(f"{where}: {message}", hint=error.hint) from error
 
-    def _cut(self, chat: RenderedChat, where: str) -> Rendered:
-        limit, how = self.max_length, self.truncation
-        too_long = len(chat.ids) if len(chat.ids) > limit else 0
+    def _cut(self, whole: Rendered, where: str) -> Rendered:
+        limit, how, length = self.max_length, self.truncation, len(whole.ids)
+        too_long = length if length > limit else 0
         if too_long and how == "error":
             raise DataError(
-                f"{where}: the conversation has {len(chat.ids)} tokens, data.max_length is {limit}",
+                f"{where}: the conversation has {length} tokens, data.max_length is {limit}",
                 hint='raise data.max_length, or set data.truncation to "drop", "left" or "right"',
             )
         if too_long and how == "drop":
             return Rendered.nothing(too_long=too_long)
-        part = slice(None) if not too_long else slice(-limit, None) if how == "left" else slice(limit)
-        ids, mask = np.asarray(chat.ids[part], np.int32), np.asarray(chat.mask[part], np.bool_)
+        start = length - limit if too_long and how == "left" else 0
+        part = slice(start, start + limit if too_long else length)
+        images = [image for image in whole.images if part.start <= image.start]
+        images = [replace(i, start=i.start - start) for i in images if i.start + i.tokens <= part.stop]
+        if len(images) < len(whole.images):
+            raise DataError(
+                f"{where}: cut to data.max_length = {limit} tokens, the conversation of {length} would lose an image",
+                hint='raise data.max_length, or set data.truncation = "drop"',
+            )
+        ids, mask = whole.ids[part], whole.mask[part]
         if not mask[1:].any():
             return Rendered.nothing(too_long=too_long, nothing_to_learn=True)
-        return Rendered(ids, mask, too_long, straddling=chat.straddling)
+        return Rendered(ids, mask, too_long, straddling=whole.straddling, images=tuple(images))
 
 
 class RenderPairs:
@@ -129,15 +156,16 @@ class RenderPairs:
     def __call__(self, rows: Sequence[Row]) -> list[Rendered]:
         """Raises ``DataError`` as ``RenderConversations`` does."""
         pairs = [parse_preference(row.columns, row.file, row.index) for row in rows]
-        for row, pair in zip(rows, pairs, strict=True):
-            refuse_images(pair, row.file, row.index)
+        if self._conversations.vision is None:
+            for row, pair in zip(rows, pairs, strict=True):
+                refuse_images(pair, row.file, row.index)
         chosen = self._conversations.render([self._whole(p, p.chosen) for p in pairs], rows, "chosen")
         rejected = self._conversations.render([self._whole(p, p.rejected) for p in pairs], rows, "rejected")
         return [self._joined(a, b) for a, b in zip(chosen, rejected, strict=True)]
 
     def _whole(self, pair: Preference, answer: Sequence[Message]) -> Conversation:
         asked: list[Message] = [{**m, "train": False} if m["role"] == "assistant" else m for m in pair.prompt]
-        return Conversation([*asked, *answer], pair.tools if self._end is None else [])
+        return Conversation([*asked, *answer], pair.tools if self._end is None else [], pair.images)
 
     def _joined(self, chosen: Rendered, rejected: Rendered) -> Rendered:
         too_long = max(chosen.too_long, rejected.too_long)
@@ -148,8 +176,11 @@ class RenderPairs:
         if self._end is not None:
             ids = [np.append(part, np.int32(self._end)) for part in ids]
             masks = [np.arange(len(part)) == len(part) - 1 for part in ids]
+        second = len(ids[0])
+        images = (*chosen.images, *(replace(image, start=image.start + second) for image in rejected.images))
         straddling = chosen.straddling + rejected.straddling
-        return Rendered(np.concatenate(ids), np.concatenate(masks), too_long, straddling=straddling, second=len(ids[0]))
+        whole = np.concatenate(ids), np.concatenate(masks)
+        return Rendered(*whole, too_long, straddling=straddling, second=second, images=images)
 
 
 def _where(row: Row, column: str) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from posttrain.core.errors import DataError
+from posttrain.data.images import PlacedImage
 from posttrain.data.loader import INTERLEAVE, Order, RowWindow, WindowOrder
 from posttrain.data.prefetch import Ahead, Render, Rendered, Renderer, Row
 from posttrain.data.shards import ShardReader, Shards
@@ -50,6 +51,7 @@ class TokenRow:
     """[T] true where the token carries loss"""
     second: int = 0
     """Index of the first token of the second conversation of a row of two; 0 in a row of one."""
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ class SampleStream:
             if left_out == self.shards.rows:
                 raise _nothing_left(self.shards)
             if not rendered.left_out:
-                samples.append(TokenRow(row, rendered.ids, rendered.mask, rendered.second))
+                samples.append(TokenRow(row, rendered.ids, rendered.mask, rendered.second, rendered.images))
             if len(samples) == self.batch_size:
                 yield Batch(samples, position, counts)
                 samples = []

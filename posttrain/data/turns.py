@@ -7,7 +7,8 @@ content is text; an image in it is the word ``<image>``, and its bytes lie in th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from posttrain.core.registry import nearest
 from posttrain.core.types import Message, Role
@@ -135,3 +136,23 @@ def _check_images(messages: Sequence[Message], column: str, images: int) -> None
         raise RowError(
             "images", f"{images} images, and the text says {IMAGE} {named} times", f"write {IMAGE} where each belongs"
         )
+
+
+def with_image_parts(messages: Sequence[Message], images: int) -> Sequence[Mapping[str, Any]]:
+    """Return the messages of a row of so many images in the typed parts that chat templates of vision-language models
+    show. In a row without images ``<image>`` is a word."""
+    return [_in_parts(message) for message in messages] if images else messages
+
+
+def _in_parts(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = dict(message)
+    text = message.get("content", "")
+    if message["role"] not in ("user", "tool") or IMAGE not in text:
+        return found
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(text.split(IMAGE)):
+        if number:
+            parts.append({"type": "image"})
+        if piece:
+            parts.append({"type": "text", "text": piece})
+    return {**found, "content": parts}

@@ -10,6 +10,7 @@ import torch
 
 from posttrain.config import RolloutConfig
 from posttrain.core.types import Ids, Sample, SamplingParams
+from posttrain.data.images import PlacedImage
 from posttrain.models.load import ModelSource
 from posttrain.weight_sync.buckets import Bucket
 
@@ -47,8 +48,8 @@ class EngineSpec:
 class Generator(Protocol):
     """The part of a sampler that an episode uses."""
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
-        """Continue ``prompt_ids``. Cancelling the coroutine aborts the request.
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
+        """Continue ``prompt_ids``, which hold the tokens of ``images``. Cancelling the coroutine aborts the request.
 
         A sample that ends with ``abort`` was cut off by a weight update. The caller asks for the rest, which the new
         weights sample.

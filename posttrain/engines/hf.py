@@ -18,12 +18,14 @@ import torch
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
+from posttrain.data.images import PlacedImage
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import concurrent_requests
+from posttrain.engines.hf_images import ImageRequests
 from posttrain.engines.hf_routing import RoutingRecorder
 from posttrain.engines.hf_sampling import SeededSampling
-from posttrain.models import attention
-from posttrain.models.load import load_model
+from posttrain.models import attention, vision
+from posttrain.models.load import load_model, load_vision
 from posttrain.models.logprobs import token_logprobs
 from posttrain.models.output_head import LogitRule
 from posttrain.models.support import check_embedded
@@ -56,11 +58,13 @@ class HFSampler:
         # Any: transformers annotates `to` wrongly, and `init_continuous_batching` not at all.
         self.model = cast(Any, load_model(spec.source, dtype=self.dtype, seed=spec.seed))
         check_embedded(self.model)
+        reader = load_vision(spec.source)
         self.kernel = attention.choose("auto", self.device, self.dtype, attention.needs(self.model))
         self.rule = LogitRule.of(self.model)
         self.model.to(self.device).eval()
         self.model.requires_grad_(False)
-        self.model.set_attn_implementation(f"paged|{attention.NAME}")
+        self.model.set_attn_implementation(vision.attention_of(self.model.config, f"paged|{attention.NAME}"))
+        self.images = None if reader is None else ImageRequests(self.model, reader, self.device)
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.reader = BucketReader(device=self.device)
@@ -107,15 +111,18 @@ class HFSampler:
             max_memory_percent=None if on_cpu else self._share_of_free(),
             max_requests_per_batch=self.max_concurrent,
             return_logprobs=True,
-            allow_block_sharing=self.recorder is None,
             per_request_processors=True,
             use_async_batching=False,
             use_cuda_graph=False,
+            # Blocks are known again by their ids, which are the same for any image, and say nothing of experts.
+            allow_block_sharing=self.images is None and self.recorder is None,
         )
         self.manager = self.model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=batching
         )
         self.seeded.attach(self.manager)
+        if self.images is not None:
+            self.images.attach(self.manager)
         if self.recorder is not None:
             self.recorder.attach(self.manager)
         self.manager.start()
@@ -140,7 +147,7 @@ class HFSampler:
             )
         return float(wanted / free)
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
         if params.truncated and not self.spec.truncates:
             raise RunError("top_p and top_k need the processors that `EngineSpec.truncates` asks for")
         # A request that cannot fit would end the library's whole engine; it may take a block more than needed.
@@ -152,7 +159,7 @@ class HFSampler:
                 hint="raise rollout.kv_tokens, or lower rollout.max_response_tokens",
             )
         async with self.guard.request() as version:
-            output, cut, routing = await self._run(prompt_ids, params)
+            output, cut, routing = await self._run(prompt_ids, params, images)
         if output is None:
             return Sample([], [], "abort", version)
         logprobs = [float(x) for x in output.logprobs]
@@ -166,10 +173,10 @@ class HFSampler:
     def _truncation(self, params: SamplingParams) -> dict[str, Any]:
         if not self.spec.truncates:
             return {}
-        return {"top_p": params.top_p, "top_k": params.top_k or self.model.config.vocab_size}
+        return {"top_p": params.top_p, "top_k": params.top_k or self.model.config.get_text_config().vocab_size}
 
     async def _run(
-        self, prompt_ids: Ids, params: SamplingParams
+        self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage]
     ) -> tuple[Any, bool, npt.NDArray[np.uint8] | None]:
         """Return the library's output for a request, whether it was aborted, and the experts of its tokens, where they
         are asked for. The output of an aborted one is what was sampled until then, or None. Raises ``WorkerError``."""
@@ -183,6 +190,10 @@ class HFSampler:
         self.manager.register_result_handler(request_id, deliver)
         if params.seed is not None:
             self.seeded.seeds[request_id] = params.seed
+        if images:
+            if self.images is None:
+                raise RunError("the model reads no images", hint="docs/vision.md lists models that do")
+            self.images.add(request_id, len(prompt_ids), images)
         if self.recorder is not None:
             self.recorder.begin(request_id)
         accepted = self.manager.add_request(
@@ -212,6 +223,8 @@ class HFSampler:
     def _forget(self, request_id: str) -> npt.NDArray[np.uint8] | None:
         """Drop what is kept of a request besides the library's own. Returns the experts of its tokens."""
         self.seeded.seeds.pop(request_id, None)
+        if self.images is not None:
+            self.images.drop(request_id)
         return None if self.recorder is None else self.recorder.end(request_id)
 
     def _cancel(self, request_id: str) -> None:

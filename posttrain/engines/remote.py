@@ -14,6 +14,7 @@ from posttrain.config import ServerConfig
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.http import Endpoint, Unanswered, api_key, http_url
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
+from posttrain.data.images import PlacedImage, given_to_none
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +74,8 @@ class RemoteGenerator:
                 hint=f"--set {_KEY}.model=NAME, one of: {', '.join(sorted(served)[:10])}",
             )
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
+        given_to_none(images, "the server")
         body = {
             "model": self.model,
             "prompt": np.asarray(prompt_ids).tolist(),

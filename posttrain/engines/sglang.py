@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
+from posttrain.data.images import PlacedImage, given_to_none
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import concurrent_requests
 from posttrain.engines.external import (
@@ -44,6 +45,11 @@ _ENVIRONMENT = {
 """Variables that SGLang reads when it is imported. Those that the user has set stay."""
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+
+
+_RECEIVE_EVERY = 10
+"""Decoding steps between two looks for new requests, where episodes have several turns. SGLang computes the prompts of
+new requests before it decodes another token of all others: those of several episodes are better computed together."""
 
 
 async def open_engine(spec: EngineSpec) -> SGLangEngine:
@@ -91,7 +97,10 @@ class SGLangEngine:
             if self.routing is not None:
                 ours |= {"enable_return_routed_experts": True}
             # A larger batch than that of the largest graph runs without one. SGLang would choose it by the GPU alone.
-            defaults = {"cuda_graph_max_bs_decode": self.max_concurrent}
+            defaults = {
+                "cuda_graph_max_bs_decode": self.max_concurrent,
+                "scheduler_recv_interval": _RECEIVE_EVERY if spec.rollout.max_turns > 1 else 1,
+            }
             ours_to_run = {"run_scheduler_process_func": staticmethod(run_scheduler)}
             try:
                 self.engine = type("Engine", (Engine,), ours_to_run)(**arguments(spec, ours, defaults))
@@ -101,7 +110,8 @@ class SGLangEngine:
                 ) from error
         self.manager: Any = self.engine.tokenizer_manager
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
+        given_to_none(images, "SGLang")
         sampling = {
             "max_new_tokens": params.max_new_tokens,
             "temperature": params.temperature,

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
+from posttrain.data.images import PlacedImage, given_to_none
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import concurrent_requests
 from posttrain.engines.external import (
@@ -110,7 +111,8 @@ class VLLMEngine:
             "max_num_batched_tokens": max(2048, self.spec.max_tokens),
         }
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
+        given_to_none(images, "vLLM")
         async with self.guard.request() as version:
             output = await self._run(
                 prompt_ids,

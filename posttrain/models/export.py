@@ -18,14 +18,22 @@ from posttrain.models.classifier import (
     is_critic_of_verl,
     names_in_shards,
 )
-from posttrain.models.load import ModelSource, build, load_config, load_generation_config, load_tokenizer
+from posttrain.models.load import (
+    ModelSource,
+    build,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    load_vision,
+    processor_files,
+)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
 def save_text_side(source: ModelSource, folder: Path, *, reward_model: bool = False) -> None:
-    """Write the config and the tokenizer with its chat template: all of a model but the weights.
+    """Write the config, the tokenizer with its chat template, and how images are read: all of a model but the weights.
 
     Args:
         source: what the weights were trained from.
@@ -36,13 +44,27 @@ def save_text_side(source: ModelSource, folder: Path, *, reward_model: bool = Fa
     if not reward_model and (generation := load_generation_config(source)) is not None:
         _save_generation_config(generation, folder)
     load_tokenizer(source).save_pretrained(folder)
+    _save_processor(source, folder)
+
+
+def _save_processor(source: ModelSource, folder: Path) -> None:
+    """Write how the model reads images, if it does: its files as they are, or those of a built-in model."""
+    vision = load_vision(source)
+    if vision is None:
+        return
+    if source.builtin:
+        vision.processor.save_pretrained(folder)
+    for file in [] if source.builtin else processor_files(source):
+        if file.parent != folder:
+            shutil.copyfile(file, folder / file.name)
 
 
 def save_whole(
     source: ModelSource, folder: Path, *, dtype: str = MERGED_DTYPE, max_shard_size: str = MERGED_SHARD_SIZE
 ) -> None:
-    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, or of a reward model
-    ``AutoModelForSequenceClassification``: safetensors, config, tokenizer.
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads, of a model that sees
+    ``AutoModelForImageTextToText``, of a reward model ``AutoModelForSequenceClassification``: safetensors, config,
+    tokenizer, and how images are read.
 
     Weights are read and written one after another: they take memory for the largest of them, or 256 MiB. Only models
     that files hold joined, as query, key and value in one, are in memory whole.
@@ -80,6 +102,7 @@ def save_whole(
     if model.can_generate():
         _save_generation_config(load_generation_config(source) or model.generation_config, folder)
     load_tokenizer(source).save_pretrained(folder)
+    _save_processor(source, folder)
 
 
 def _save_generation_config(config: GenerationConfig, folder: Path) -> None:

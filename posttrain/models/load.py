@@ -11,7 +11,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from posttrain.data.vision import VisionProcessor
 
 _INCOMPLETE = "is the folder complete?"
 _UNKNOWN = "is its config.json right, and does the installed transformers know such a model?"
@@ -261,6 +262,78 @@ def read_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Where a model says how it reads images: in newer releases in the second, beside other things."""
+
+
+def load_vision(source: ModelSource) -> VisionProcessor | None:
+    """What the model makes of images; None: it reads text alone.
+
+    Raises:
+        ModelError: it sees, and has no file that says how, or one that cannot be read.
+    """
+    from posttrain.models import vision
+
+    config: Any = load_config(source)
+    if not vision.sees(config):
+        return None
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    from posttrain.data.vision import VisionProcessor
+
+    with loading(source, "the image processor"):
+        settings = _processor_settings(source)
+        # Given as pixels, the class would write them into the sizes that all of its objects share.
+        size = {**Qwen2VLImageProcessorPil.size, **(settings.get("size") or {})}
+        for edge, name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+            size[edge] = settings.pop(name, None) or size.pop(name, None) or size[edge]
+        processor: Any = Qwen2VLImageProcessorPil.from_dict({**settings, "size": size})
+    tower = config.vision_config
+    for name, ours, theirs in (
+        ("patch_size", processor.patch_size, tower.patch_size),
+        ("merge_size", processor.merge_size, tower.spatial_merge_size),
+        ("temporal_patch_size", processor.temporal_patch_size, tower.temporal_patch_size),
+    ):
+        if ours != theirs:
+            raise ModelError(
+                f"{source.path}: images are cut with {name} = {ours}, and the config makes it {theirs}",
+                hint=f"take the {PROCESSOR_FILES[0]} that came with the weights",
+            )
+    return VisionProcessor(processor, image_id=int(config.image_token_id), video_id=config.video_token_id)
+
+
+def _processor_settings(source: ModelSource) -> dict[str, Any]:
+    """What the model's files say of its image processor. Raises ``ModelError``."""
+    if source.builtin:
+        from posttrain.models.builtin import builtin_processor
+
+        return builtin_processor(source.builtin)
+    for file in processor_files(source):
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        found = settings.get("image_processor") if file.name == PROCESSOR_FILES[1] else settings
+        if isinstance(found, dict):
+            return found
+    raise ModelError(
+        f"{source.path} has no {PROCESSOR_FILES[0]}, which says how the model reads images",
+        hint="copy it there from where the weights come from",
+    )
+
+
+def processor_files(source: ModelSource) -> list[Path]:
+    """The files in which a model says how it reads images and videos, those of them that it has."""
+    names = (*PROCESSOR_FILES, "video_preprocessor_config.json")
+    if Path(source.path).is_dir():
+        return [file for name in names if (file := Path(source.path) / name).is_file()]
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    found = []
+    for name in names:
+        with suppress(EntryNotFoundError, LocalEntryNotFoundError):
+            found.append(Path(hf_hub_download(source.path, name)))
+    return found
+
+
 def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model without weights, on the meta device; buffers are real. See ``load_weights``.
 
@@ -268,17 +341,16 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
         ModelError: there is no such model, or buffers are part of its weights.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
-    from posttrain.models import attention, recurrent
+    from posttrain.models import attention, recurrent, vision
 
     attention.register()
     config = load_config(source)
     with loading(source, hint=_UNKNOWN), init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config,
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=vision.attention_of(config, attention.NAME),
             trust_remote_code=source.trust_remote_code,
         )
     model.tie_weights()  # moving each parameter to the meta device parted them
@@ -292,6 +364,15 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
         )
     recurrent.separate_sequences(model)
     return model
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that opens such a model: a causal LM, or one that sees."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from posttrain.models import vision
+
+    return AutoModelForImageTextToText if vision.sees(config) else AutoModelForCausalLM
 
 
 def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.errors import ConfigError, ModelError
-from posttrain.models import recurrent
+from posttrain.models import recurrent, vision
 from posttrain.models.gather import whole, whole_many
 from posttrain.models.load import ModelSource, digest
 
@@ -43,8 +43,11 @@ _CONFIG = "adapter_config.json"
 # ---------------------------------------------------------------------- into the model
 
 
-def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype) -> None:
+def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype, tower: bool = False) -> None:
     """Freeze ``model``, which is on the meta device, and put adapters of ``dtype`` beside its target modules.
+
+    Args:
+        tower: those of a vision tower are among them (`train.vision_tower`).
 
     Raises:
         ConfigError: `train.lora.target_modules` names something that is not there, or that cannot be adapted.
@@ -54,6 +57,10 @@ def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype) -> No
     assert cfg.rank is not None
     given = cfg.target_modules
     linear, bypassed = _linear_layers(model), recurrent.bypassed(model)
+    left_out = None
+    if not tower:
+        linear = {name for name in linear if not name.startswith(vision.TOWER)}
+        left_out = re.escape(vision.TOWER) + ".*"
     hint = f"what can be adapted in this model: {', '.join(sorted({_last(name) for name in linear}))}"
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     config = peft.LoraConfig(
@@ -61,6 +68,7 @@ def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype) -> No
         lora_alpha=cfg.alpha,
         use_rslora=cfg.rslora,
         target_modules=_short(linear, model) if given == "all-linear" else given,
+        exclude_modules=left_out if vision.sees(model.config) else None,
         task_type="CAUSAL_LM",
     )
     try:

@@ -86,8 +86,10 @@ def _logits(model: PreTrainedModel, head: nn.Linear, hidden: Tensor) -> Tensor:
 
     own, base = model.get_output_embeddings(), cast(Any, model.base_model)
     forward = base.forward
+    found: Any = MoeModelOutputWithPast(last_hidden_state=cast(Any, hidden))
+    found.rope_deltas = None  # of models that see
     try:
-        base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=cast(Any, hidden))
+        base.forward = lambda *args, **kwargs: found
         model.set_output_embeddings(head)
         with torch.no_grad():
             logits: Tensor = model(input_ids=torch.zeros(1, hidden.shape[1], dtype=torch.int64), use_cache=False).logits

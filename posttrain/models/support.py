@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.errors import ConfigError, ModelError
-from posttrain.models import recurrent
+from posttrain.models import recurrent, vision
 from posttrain.models.output_head import check_head
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _probe(model: PreTrainedModel) -> list[str]:
     try:
         for module, _, forward in replaced:
             module.forward = forward
-        model.set_attn_implementation(_PROBE)
+        model.set_attn_implementation(vision.attention_of(model.config, _PROBE))
         model.eval()
         tokens = torch.zeros(1, 3, dtype=torch.int64, device="meta")
         # Code that does not run on the meta device is not judged here. In a run attention itself refuses a row of which
@@ -130,7 +130,7 @@ def _probe(model: PreTrainedModel) -> list[str]:
             del module.forward
             if own is not None:  # of `recurrent.separate_sequences`
                 module.forward = own
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(vision.attention_of(model.config, before))
         model.train(training)
     return problems
 

@@ -220,7 +220,9 @@ def _notes(plan: Plan) -> Iterator[Problem]:
     for note in question.notes:
         yield Problem(note, "note", note)
     gpu, shape = question.machine.gpu, question.shapes.actor
-    if not shape.known:
+    if shape.sees:
+        yield _note("vision tower", "the vision tower and images are not counted, nor what they take")
+    elif not shape.known:
         yield _note("model type", f"models of type {shape.kind or 'unknown'} are counted as if they were like Llama")
     if shape.experts:
         yield _note("experts", "activations and times of mixtures of experts were never compared with measurements")

@@ -6,7 +6,7 @@ Shape legend: h hidden size, q width of all query heads, kv width of all key hea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.config import LoraConfig
@@ -15,6 +15,9 @@ from posttrain.core.flops import Flops
 
 _KNOWN = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 """Model types whose parameters are counted exactly, and tested to be."""
+_QWEN2 = {"qwen2", "qwen2_5_vl", "qwen2_5_vl_text"}
+_QWEN3 = {"qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text"}
+"""Model types whose layers are those of Qwen2 and Qwen3. Of models that see the language model is counted."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class ModelShape:
     max_length: int | None = None
     values: bool = False
     """One value a token instead of logits (a critic, a reward model)"""
+    sees: bool = False
+    """It has a vision tower, which is not in these sizes."""
 
     @property
     def q(self) -> int:
@@ -139,11 +144,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises:
         ModelError: it lacks a size.
     """
-    text = config.get("text_config")
+    text, sees = config.get("text_config"), "vision_config" in config
     if isinstance(text, Mapping):
-        config = text
+        config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
     try:
-        return _shape(config)
+        return replace(_shape(config), sees=sees)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
             f"the config of {name} does not give the sizes of a decoder: {type(error).__name__}: {error}",
@@ -158,7 +163,7 @@ def _shape(c: Mapping[str, Any]) -> ModelShape:
     head_dim = int(c.get("head_dim") or hidden // heads)
     q, kv = heads * head_dim, kv_heads * head_dim
     biased = bool(c.get("attention_bias", False))
-    qkv_bias, out_bias = (True, False) if kind == "qwen2" else (biased, biased)
+    qkv_bias, out_bias = (True, False) if kind in _QWEN2 else (biased, biased)
     mlp_bias = bool(c.get("mlp_bias", False))
     matrices = [
         Matrix("q_proj", hidden, q, qkv_bias),
@@ -190,6 +195,6 @@ def _shape(c: Mapping[str, Any]) -> ModelShape:
         experts=experts,
         experts_per_token=each if experts else 0,
         intermediate=width * each,
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        qk_norm=kind in _QWEN3,
         max_length=c.get("max_position_embeddings"),
     )

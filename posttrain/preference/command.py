@@ -9,7 +9,7 @@ loss, however workers and micro-batches divide the pairs, at the cost of one for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.cluster.trainers import TrainerGroup
+    from posttrain.data.vision import VisionProcessor
     from posttrain.models.load import ModelSource
 
 _VAL_BATCH = 128
@@ -62,10 +63,10 @@ class Pairs(Objective):
 
     def renderer(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> RenderPairs:
         end = tokenizer.eos_token_id if cfg.trains_reward_model else None
-        return RenderPairs(conversation_renderer(cfg, tokenizer), end)
+        return RenderPairs(conversation_renderer(cfg, tokenizer, self.vision), end)
 
     def pack(self, samples: Samples) -> PackedBatch:
-        return pack(samples)
+        return pack(samples, self.vision)
 
     async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> PairLearner:
         scores = run.cfg.trains_reward_model
@@ -74,7 +75,8 @@ class Pairs(Objective):
         ref = None
         if not scores and run.cfg.train.lora.rank is None:
             ref = await cluster.trainer("reference", run.source, trainable=False)
-        return PairLearner(run, actor, ref, [pack(val[i : i + _VAL_BATCH]) for i in range(0, len(val), _VAL_BATCH)])
+        batches = [pack(val[i : i + _VAL_BATCH], self.vision) for i in range(0, len(val), _VAL_BATCH)]
+        return PairLearner(run, actor, ref, batches)
 
     def check(self, cfg: Config, source: ModelSource) -> None:
         if cfg.trains_reward_model:
@@ -162,7 +164,16 @@ def _per_sequence(column: Tensor, batch: PackedBatch) -> Tensor:
     return segment_sum(column, segment_ids(batch.cu_seqlens), batch.num_sequences)
 
 
-def pack(pairs: Samples) -> PackedBatch:
-    """Pack P pairs as a batch of 2P sequences: all chosen ones, then the rejected ones in the same order."""
+def pack(pairs: Samples, vision: VisionProcessor | None = None) -> PackedBatch:
+    """Pack P pairs as a batch of 2P sequences: all chosen ones, then the rejected ones in the same order.
+
+    Raises:
+        DataError: an image can no longer be read.
+    """
     both = [(p, slice(p.second)) for p in pairs] + [(p, slice(p.second, None)) for p in pairs]
-    return PackedBatch.from_sequences([p.ids[part] for p, part in both], [p.mask[part] for p, part in both])
+    batch = PackedBatch.from_sequences([p.ids[part] for p, part in both], [p.mask[part] for p, part in both])
+    if vision is not None:
+        chosen = [[image for image in p.images if image.start < p.second] for p in pairs]
+        rejected = [[replace(i, start=i.start - p.second) for i in p.images if i.start >= p.second] for p in pairs]
+        vision.attach_read(batch, [*chosen, *rejected])
+    return batch

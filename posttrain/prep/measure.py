@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +25,17 @@ _DROPPED_ASCII = b" \t\r\n\v\f!\"#$%&'(),.:;?@[\\]_`{|}~"
 _DROPPED = str.maketrans("", "", "\u00a0\u3000。，、；：？！（）“”‘’…")
 
 
-def question(messages: Sequence[Message]) -> str:
-    """What a conversation asks: the user's messages before the first of the assistant's."""
+def question(messages: Sequence[Message], images: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What a conversation asks: the user's messages before the first of the assistant's, and a word for each image, so
+    that the same words about another image are another question."""
     asked = []
     for message in messages:
         if message["role"] == "assistant":
             break
         if message["role"] == "user":
             asked.append(message.get("content", ""))
+    for image in images:
+        asked.append("image" + hashlib.sha256(image.get("bytes") or str(image.get("path")).encode()).hexdigest()[:16])
     return "\n".join(asked)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from posttrain.core.errors import DataError
 from posttrain.core.plugins import expect
 from posttrain.core.registry import nearest
-from posttrain.core.types import Message, Prompt, ToolSchema
+from posttrain.core.types import Prompt, ToolSchema
 from posttrain.data.parquet import (
     Conversation,
     Preference,
@@ -140,7 +140,7 @@ class _Draft:
         """The good row that it became."""
         shown = self.prompt or self.conversation
         messages = shown.messages if shown else self.pair.prompt if self.pair else ()
-        asked = question(messages)
+        asked = question(messages, shown.images if shown else self.pair.images if self.pair else ())
         return Item(self.row, asked, self.rlhf, self.prompt, self.sft, self.conversation, self.preference, self.pair)
 
 
@@ -340,7 +340,8 @@ def _questions(dataset: Dataset, split: str, source: str | None) -> tuple[list[s
     for index, raw in enumerate(raw_rows(dataset, split, source)):
         try:
             rlhf = dataset.to_rlhf(raw, index, split)
-            text = question(rlhf["prompt"] if rlhf else _conversation(dataset, raw, index, split))
+            asked = rlhf or _conversation(dataset, raw, index, split)
+            text = question(asked["prompt"], asked.get("images") or ())
         except (SystemExit, Exception) as error:
             fault(dataset, raw, error)
             continue  # preparing that split is where a bad row is reported
@@ -349,12 +350,12 @@ def _questions(dataset: Dataset, split: str, source: str | None) -> tuple[list[s
     return texts, sources
 
 
-def _conversation(dataset: Dataset, raw: RawRow, index: int, split: str) -> Sequence[Message]:
-    """The messages of a raw row that gives no RLHF row."""
+def _conversation(dataset: Dataset, raw: RawRow, index: int, split: str) -> dict[str, Any]:
+    """The messages, as `prompt`, and images of a raw row that gives no RLHF row."""
     if (sft := dataset.to_sft(raw, index, split)) is not None:
-        return sft.messages
+        return {"prompt": sft.messages, "images": sft.images}
     pair = dataset.to_preference(raw, index, split) if "preference" in dataset.kinds else None
-    return pair.prompt if pair else []
+    return {"prompt": pair.prompt, "images": pair.images} if pair else {"prompt": []}
 
 
 def _questions_of_file(path: str, known: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -373,12 +374,12 @@ def _questions_of_file(path: str, known: Sequence[str]) -> tuple[list[str], list
         raise DataError(f"--decontaminate {path}: not a readable parquet file: {error}", hint="give another") from error
     if "chosen" in names and "rejected" in names:
         pairs = read_preferences(path)
-        return [question(pair.prompt) for pair in pairs], [""] * len(pairs)
+        return [question(pair.prompt, pair.images) for pair in pairs], [""] * len(pairs)
     if "messages" in names and "prompt" not in names:
-        rows = [parse_conversation(r, path, i).messages for i, r in read_rows(path, ("messages",), ("tools", "images"))]
-        return [question(messages) for messages in rows], [""] * len(rows)
+        rows = [parse_conversation(r, path, i) for i, r in read_rows(path, ("messages",), ("tools", "images"))]
+        return [question(row.messages, row.images) for row in rows], [""] * len(rows)
     prompts = [
         parse_prompt({"data_source": "", "reward_model": {"ground_truth": None}, **r}, path, i)
         for i, r in read_rows(path, ("prompt",), ("data_source", "images"))
     ]
-    return [question(prompt.messages) for prompt in prompts], [prompt.data_source for prompt in prompts]
+    return [question(prompt.messages, prompt.images) for prompt in prompts], [prompt.data_source for prompt in prompts]

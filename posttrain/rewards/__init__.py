@@ -59,6 +59,7 @@ GRADERS: Registry[Grader] = Registry(
 DATA_SOURCES: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "posttrain/arith": "gsm8k",
+    "posttrain/shapes": "gsm8k",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",

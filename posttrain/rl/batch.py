@@ -21,13 +21,15 @@ from posttrain.algos.episodes import Episodes
 from posttrain.algos.reduce import token_weights
 from posttrain.algos.segments import segment_ids
 from posttrain.algos.tokens import UpdateTokens
-from posttrain.core.errors import RunError
+from posttrain.core.errors import DataError, RunError
+from posttrain.data.images import ImageError, RawImage
 from posttrain.data.pack import PackedBatch
 from posttrain.rl.metrics import spread
 
 if TYPE_CHECKING:
     from posttrain.config import AlgoConfig, Config
     from posttrain.core.types import Trajectory
+    from posttrain.data.vision import VisionProcessor
 
 Groups = Sequence[Sequence["Trajectory"]]
 
@@ -42,9 +44,14 @@ def usable(groups: Groups) -> list[Trajectory]:
     return kept
 
 
-def pack(kept: Sequence[Trajectory], *, routing: bool = False) -> PackedBatch:
-    """Pack the episodes into one batch, with the engine's log-probabilities, and with ``routing`` with the experts that
-    it chose. Raises ``RunError`` where an episode has none."""
+def pack(kept: Sequence[Trajectory], vision: VisionProcessor | None = None, *, routing: bool = False) -> PackedBatch:
+    """Pack the episodes into one batch, with the engine's log-probabilities, the images of their prompts, which
+    ``vision`` reads, and with ``routing`` the experts that the engine chose.
+
+    Raises:
+        DataError: an image can no longer be read.
+        RunError: an episode has no recorded experts.
+    """
     batch = PackedBatch.from_sequences([t.tokens for t in kept], [t.loss_mask for t in kept])
     batch.rollout_logprobs = torch.cat([torch.from_numpy(t.logprobs) for t in kept])
     if routing:
@@ -54,6 +61,13 @@ def pack(kept: Sequence[Trajectory], *, routing: bool = False) -> PackedBatch:
                 hint="rollout files have them where the run that wrote them had rollout.router_replay = 'R3'",
             )
         batch.routing = torch.cat([torch.from_numpy(t.routing.reshape(len(t.tokens), -1)) for t in kept])
+    if vision is not None:
+        read = {t.prompt.index: [RawImage.of(image) for image in t.prompt.images] for t in kept}
+        try:
+            grids = {index: [(raw, vision.grid(raw)) for raw in images] for index, images in read.items()}
+            vision.attach(batch, [vision.locate(t.tokens, grids[t.prompt.index]) for t in kept])
+        except ImageError as error:
+            raise DataError(f"an image of the training data: {error.message}", hint=error.hint) from error
     return batch
 
 

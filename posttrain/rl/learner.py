@@ -16,6 +16,7 @@ from posttrain.algos.segments import segment_ids
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import LoraConfig
 from posttrain.data.pack import PackedBatch
+from posttrain.models.load import load_vision
 from posttrain.rl.batch import (
     Groups,
     fill_advantages,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
     from posttrain.config import AlgoConfig
     from posttrain.core.types import Trajectory
+    from posttrain.data.vision import VisionProcessor
 
 
 @dataclass
@@ -51,6 +53,8 @@ class Learner:
     teacher: TrainerGroup | None
     kl: FixedKl | AdaptiveKl
     """Coefficient of the KL penalty in the reward."""
+    vision: VisionProcessor | None = None
+    """What reads the images of prompts; None: the models read text alone."""
 
     @staticmethod
     async def open(cluster: Cluster, run: TrainingRun) -> Learner:
@@ -69,7 +73,7 @@ class Learner:
         if ADVANTAGES.get(algo.advantage).teacher:
             start = find_model(cfg, algo.teacher)
             teacher = await cluster.trainer("teacher", start, temperature=temperature, trainable=False)
-        return Learner(run, actor, critic, ref, teacher, kl_in_reward(algo))
+        return Learner(run, actor, critic, ref, teacher, kl_in_reward(algo), load_vision(source))
 
     @property
     def models(self) -> list[TrainerGroup]:
@@ -111,7 +115,7 @@ class Learner:
         if baselines is not None:
             groups = [group for group in groups if group[0].prompt.index in baselines]
         kept = usable(groups)
-        batch = pack(kept, routing=self.run.cfg.rollout.router_replay != "off")
+        batch = pack(kept, self.vision, routing=self.run.cfg.rollout.router_replay != "off")
         own, metrics = await self._score(batch, kept, version)
         if batch.routing is not None:
             metrics["moe/replay_bytes_per_token"] = float(batch.routing.shape[1])

@@ -231,7 +231,7 @@ async def open_source(
     """Return what plays and grades episodes with the engines of ``pool``. ``closing`` closes what it opens."""
     closing.push_async_callback(close_tools, task.env.tools, run.tracker.note)
     if task.env.agents is not None:
-        await closing.enter_async_context(task.env.agents.endpoint)
+        await closing.enter_async_context(task.env.agents.running())
     closing.push_async_callback(pool.close)
     scorers = await open_scorers(cluster, run)
     for scorer in scorers:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.plugins import user_code
 from posttrain.core.types import ENV_PART, Ids, Prompt, Sample, Sampling, SamplingParams, StopReason, Trajectory
+from posttrain.data.images import PlacedImage
 from posttrain.data.record import Record
+from posttrain.envs.agent_processes import AgentProcesses
 from posttrain.envs.agents import Agent, AgentTask, reward_of
 from posttrain.envs.sampling import AgentSession
 from posttrain.envs.session import Branch, TokenRenderer, TokenSession
@@ -35,6 +38,14 @@ class AgentHost:
     endpoint: AgentEndpoint
     name: str = "the agent"
     """How messages call it."""
+    processes: AgentProcesses | None = None
+    """Where its episodes are played; None: in this process."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve the endpoint, and run the processes. Raises ``RunError``."""
+        async with self.endpoint, self.processes or nullcontext():
+            yield
 
     def tasks(self, split: Split) -> list[Prompt]:
         """Return the agent's own tasks, where it has a ``tasks`` as environments have. Raises ``CodeError``."""
@@ -52,9 +63,9 @@ class _Seeded:
     def __init__(self, sampler: Generator, seed: int) -> None:
         self._sampler, self._seed, self._places = sampler, seed, count()
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
         seed = seed_of(self._seed, next(self._places), len(prompt_ids))
-        return await self._sampler.generate(prompt_ids, replace(params, seed=seed))
+        return await self._sampler.generate(prompt_ids, replace(params, seed=seed), *([images] if images else []))
 
 
 class AgentEpisode:
@@ -73,7 +84,7 @@ class AgentEpisode:
         env: EpisodeContext,
         host: AgentHost,
         sampling: Sampling,
-        prompt_ids: Sequence[int],
+        prompt_ids: Ids,
         *,
         seed: int | None = None,
     ) -> None:
@@ -131,7 +142,9 @@ class AgentEpisode:
             token,
         )
         agent = self.host.agent
-        play = asyncio.create_task(within(self.env.cfg.episode_deadline_s, "the agent failed", agent, task))
+        play = asyncio.create_task(
+            within(self.env.cfg.episode_deadline_s, "the agent failed", self.host.processes or agent, task)
+        )
         failed = asyncio.create_task(session.failed.wait())
         try:
             await asyncio.wait([play, failed], return_when=asyncio.FIRST_COMPLETED)

@@ -20,7 +20,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.core.errors import RunError
@@ -155,6 +155,9 @@ class TrainingBatches:
             return
         draws = {draw.number: draw for draw in self._drawn}
         for (number, kinds), trajectories in zip(state.get("in_flight", []), in_flight, strict=True):
+            for trajectory in trajectories:  # files of rollouts have no images
+                images = self._prompts[draws[number].row].images
+                trajectory.prompt = replace(trajectory.prompt, images=images)
             if kinds[0] == "graded":
                 draws[number].graded = list(trajectories)
             else:

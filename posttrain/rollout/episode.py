@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from posttrain.config import RolloutConfig
-from posttrain.core.errors import CodeError, PosttrainError
+from posttrain.core.errors import CodeError, DataError, PosttrainError
 from posttrain.core.plugins import definition_of, described_briefly, expect, user_code, with_place
-from posttrain.core.types import ENV_PART, ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
+from posttrain.core.types import ENV_PART, ON_POLICY, Ids, Message, Prompt, Sampling, StopReason, Trajectory
 from posttrain.data.chat import ChatDeltas, decode, render_prompt
+from posttrain.data.images import ImageError, PlacedImage
 from posttrain.data.record import Record
+from posttrain.data.turns import with_image_parts
 from posttrain.envs.base import Step
 from posttrain.envs.turns import structured
 from posttrain.rollout.interaction import UserTurn
@@ -32,6 +34,7 @@ from posttrain.tools.formats import ParsedCall, ToolParser
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from posttrain.data.vision import VisionProcessor
     from posttrain.engines.base import Generator
     from posttrain.envs.base import Environment
     from posttrain.envs.opening import World
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
 
 EpisodeState = Literal["pending", "running", "tool_calling", "completed", "failed"]
 """Not begun; the model writes, or is about to; tools or the simulated user are at work; ended; ended with an error."""
+
+
+Opened = tuple[Ids, Sequence[PlacedImage]]
+"""Token ids of a prompt, and the images among them."""
 
 
 def in_flight(states: Sequence[EpisodeState]) -> dict[str, int]:
@@ -70,6 +77,8 @@ class EpisodeContext:
     """What makes each episode's environment (`rollout.env`)."""
     agents: AgentHost | None = None
     """The agent that plays the episodes (`rollout.agent`)."""
+    vision: VisionProcessor | None = None
+    """What reads the images of prompts; None: the model reads text alone."""
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
@@ -84,16 +93,30 @@ class EpisodeContext:
         made = any(getattr(type(tool), "create", None) is not Tool.create for tool in self.tools.values())
         return not made and not any(others)
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Prompt) -> Ids:
         """Return token ids of a prompt, ending where the assistant starts to write. Raises ``DataError``."""
-        return render_prompt(prompt.messages, self.tokenizer, self.schemas, **self.template_kwargs)
+        return self.opened(prompt)[0]
+
+    def opened(self, prompt: Prompt) -> Opened:
+        """Return ``prompt_ids`` and the images among them, each of which they hold as often as it has features. Raises
+        ``DataError``."""
+        messages = prompt.messages if self.vision is None else with_image_parts(prompt.messages, len(prompt.images))
+        ids = render_prompt(messages, self.tokenizer, self.schemas, **self.template_kwargs)
+        if self.vision is None:
+            return ids, ()
+        try:
+            found = self.vision.read(ids, [False] * len(ids), prompt.images)
+        except ImageError as error:
+            where = f"column {error.column!r}: " if error.column else ""
+            raise DataError(f"{where}{error.message}", hint=error.hint) from error
+        return found.ids, found.images
 
 
 class Episode:
     """One play of a prompt.
 
     Args:
-        prompt_ids: ``env.prompt_ids(prompt)``, for a caller that plays a prompt several times; None: rendered here.
+        opened: ``env.opened(prompt)``, for a caller that plays a prompt several times; None: rendered here.
         seed: of the episode; None: turns are sampled from the engine's stream.
     """
 
@@ -103,12 +126,13 @@ class Episode:
         env: EpisodeContext,
         sampling: Sampling = ON_POLICY,
         *,
-        prompt_ids: Sequence[int] | None = None,
+        opened: Opened | None = None,
         seed: int | None = None,
     ) -> None:
         self.prompt, self.env, self.sampling, self.seed = prompt, env, sampling, seed
         self.state: EpisodeState = "pending"
-        self.record = Record(env.prompt_ids(prompt) if prompt_ids is None else prompt_ids)
+        ids, self.images = env.opened(prompt) if opened is None else opened
+        self.record = Record(ids)
         self.prompt_length = len(self.record)
         self.messages: list[Message] = list(prompt.messages)
         self.turns = self.user_turns = self.tool_calls = 0
@@ -304,7 +328,8 @@ class Episode:
     async def _assistant_turn(self, sampler: Generator) -> StopReason | None:
         while True:
             seed = None if self.seed is None else seed_of(self.seed, len(self.record))
-            sample = await sampler.generate(self.record.ids, self.sampling.params(self.tokens_left, seed))
+            params = self.sampling.params(self.tokens_left, seed)
+            sample = await sampler.generate(self.record.ids, params, *([self.images] if self.images else []))
             self.record.sampled(sample)
             if sample.finish_reason != "abort" or self.tokens_left == 0:
                 break

@@ -13,6 +13,7 @@ from posttrain.core.errors import PROCESS_FAILURES, DeadlineError, PosttrainErro
 from posttrain.core.types import Ids, Sample, SamplingParams
 
 if TYPE_CHECKING:
+    from posttrain.data.images import PlacedImage
     from posttrain.engines.base import Sampler
 
 Restart = Callable[[int], Awaitable["Sampler"]]
@@ -223,7 +224,7 @@ class StickySession:
         self._pool = pool
         self._replica: _Replica | None = None
 
-    async def generate(self, prompt_ids: Ids, params: SamplingParams) -> Sample:
+    async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
         """Sample a continuation, as ``Sampler.generate`` does.
 
         Raises:
@@ -242,7 +243,7 @@ class StickySession:
                 continue
             replica.begin()
             try:
-                return await sampler.generate(prompt_ids, params)
+                return await sampler.generate(prompt_ids, params, *([images] if images else []))
             except PROCESS_FAILURES as error:
                 self._pool.lost(replica, sampler, error)
                 lost += 1

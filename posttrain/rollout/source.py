@@ -107,13 +107,13 @@ class Group:
 
     def __init__(self, prompt: Prompt, n: int, env: EpisodeContext, sampling: Sampling) -> None:
         self.prompt, self.env, self.sampling = prompt, env, sampling
-        self._prompt_ids = env.prompt_ids(prompt)
+        self._opened = env.opened(prompt)
         self._episodes: list[Episode | AgentEpisode | Trajectory] = [self._new() for _ in range(n)]
 
     def _new(self) -> Episode | AgentEpisode:
         if self.env.agents is not None:
-            return AgentEpisode(self.prompt, self.env, self.env.agents, self.sampling, self._prompt_ids)
-        return Episode(self.prompt, self.env, self.sampling, prompt_ids=self._prompt_ids)
+            return AgentEpisode(self.prompt, self.env, self.env.agents, self.sampling, self._opened[0])
+        return Episode(self.prompt, self.env, self.sampling, opened=self._opened)
 
     @property
     def trajectories(self) -> list[Trajectory]:

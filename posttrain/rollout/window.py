@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from posttrain.core.types import Prompt, Sampling, Trajectory
 from posttrain.rollout.agents import AgentEpisode
-from posttrain.rollout.episode import Episode, EpisodeContext, in_flight
+from posttrain.rollout.episode import Episode, EpisodeContext, Opened, in_flight
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.seeds import seed_of
 
@@ -93,17 +93,17 @@ class Window:
                 self._drained = True
                 return
             group = _Group(prompt, [None] * self._n, self._n)
-            ids = self._env.prompt_ids(prompt)
+            opened = self._env.opened(prompt)
             for number in range(self._n):
-                episode = self._new(prompt, ids, seed_of(self._seed, prompt.index, number))
+                episode = self._new(prompt, opened, seed_of(self._seed, prompt.index, number))
                 task = asyncio.create_task(self._play(episode))
                 self._playing[task] = (group, number, episode)
                 task.add_done_callback(self._note)
 
-    def _new(self, prompt: Prompt, ids: Sequence[int], seed: int) -> Episode | AgentEpisode:
+    def _new(self, prompt: Prompt, opened: Opened, seed: int) -> Episode | AgentEpisode:
         if self._env.agents is not None:
-            return AgentEpisode(prompt, self._env, self._env.agents, self._sampling, ids, seed=seed)
-        return Episode(prompt, self._env, self._sampling, prompt_ids=ids, seed=seed)
+            return AgentEpisode(prompt, self._env, self._env.agents, self._sampling, opened[0], seed=seed)
+        return Episode(prompt, self._env, self._sampling, opened=opened, seed=seed)
 
     async def _play(self, episode: Episode | AgentEpisode) -> Trajectory:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ConfigError, DataError
@@ -42,7 +44,7 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
     """
     from posttrain.data.chat import ChatDeltas
     from posttrain.envs.opening import open_world
-    from posttrain.models.load import stop_token_ids
+    from posttrain.models.load import load_vision, stop_token_ids
     from posttrain.rollout.episode import EpisodeContext
     from posttrain.rollout.interaction import open_interaction
     from posttrain.sandbox import configure
@@ -77,22 +79,28 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
         interaction=interaction,
         world=world,
         agents=None if agent is None else _host(agent, cfg, tokenizer, parser, frozenset(stops)),
+        vision=None if cfg.generate.endpoint.url else load_vision(source),  # servers are given ids alone
     )
 
 
 def _agent(cfg: Config) -> Agent | None:
     """Return what plays the episodes, if it samples at an endpoint. Raises ``ConfigError``."""
+    agent = _opening(cfg)()
+    if agent is None and (unused := cfg.rollout.changed & {"branches", "agent_processes"}):
+        raise ConfigError(
+            f"rollout.{min(unused)} has no effect without an agent", hint="the run plays other episodes itself"
+        )
+    return agent
+
+
+def _opening(cfg: Config) -> Callable[[], Agent | None]:
+    """Return what makes the agent, in any process."""
     from posttrain.envs.agents import open_agent
     from posttrain.envs.opening import open_environment_agent
 
     if cfg.rollout.has_agent:
-        return open_agent(cfg.rollout.agent, cfg.rollout.agent_command)
-    agent = open_environment_agent(cfg.rollout.env, cfg.rollout.env_options)
-    if agent is None and cfg.rollout.branches != "all":
-        raise ConfigError(
-            "rollout.branches has no effect without an agent", hint="episodes of other kinds have one branch"
-        )
-    return agent
+        return partial(open_agent, cfg.rollout.agent, cfg.rollout.agent_command)
+    return partial(open_environment_agent, cfg.rollout.env, cfg.rollout.env_options)
 
 
 def _host(
@@ -102,14 +110,24 @@ def _host(
     parser: ToolParser,
     stop_token_ids: frozenset[int],
 ) -> AgentHost:
+    from posttrain.envs.agent_processes import AgentProcesses
+    from posttrain.envs.agents import Program
     from posttrain.envs.endpoint import AgentEndpoint
     from posttrain.envs.session import TokenRenderer
     from posttrain.rollout.agents import AgentHost
 
     renderer = TokenRenderer(tokenizer, parser, stop_token_ids, cfg.data.chat_kwargs)
-    return AgentHost(
-        agent, renderer, AgentEndpoint(), f"environment {cfg.rollout.env!r}" if cfg.rollout.env else "the agent"
-    )
+    name = f"environment {cfg.rollout.env!r}" if cfg.rollout.env else "the agent"
+    count = 0 if isinstance(agent, Program) else _processes(cfg)
+    processes = AgentProcesses(_opening(cfg), count, cfg.plugins) if count else None
+    return AgentHost(agent, renderer, AgentEndpoint(), name, processes)
+
+
+def _processes(cfg: Config) -> int:
+    """Return the number of processes that play an agent's episodes."""
+    asked = cfg.rollout.agent_processes
+    cores = len(os.sched_getaffinity(0))
+    return min(cores // 2 if cores >= 4 else 0, 8) if asked == "auto" else asked
 
 
 def check_tools_shown(

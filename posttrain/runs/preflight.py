@@ -17,7 +17,7 @@ from posttrain.engines.hf import BLOCK
 from posttrain.engines.start import NO_BATCH_INVARIANCE
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import VALUE_HEAD, is_classifier
-from posttrain.models.load import ModelSource, build, load_config, load_tokenizer, locate
+from posttrain.models.load import ModelSource, build, load_config, load_tokenizer, load_vision, locate
 from posttrain.runs.run import weights_of
 from posttrain.train import checkpoint
 
@@ -152,10 +152,43 @@ def open_model(cfg: Config) -> tuple[ModelSource, PreTrainedTokenizerBase]:
             f"model.path = {cfg.model.path!r} is a reward model, and not a language model",
             hint="reward models go into reward.model.path (posttrain merge-ckpt writes one), or critic.path",
         )
+    check_vision(cfg, source)
     tokenizer = check_model(cfg, source, cfg.model.path, values=cfg.trains_reward_model)
     check_template(tokenizer, cfg.data.chat_kwargs)
     check_use(cfg, source)
     return source, tokenizer
+
+
+def check_vision(cfg: Config, source: ModelSource) -> None:
+    """Check that the command does with a model that sees what it is asked for, and that nothing is asked about images
+    of one that does not. Raises ``ConfigError``, ``ModelError``."""
+    if load_vision(source) is None:
+        keys = [f"train.{key}" for key in ("vision_tower", "patches_per_microbatch") if key in cfg.train.changed]
+        if keys:
+            raise ConfigError(
+                f"{keys[0]} is about models that see, and model.path = {cfg.model.path!r} reads text alone",
+                hint="take a model that sees (docs/vision.md), or leave the key out",
+            )
+        return
+    if cfg.generate.endpoint.url:
+        return
+    sees, cmd = f"model.path = {cfg.model.path!r} sees", cfg.command
+    if cfg.trains_reward_model:
+        raise ConfigError(f"{sees}, and this version trains no such reward models", hint=_SEEING)
+    if cfg.samples and engine_of(cfg).name != "hf":
+        raise ConfigError(
+            f"{sees}, and rollout.engine = {engine_of(cfg).name} is given ids alone",
+            hint="--set rollout.engine=hf samples with images",
+        )
+    refused = {"rollout.replay": bool(cfg.rollout.replay), "rollout.staleness": cfg.rollout.staleness > 0}
+    for key in [key for key, asked in refused.items() if asked and cmd == "rl"]:
+        raise ConfigError(f"{sees}, and {key} is not there for such models in this version", hint=_SEEING)
+    for key, path in (("critic.path", cfg.critic.path), ("algo.teacher", cfg.algo.teacher)):
+        if path and load_vision(find_model(cfg, path, key)) is None:
+            raise ConfigError(f"{sees}, and {key} = {path!r} reads text alone", hint="take one that sees, too")
+
+
+_SEEING = "docs/vision.md says what works with images"
 
 
 def check_use(cfg: Config, source: ModelSource) -> None:
@@ -189,7 +222,7 @@ def check_use(cfg: Config, source: ModelSource) -> None:
     if adapted:
         from posttrain.models import lora  # takes a second to import
 
-        lora.inject(model, cfg.train.lora, dtype=torch.float32)
+        lora.inject(model, cfg.train.lora, dtype=torch.float32, tower=cfg.train.vision_tower == "trained")
 
 
 def find_model(cfg: Config, path: str, key: str = "model.path") -> ModelSource:

@@ -93,9 +93,15 @@ def _overlong(lengths: Sequence[int]) -> str:
 
 
 def _prompt_length(prompt: Prompt, env: EpisodeContext, file: str) -> int:
-    """Return the length of a prompt in tokens. Raises ``DataError`` for one with images."""
-    refuse_images(prompt, file, prompt.index)
-    return len(env.prompt_ids(prompt))
+    """Return the length of a prompt in tokens. Raises ``DataError`` for one with images that are not read, or cannot
+    be."""
+    if env.vision is None or env.world is not None or env.agents is not None:
+        refuse_images(prompt, file, prompt.index)
+        return len(env.prompt_ids(prompt))
+    try:
+        return len(env.prompt_ids(prompt))
+    except DataError as error:
+        raise DataError(f"{file}: row {prompt.index}, {error.message}", hint=error.hint) from error
 
 
 def check_reward(prompts: Sequence[Prompt], cfg: Config, env: EpisodeContext, file: str) -> str | None:

@@ -290,9 +290,11 @@ def train(run: TrainingRun, loop: Loop) -> None:
 
 
 def write_batch(file: Path, batch: PackedBatch) -> None:
-    """Write the columns that a batch has, by name, for ``torch.load(file, weights_only=True)``."""
+    """Write the columns that a batch has, by name, for ``torch.load(file, weights_only=True)``; images are a dict."""
     import torch
 
     columns = {f.name: column for f in fields(batch) if (column := getattr(batch, f.name)) is not None}
+    if batch.images is not None:
+        columns["images"] = vars(batch.images)
     with replacing(file) as temporary, temporary.open("wb") as opened:
         torch.save(columns, opened)

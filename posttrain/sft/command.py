@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.cluster.trainers import TrainerGroup
+    from posttrain.data.vision import VisionProcessor
 
 _VAL_BATCH = 256
 """Conversations evaluated at once."""
@@ -50,15 +51,15 @@ class Conversations(Objective):
         return conversation_shards(paths)
 
     def renderer(self, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> RenderConversations:
-        return conversation_renderer(cfg, tokenizer)
+        return conversation_renderer(cfg, tokenizer, self.vision)
 
     def pack(self, samples: Samples) -> PackedBatch:
-        return pack(samples)
+        return pack(samples, self.vision)
 
     async def start(self, cluster: Cluster, run: TrainingRun, val: Sequence[Rendered]) -> ConversationLearner:
         actor = await cluster.trainer("actor", run.source, total_steps=run.total_steps)
         run.describe(actor)
-        return ConversationLearner(actor, val)
+        return ConversationLearner(actor, val, self.vision)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class ConversationLearner:
 
     actor: TrainerGroup
     val: Sequence[Rendered]
+    vision: VisionProcessor | None
 
     async def weigh(self, batch: PackedBatch) -> dict[str, float]:
         return {"train/loss_tokens": float(batch.loss_mask.sum())}
@@ -75,7 +77,7 @@ class ConversationLearner:
         """Return the mean negative log-likelihood per assistant token."""
         total, tokens = 0.0, 0
         for start in range(0, len(self.val), _VAL_BATCH):
-            batch = pack(self.val[start : start + _VAL_BATCH])
+            batch = pack(self.val[start : start + _VAL_BATCH], self.vision)
             count = int(batch.loss_mask.sum())
             total += count * await self.actor.evaluate(batch)
             tokens += count
@@ -83,8 +85,14 @@ class ConversationLearner:
         return {"loss": total / max(1, tokens)}
 
 
-def pack(samples: Samples) -> PackedBatch:
-    """Pack conversations one after another; each token that the assistant wrote has the same weight."""
+def pack(samples: Samples, vision: VisionProcessor | None = None) -> PackedBatch:
+    """Pack conversations one after another; each token that the assistant wrote has the same weight.
+
+    Raises:
+        DataError: an image can no longer be read.
+    """
     batch = PackedBatch.from_sequences([s.ids for s in samples], [s.mask for s in samples])
     batch.loss_weights = token_weights(batch.loss_mask, batch.cu_seqlens, "token-mean")
+    if vision is not None:
+        vision.attach_read(batch, [s.images for s in samples])
     return batch

@@ -12,6 +12,7 @@ from posttrain.data.loader import check_batch, total_steps
 from posttrain.data.prefetch import Rendered
 from posttrain.data.stream import Counts, SampleStream
 from posttrain.launch import TrainingJob
+from posttrain.models.load import load_vision
 from posttrain.plan.command import Known
 from posttrain.runs.preflight import check_machine, check_supported, open_model
 from posttrain.runs.prompts import reading_validation, validation_note
@@ -28,6 +29,7 @@ def prepare(resolved: Resolved, *, objective: Objective) -> SamplesJob:
     cfg = resolved.config
     source, tokenizer = open_model(cfg)
     objective.check(cfg, source)
+    objective.vision = load_vision(source)
     check_supported(cfg)
     check_machine(cfg)
     data = open_stream(objective, cfg, tokenizer)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.cluster.trainers import TrainerGroup
+    from posttrain.data.vision import VisionProcessor
     from posttrain.models.load import ModelSource
 
 Samples = Sequence[TokenRow] | Sequence[Rendered]
@@ -42,6 +43,8 @@ class SampleLearner(Protocol):
 class Objective(ABC):
     """A kind of samples, and what a model learns from them."""
 
+    vision: VisionProcessor | None = None
+    """What reads the images of rows; None: the model reads text alone. Set before anything is rendered."""
     one: ClassVar[str]
     """Name of a sample in messages; ``many`` is its plural."""
     many: ClassVar[str]

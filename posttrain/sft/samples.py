@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from posttrain.data.prefetch import Rendered
+    from posttrain.data.vision import VisionProcessor
     from posttrain.sft.objective import Objective
 
 
-def conversation_renderer(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> RenderConversations:
-    """Return what turns a conversation into tokens under this config."""
-    return RenderConversations(tokenizer, cfg.data.max_length, cfg.data.truncation, cfg.data.chat_kwargs)
+def conversation_renderer(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, vision: VisionProcessor | None = None
+) -> RenderConversations:
+    """Return what turns a conversation into tokens under this config. ``vision`` as in ``Objective``."""
+    return RenderConversations(tokenizer, cfg.data.max_length, cfg.data.truncation, cfg.data.chat_kwargs, vision)
 
 
 def open_stream(objective: Objective, cfg: Config, tokenizer: PreTrainedTokenizerBase) -> SampleStream:

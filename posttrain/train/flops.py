@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from posttrain.core.flops import Flops
+from posttrain.core.flops import Flops, squares
 from posttrain.core.machines import gpu_of_name
+from posttrain.models import vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,21 +24,39 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def model_flops(model: PreTrainedModel) -> Flops:
-    """What a model with its weights, or on the meta device, takes. ``planning.shape`` tells it without a model."""
-    config = model.config
+    """What a model with its weights, or on the meta device, takes, without its vision tower. ``planning.shape`` tells
+    it without a model."""
+    config: Any = model.config.get_text_config()
     routed = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     active = (config.num_experts_per_tok / routed) if routed else 1.0
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     forward = trained = 0.0
     for name, parameter in model.named_parameters():
-        if parameter is embedding and parameter is not head:
-            continue  # looked up, not multiplied
+        if (parameter is embedding and parameter is not head) or name.startswith(vision.TOWER):
+            continue  # looked up, not multiplied; or a patch goes through it, and no token
         flops = 2.0 * parameter.numel() * (active if ".experts." in name else 1.0)
         forward += flops
         trained += flops * parameter.requires_grad
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2.0 * config.num_hidden_layers * config.num_attention_heads * head_dim
     return Flops(forward, trained, attention)
+
+
+def tower_flops(model: PreTrainedModel) -> Callable[[Sequence[int]], float]:
+    """What images of so many patches each take in the vision tower: forward, and backward where it is trained. Of its
+    attention the layers count that see a whole image."""
+    seeing = vision.tower(model)
+    if seeing is None:
+        return lambda patches: 0.0
+    config = cast(Any, model.config).vision_config
+    merged = config.spatial_merge_size**2
+    per_patch = 2.0 * sum(
+        p.numel() / (merged if "merger" in name else 1) for name, p in seeing.named_parameters() if p.ndim > 1
+    )
+    whole = len(getattr(config, "fullatt_block_indexes", None) or range(config.depth))
+    attention = 4.0 * whole * config.hidden_size
+    passes = 3 if any(p.requires_grad for p in seeing.parameters()) else 1
+    return lambda patches: passes * (per_patch * sum(patches) + attention * squares(patches))
 
 
 def sharing_cost(model: PreTrainedModel) -> float:
@@ -47,7 +67,7 @@ def sharing_cost(model: PreTrainedModel) -> float:
     8 q + 4 kv elements. Its matrix products, which it saves too, are left out: what they are worth depends on the
     device, and so the estimate errs to the side of not sharing.
     """
-    config = model.config
+    config: Any = model.config.get_text_config()
     h, heads = int(config.hidden_size), int(config.num_attention_heads)
     head_dim = int(getattr(config, "head_dim", None) or h // heads)
     kv = head_dim * int(getattr(config, "num_key_value_heads", None) or heads)

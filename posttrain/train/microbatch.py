@@ -6,16 +6,20 @@ and without prompts that sequences share), N tokens that this worker predicts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
+from posttrain.data.vision import VisionProcessor
 from posttrain.models.attention import Kernel, Ragged
 from posttrain.models.experts import Mixture, RoutedTokens
 from posttrain.models.prefixes import SharedPrefixes
 from posttrain.models.ulysses import SequenceParallel
+from posttrain.models.vision import ImageInput
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class MicroBatch:
     input_ids: Tensor
     """[S]"""
     position_ids: Tensor
-    """[S]"""
+    """[S], or [S, 3] in time, height and width"""
     ragged: Ragged
     rows: Tensor
     """[N] which of the S hidden states predict"""
@@ -47,6 +51,8 @@ class MicroBatch:
     returns: Tensor | None
     routed: RoutedTokens | None
     """What routers are told; None where the model has none."""
+    images: ImageInput | None
+    """None: no worker has an image in this micro-batch"""
 
     @staticmethod
     def build(
@@ -54,6 +60,7 @@ class MicroBatch:
         device: torch.device,
         kernel: Kernel,
         parallel: SequenceParallel | None = None,
+        vision: VisionProcessor | None = None,
         mixture: Mixture | None = None,
         *,
         replay: bool = False,
@@ -62,13 +69,17 @@ class MicroBatch:
         stretch.
 
         Args:
+            vision: what reads the images, where there are any.
             mixture: the model's routers.
             replay: tokens go to the experts that an engine chose, where the batch has these.
         """
-        ids, positions, offsets = batch.input_ids, batch.position_ids, batch.cu_seqlens
+        ids, offsets = batch.input_ids, batch.cu_seqlens
+        positions = batch.position_ids if batch.rotary_ids is None else batch.rotary_ids
+        if batch.images is not None and vision is None:
+            raise RunError("a batch with images is given to a model that reads text alone")
         stretch = slice(0, len(ids))
         if parallel is not None:
-            ids, positions, offsets = _padded(batch, parallel.size)
+            ids, positions, offsets = _padded(ids, positions, offsets, parallel.size)
             stretch = parallel.stretch(len(ids))
         predict = batch.loss_mask.nonzero().flatten()
         # Token t is predicted by the hidden state before it.
@@ -122,6 +133,7 @@ class MicroBatch:
             values=column(batch.values),
             returns=column(batch.returns),
             routed=routed,
+            images=None if batch.images is None or vision is None else _images(batch, stretch, on_device, vision),
         )
 
     def one_row(self) -> MicroBatch:
@@ -143,15 +155,36 @@ def _padded_column(column: Tensor, length: int) -> Tensor:
     return torch.cat([column, column.new_zeros(length - len(column), *column.shape[1:])])
 
 
-def _padded(batch: PackedBatch, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(ids: Tensor, positions: Tensor, offsets: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, positions and offsets with one more sequence, so that the tokens divide by ``multiple``."""
-    missing = -batch.num_tokens % multiple
+    missing = -len(ids) % multiple
     if not missing:
-        return batch.input_ids, batch.position_ids, batch.cu_seqlens
-    blank = torch.zeros(missing, dtype=torch.int64)
-    end = torch.tensor([batch.num_tokens + missing], dtype=batch.cu_seqlens.dtype)
+        return ids, positions, offsets
+    more = torch.arange(missing)
+    end = torch.tensor([len(ids) + missing], dtype=offsets.dtype)
     return (
-        torch.cat([batch.input_ids, blank]),
-        torch.cat([batch.position_ids, torch.arange(missing)]),
-        torch.cat([batch.cu_seqlens, end]),
+        torch.cat([ids, torch.zeros_like(more)]),
+        torch.cat([positions, more if positions.ndim == 1 else more[:, None].expand(-1, positions.shape[1])]),
+        torch.cat([offsets, end]),
+    )
+
+
+def _images(
+    batch: PackedBatch, stretch: slice, on_device: Callable[[Tensor], Tensor], vision: VisionProcessor
+) -> ImageInput:
+    """The images of a batch that has some, of which this worker computes the tokens ``stretch``. Every worker that
+    shares the sequences computes the features of all their images."""
+    images = batch.images
+    assert images is not None
+    marked = batch.image_tokens
+    where = torch.empty(0, dtype=torch.int64) if marked is None else marked.nonzero().flatten()
+    here = ((where >= stretch.start) & (where < stretch.stop)).nonzero().flatten()
+    return ImageInput(
+        pixels=on_device(images.pixels),
+        grids=on_device(images.grids),
+        places=on_device(where[here] - stretch.start),
+        features=on_device(here),
+        left_over=len(here) < sum(images.patches) // images.merge**2,
+        table=on_device(torch.from_numpy(vision.table)),
+        frames=vision.frames,
     )

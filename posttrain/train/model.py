@@ -15,6 +15,7 @@ from posttrain.models.attention import Ragged
 from posttrain.models.classifier import VALUE_HEAD
 from posttrain.models.logprobs import TokenLoss, pick_rows, token_logprobs, tokenwise_loss
 from posttrain.models.output_head import LogitRule
+from posttrain.models.vision import ImageInput, last_hidden
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,23 +39,23 @@ class PackedLM(nn.Module):
         ragged: Ragged,
         temperature: float,
         loss: TokenLoss | None = None,
+        images: ImageInput | None = None,
     ) -> tuple[Tensor, ...]:
         """Log-probabilities of chosen tokens, or a loss made of them.
 
         Args:
-            input_ids, position_ids: [S].
+            input_ids, position_ids: [S]; of models that see position_ids may be [S, 3].
             rows: [N] which hidden states predict.
             targets: [N] the tokens whose log-probabilities are wanted.
             ragged: the sequences' boundaries.
             temperature: see ``token_logprobs``.
             loss: of tokens; see ``tokenwise_loss``.
+            images: that some of the tokens stand for.
 
         Returns:
             logprobs [N] float32, entropies [N] float32; with ``loss`` its sum before them, and only it has a gradient.
         """
-        hidden = self.model.base_model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, ragged=ragged
-        ).last_hidden_state[0]
+        hidden = last_hidden(self.model, input_ids, position_ids, ragged, images)
         return self._of_hidden(pick_rows(hidden, rows), targets, temperature, loss)
 
     def _of_hidden(

@@ -6,6 +6,7 @@ Nothing here changes the names of parameters or what a step computes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from posttrain.core.errors import ModelError
+from posttrain.models import vision
 from posttrain.train.expert_parallel import expert_modules, share_out
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def parallelize(
     cpu_offload: bool = False,
     experts: DeviceMesh | None = None,
 ) -> PackedLM:
-    """Apply to every decoder layer, then to the rest as one.
+    """Apply to every decoder layer, to the blocks of a vision tower, then to the rest as one.
 
     Args:
         mesh: what FSDP2 shards over, in its last dimension, and replicates over, in its first of two. None: the model
@@ -49,6 +51,7 @@ def parallelize(
             are shared out are not compiled: how many tokens come and go is known when they run.
     """
     layers = decoder_layers(lm.model)
+    seeing = vision.tower(lm.model)
     kept = _EXPENSIVE
     if any(name.endswith("_proj_bias") for name, _ in lm.model.named_parameters()):
         kept -= {"aten._grouped_mm.default"}  # transformers adds the experts' biases to its result in place
@@ -64,6 +67,10 @@ def parallelize(
             # out, torch compiles for the first numbers, then again, and again in a later step when another one moves.
             forward = torch.compile(forward, dynamic=True)
         layer.forward = forward
+    blocks = list(largest_list(seeing)) if seeing is not None else []
+    if activation_checkpointing != "none" and any(p.requires_grad for block in blocks for p in block.parameters()):
+        for block in blocks:
+            block.forward = _checkpointed(block.forward, activation_checkpointing, kept)
     if mesh is None:
         return lm
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -77,6 +84,10 @@ def parallelize(
             for module in expert_modules(layer):
                 share_out(module, experts, **how)
         fully_shard(layer, mesh=mesh, **how)
+    # The tower computes rotary embeddings in float32 once, and hands them from block to block as they are.
+    uncast = replace(policy, cast_forward_inputs=False)
+    for part in [*blocks, *([] if seeing is None else [seeing])]:
+        fully_shard(part, mesh=mesh, mp_policy=uncast, offload_policy=offload, reshard_after_forward=not keep_gathered)
     fully_shard(lm, mesh=mesh, mp_policy=policy, offload_policy=offload).set_reshard_after_backward(not keep_gathered)
     return lm
 
@@ -100,10 +111,15 @@ def sharding_mesh(device: str, world_size: int, shard_size: int | None) -> Devic
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of transformer blocks: the largest ``ModuleList`` of the base model."""
-    lists = [m for m in model.base_model.modules() if isinstance(m, nn.ModuleList)]
+    """The list of transformer blocks of the language model."""
+    return largest_list(vision.language_model(model))
+
+
+def largest_list(module: nn.Module) -> nn.ModuleList:
+    """The largest ``ModuleList`` of a module."""
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
-        raise ModelError(f"no list of layers found in {type(model).__name__}")
+        raise ModelError(f"no list of layers found in {type(module).__name__}")
     return max(lists, key=len)
 
 

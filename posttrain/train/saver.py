@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from posttrain.core.errors import PosttrainError, RunError, explained
+from posttrain.models import lora
 from posttrain.train.checkpoint import Digest
 from posttrain.train.hostmem import pieces
 from posttrain.train.optim import dequantized, init_state, is_quantized, local, quantize
@@ -154,8 +155,9 @@ def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, State]:
-    """What is saved: ``model`` holds what is trained, ``optim`` the optimizer's state and its step."""
-    states: dict[str, State] = {"model": _trained(model)}
+    """What is saved: ``model`` holds the weights, of a LoRA run its adapter; ``optim`` the optimizer's state and its
+    step."""
+    states: dict[str, State] = {"model": _kept(model)}
     if optimizer is not None:
         states["optim"] = {"state": _plain(_optimizer_state(model, optimizer)), "step": step}
     return states
@@ -163,7 +165,7 @@ def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, step: i
 
 def trained_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
     """What a checkpoint would hold of this rank, without copies: of quantized state the scales."""
-    trained = _trained(model)
+    trained = _kept(model)
     found: dict[str, torch.Tensor] = dict(trained)
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     for name, parameter in trained.items():
@@ -181,7 +183,7 @@ def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Read what was saved, at any world size. Returns the optimizer step. A collective."""
-    load(_trained(model), checkpoint_id=folder / "model")
+    load(_kept(model), checkpoint_id=folder / "model")
     if optimizer is None:
         return 0
     state = _optimizer_state(model, optimizer)
@@ -194,10 +196,12 @@ def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
     return int(read["step"])
 
 
-def _trained(model: nn.Module) -> State:
-    """All parameters, or those of the adapter in a LoRA run. A tied weight is listed once; buffers follow from the
-    config."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+def _kept(model: nn.Module) -> State:
+    """All parameters, or those of the adapter in a LoRA run. What is frozen, such as a vision tower, is among them: a
+    checkpoint is a whole model. A tied weight is listed once; buffers follow from the config."""
+    parameters = dict(model.named_parameters())
+    adapter = {name: parameter for name, parameter in parameters.items() if lora.base_name(name) is None}
+    return adapter or parameters
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:

@@ -26,10 +26,10 @@ from posttrain.algos.tokens import TokenInputs
 from posttrain.core import rendezvous, sizes
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
-from posttrain.models import attention, lora
+from posttrain.models import attention, lora, vision
 from posttrain.models.batch_invariant import use_invariant_products
 from posttrain.models.experts import Mixture, Seen, check_routers, routers
-from posttrain.models.load import build, dropout_settings
+from posttrain.models.load import build, dropout_settings, load_vision
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.shards import nonfinite
 from posttrain.models.support import check_architecture, check_sequence_parallel
@@ -37,7 +37,7 @@ from posttrain.models.ulysses import SequenceParallel
 from posttrain.models.weights import as_stored, load_weights, materialize
 from posttrain.train import checkpoint, saver
 from posttrain.train.expert_parallel import check_expert_parallel, expert_mesh
-from posttrain.train.flops import model_flops, peak_flops, sharing_cost
+from posttrain.train.flops import model_flops, peak_flops, sharing_cost, tower_flops
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM, PackedValues
 from posttrain.train.offload import CpuOffload
@@ -91,7 +91,7 @@ class TrainWorker:
         self.lm = self._load()
         self.optimizer = build_optimizer(self.lm, spec.train.optim) if spec.trainable else None
         self.parameters = dict(self.lm.model.named_parameters())
-        self.flops = model_flops(self.lm.model)
+        self.flops, self.tower_flops = model_flops(self.lm.model), tower_flops(self.lm.model)
         self.profiler = Profiler(self.device)
         self.cpu_offload = CpuOffload()
         self.saver = saver.ShardSaver(timeout_s)
@@ -123,8 +123,13 @@ class TrainWorker:
         # Trained or not: dropout would make ratios and preferences noisy, and a loss depend on how a batch is cut.
         lm.eval()
         lm.requires_grad_(spec.trainable)
+        self.vision = load_vision(spec.source)
+        seeing = vision.tower(lm.model)
+        if seeing is not None and train.vision_tower == "frozen":
+            for parameter in seeing.parameters():  # buffers of its rotary embedding stay in float32
+                parameter.requires_grad_(False).data = parameter.data.to(self.dtype)
         if self.adapted:
-            lora.inject(lm.model, train.lora, dtype=param_dtype)
+            lora.inject(lm.model, train.lora, dtype=param_dtype, tower=train.vision_tower == "trained")
         if spec.trainable and (train.router_aux_loss_coef or spec.replays_routing):
             check_routers(lm.model.config)
         self.mixture = Mixture(lm.model) if routers(lm.model) else None
@@ -222,6 +227,7 @@ class TrainWorker:
         # What is not computed costs what sequences of those lengths would, and is no padding.
         shared = [batch.shared.tolist() for batch in shard if batch.shared is not None]
         flops = sum(map(self.flops.training, (batch.lengths for batch in shard)))
+        flops += sum(self.tower_flops(batch.images.patches) for batch in shard if batch.images is not None)
         tokens_shared = float(sum(map(sum, shared)))
         computed = {
             "flops": (flops - sum(map(self.flops.training, shared))) / share,
@@ -262,7 +268,7 @@ class TrainWorker:
 
     def _micro_batch(self, batch: PackedBatch, *, replay: bool = True) -> MicroBatch:
         replay = replay and self.spec.replays_routing
-        return MicroBatch.build(batch, self.device, self.kernel, self.parallel, self.mixture, replay=replay)
+        return MicroBatch.build(batch, self.device, self.kernel, self.parallel, self.vision, self.mixture, replay=replay)
 
     def _pull_of_balance(self, micros: Sequence[MicroBatch]) -> Tensor:
         """Return [L, E]: the gradient of the auxiliary loss by a token's probabilities. It follows from the loads of the
@@ -304,6 +310,7 @@ class TrainWorker:
             micro.ragged,
             self.spec.temperature if temperature is None else temperature,
             loss,
+            micro.images,
         )
         return result
 
@@ -456,10 +463,13 @@ class TrainWorker:
         self.saver.start(place, saver.shards_of(self.lm.model, self.optimizer, self.step), background=background)
 
     def _checkpoint_bytes(self) -> int:
-        """About what a checkpoint of this model takes on disk: weights and two moments, of all ranks."""
-        trained = [p for p in self.parameters.values() if p.requires_grad]
+        """About what a checkpoint of this model takes on disk: weights and two moments, of all ranks. In a LoRA run
+        what is frozen is not in it."""
         moment = 4 if self.spec.train.optim.name == "adamw_8bit" else None  # written as float32
-        return sum(p.numel() * (p.element_size() + 2 * (moment or p.element_size())) for p in trained)
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        frozen = [p for p in self.parameters.values() if not p.requires_grad and not self.adapted]
+        moments = sum(p.numel() * 2 * (moment or p.element_size()) for p in trained)
+        return moments + sum(p.numel() * p.element_size() for p in [*trained, *frozen])
 
     def saved(self) -> dict[str, checkpoint.Digest] | None:
         """The files of the last ``save`` that this rank wrote; None while it still does. Raises ``RunError``."""

@@ -140,6 +140,7 @@ GUIDES = {
     "lora.md": "e2e/test_lora_runs.py",
     "preference.md": "e2e/test_prefer_runs.py",
     "smollm2.md": "e2e/test_smollm2.py",
+    "vision.md": "e2e/test_vision_runs.py",
 }
 """Pages whose commands are all run by `test_the_commands_of_the_guide` of a file."""
 NOT_RUN: dict[str, str] = {

@@ -314,10 +314,10 @@ def long_update(optim, step, total_steps):
     return learning_rate(optim, step, total_steps)
 
 
-async def long_generate(self, prompt_ids, params):
+async def long_generate(self, prompt_ids, params, *images):
     while self.guard.version >= 2 and FLAG.read_text() == "generate":
         await asyncio.sleep(0.1)
-    return await generate(self, prompt_ids, params)
+    return await generate(self, prompt_ids, params, *images)
 
 
 worker.learning_rate, HFSampler.generate = long_update, long_generate

@@ -16,10 +16,11 @@ from tests.helpers.scripted import EOS, TOKENIZER, ScriptedSampler, environment,
 RENDERER = TokenRenderer(TOKENIZER, PARSERS.get("hermes"), frozenset({EOS}))
 
 
-async def play(agent, *turns, n=1, prompt=None, reward=None, **cfg):
+async def play(agent, *turns, n=1, prompt=None, reward=None, processes=None, **cfg):
     """Return the graded group of one prompt that an agent plays."""
-    async with AgentEndpoint() as endpoint:
-        env = dataclasses.replace(environment(agent="mine", **cfg), agents=AgentHost(agent, RENDERER, endpoint))
+    host = AgentHost(agent, RENDERER, AgentEndpoint(), processes=processes)
+    async with host.running():
+        env = dataclasses.replace(environment(agent="mine", **cfg), agents=host)
         limits = RewardConfig(**reward or {})
         source = TrajectorySource(
             SamplerPool([ScriptedSampler(*turns)]), env, Rewarder(limits, GraderPool(limits), 400)

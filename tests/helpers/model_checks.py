@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +43,7 @@ from posttrain.train.parallel import parallelize
 from posttrain.weight_sync.sender import WeightSender
 from tests.helpers.architectures import ARCHITECTURES
 from tests.helpers.call_texts import ONE_CALL, ROME, TOOLS
+from tests.helpers.ports import free_ports
 
 CPU = torch.device("cpu")
 SDPA = choose("sdpa", CPU, torch.float32)
@@ -294,15 +293,6 @@ for line in sys.stdin:
     dist.destroy_process_group()
     print(folder, kind, flush=True)
 """
-
-
-def free_ports(count: int) -> list[str]:
-    """One for each process group: a rank that is early would find the store of the group before."""
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [str(one.getsockname()[1]) for one in sockets]
 
 
 def run_two_workers(benches: Sequence[Bench]) -> None:

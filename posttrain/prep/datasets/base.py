@@ -227,6 +227,7 @@ DATASETS: Registry[type[Dataset]] = Registry(
         "olympiadbench": "posttrain.prep.datasets.olympiadbench:OlympiadBench",
         "preferences": "posttrain.prep.datasets.preferences:Preferences",
         "retool-sft": "posttrain.prep.datasets.retool:ReTool",
+        "shapes": "posttrain.prep.datasets.shapes:Shapes",
     },
 )
 

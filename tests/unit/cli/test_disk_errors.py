@@ -282,6 +282,7 @@ def test_a_process_writes_to_its_log_with_those_that_it_starts(tmp_path: Path) -
     assert log.read_text().splitlines()[-2:] == ["theirs", "after"]
 
 
+@pytest.mark.slow
 def test_libraries_are_silent(tmp_path: Path) -> None:
     """Bars of transformers and tqdm, and what torchao says of its kernels."""
     model(tmp_path / "model")

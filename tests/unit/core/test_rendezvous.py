@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from posttrain.core import rendezvous
-from tests.unit.models.test_merge_ranks import free_ports
+from tests.helpers.ports import free_ports
 
 WORK = """
 import sys

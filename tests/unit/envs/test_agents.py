@@ -18,8 +18,9 @@ from posttrain.rl.metrics import rollout_metrics
 from posttrain.rollout.agents import with_branches
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
+from posttrain.tools.calculator import Calculator
 from tests.helpers.agents import play
-from tests.helpers.scripted import EOS, ScriptedSampler, environment, tokens
+from tests.helpers.scripted import EOS, ScriptedSampler, environment, gsm8k_prompt, tokens
 
 REPO = Path(__file__).parents[3]
 
@@ -239,3 +240,16 @@ async def test_the_same_game_by_an_episode_and_by_an_openai_client_has_the_same_
     for column in ("tokens", "loss_mask", "logprobs", "weight_version"):
         assert getattr(by_agent, column).tolist() == getattr(ordinary, column).tolist()
     assert by_agent.reward_parts["env"] == ordinary.reward_parts["env"]
+
+
+async def test_a_calculator_that_an_openai_client_runs_gives_the_tokens_of_one_that_the_run_calls():
+    pytest.importorskip("openai")
+    agent = open_agent(f"{REPO / 'examples' / 'calculator_agent.py'}:play", "")
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 + 5"}}\n</tool_call>'
+    turns = (call, call, "#### 8")
+    [by_agent], _ = await play(agent, *turns, max_turns=4)
+    env = environment(Calculator(), max_turns=4)
+    [[ordinary]] = await TrajectorySource(SamplerPool([ScriptedSampler(*turns)]), env).sample([gsm8k_prompt()], 1)
+    assert (by_agent.error, by_agent.turns, by_agent.correct) == (None, 3, True)
+    for column in ("tokens", "loss_mask", "logprobs", "weight_version"):
+        assert getattr(by_agent, column).tolist() == getattr(ordinary, column).tolist()

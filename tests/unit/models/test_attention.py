@@ -452,6 +452,7 @@ print("open", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_closing_its_engine_ends():
     """A worker whose node is gone closes nothing. Waiting for the generation thread it would keep the GPU for ever."""
     done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60)

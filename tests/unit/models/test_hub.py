@@ -114,6 +114,7 @@ def push(run, out, *options, url="http://127.0.0.1:9", token="hf_secret"):
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "private"), [([], True), pytest.param(["--public"], False, marks=pytest.mark.slow)]
 )
@@ -151,6 +152,7 @@ def test_without_a_token_nothing_is_merged(run, tmp_path):
     assert "HF_TOKEN" in advice
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_costs_no_merge(run, tmp_path):
     out = tmp_path / "out"
     code, said = push(run, out, "--push", "team/model")
@@ -174,6 +176,7 @@ def test_a_hub_that_refuses(hub, run, tmp_path, where, status):
     assert (out / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_paths_of_this_machine_stay_here(hub, tmp_path):
     """An adapter's folder has ``base.json``, which names its base by a path."""
     from posttrain.config import LoraConfig

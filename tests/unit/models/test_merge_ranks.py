@@ -1,9 +1,7 @@
 """Checkpoints of training workers at several world sizes, merged: tied and not, LoRA, values, and beside a critic."""
 
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 
 import peft
 import pytest
@@ -16,6 +14,7 @@ from posttrain.models.builtin import builtin_config, builtin_tokenizer
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource
 from posttrain.train import checkpoint
+from tests.helpers.ports import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -53,15 +52,6 @@ for kind, port in zip(("tied", "untied", "lora", "values"), ports, strict=True):
     dist.barrier()
     dist.destroy_process_group()
 """
-
-
-def free_ports(count):
-    """One for each process group: a rank that is early would find the store of the group before."""
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [str(one.getsockname()[1]) for one in sockets]
 
 
 @pytest.fixture(scope="module")

@@ -92,6 +92,7 @@ def test_stdin_and_stdout_pairs():
     assert grade("while True: pass", PAIRS, continuous=False, time_limit_s=0.5).score == 0.0
 
 
+@pytest.mark.slow
 def test_a_slow_program_is_wrong_and_not_a_grader_that_hangs():
     """Were it only the grader's deadline that ends it, a slow program would be left out instead of failing."""
     truths = {

@@ -176,7 +176,9 @@ def grade(kind, code, truths=TRUTHS, **extra):
     return compute_score(source, f"```python\n{code}\n```", json.dumps(truth), extra)
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in ATTACKS]
+)
 def test_no_attack_earns_anything(name):
     limit = {"time_limit_s": 0.3} if name in _SLOW else {}
     for kind in TRUTHS:

@@ -230,6 +230,7 @@ def test_a_grader_process_that_is_too_large_before_its_first_item_says_so(plugin
     assert not score.unfinished  # it is not the response's doing
 
 
+@pytest.mark.slow
 def test_items_that_are_sent_together_fail_alone(plugin):
     """With one worker, 48 items go in chunks of 12; each chunk here has one that ends the process or cannot be sent."""
     responses = ["a" * (1 + i % 5) for i in range(48)]

@@ -305,6 +305,8 @@ def test_a_resumed_group_keeps_what_was_played_of_it(tmp_path):
         world = World([0] * 4, staleness(1))
         batches = world.open()
         world.source.pool = SamplerPool([Once(world)])
+        # Files of rollouts have no images: they are those of the prompts again.
+        batches._prompts = [replace(prompt, images=[{"path": "p.png"}]) for prompt in batches._prompts]
         batches.restore(json.loads(json.dumps(state)), played)
         groups = await batches.next(0)
         await batches.close()
@@ -317,6 +319,7 @@ def test_a_resumed_group_keeps_what_was_played_of_it(tmp_path):
     groups = asyncio.run(resume(state, played))
     assert len(asked) - before == len(state["left"]) * N - 1  # not the episode that had ended
     (first, second), prompt = groups[0], groups[0][0].prompt_length
+    assert first.prompt.images == second.prompt.images == [{"path": "p.png"}]
     assert first.tokens[prompt:].tolist() == [50, 51, 70, EOS]
     assert first.weight_version[prompt:].tolist() == [7, 7, 8, 8]
     assert first.logprobs[prompt:].tolist() == [-0.5, -0.25, -1.0, -1.0]

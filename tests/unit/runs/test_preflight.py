@@ -267,6 +267,54 @@ def test_models_that_are_not_there():
         open_model(config(model={"path": "/no/such/folder"}))
 
 
+SEEING = {"model": {"path": "builtin:tiny-vision"}}
+PPO = {"algo": {"advantage": "gae"}}
+
+
+@pytest.mark.parametrize(
+    ("command", "sections", "reason"),
+    [
+        ("prefer", {"prefer": {"method": "reward_model"}}, "this version trains no such reward models"),
+        ("rl", {"rollout": {"engine": "vllm"}}, "rollout.engine = vllm is given ids alone"),
+        ("generate", {"rollout": {"engine": "sglang"}}, "rollout.engine = sglang is given ids alone"),
+        ("rl", {"rollout": {"engine": "hf", "replay": "f"}}, "rollout.replay is not there for such models"),
+        ("rl", {"rollout": {"engine": "hf", "staleness": 1}}, "rollout.staleness is not there for such models"),
+        (
+            "rl",
+            {"rollout": {"engine": "hf"}, "critic": {"path": "builtin:tiny"}, **PPO},
+            "critic.path = 'builtin:tiny' reads",
+        ),
+    ],
+)
+def test_what_is_not_there_for_models_that_see_is_refused(command, sections, reason):
+    with pytest.raises(ConfigError, match=reason) as error:
+        open_model(config(command=command, **SEEING, **sections))
+    assert error.value.hint
+
+
+@pytest.mark.parametrize("command", ["sft", "prefer", "rl", "generate"])
+def test_commands_take_a_model_that_sees(command):
+    open_model(config(command=command, **SEEING, rollout={"engine": "hf"}))
+
+
+def test_a_server_is_given_no_images():
+    shown = dataclasses.replace(prompt("<image> What is it?"), images=[{"path": "a.png"}])
+    for endpoint, reason in (
+        ({}, "column 'images.0': no such file"),
+        ({"url": "http://127.0.0.1:1"}, "not be read here"),
+    ):
+        cfg = config(command="generate", **SEEING, rollout={"engine": "hf"}, generate={"endpoint": endpoint})
+        source, tokenizer = open_model(cfg)
+        with pytest.raises(DataError, match=rf"f: row 0, .*{reason}"):
+            check_prompts([shown], episode_context(cfg, source, tokenizer), "f")
+
+
+@pytest.mark.parametrize("train", [{"vision_tower": "trained"}, {"patches_per_microbatch": 100}])
+def test_settings_about_images_are_refused_for_a_model_of_text(train):
+    with pytest.raises(ConfigError, match=rf"train\.{next(iter(train))} is about models that see"):
+        open_model(config(command="sft", train=train))
+
+
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(ModelError, match="no model in"):
         open_model(config(model={"path": str(tmp_path)}))

@@ -129,6 +129,7 @@ def test_a_service_that_fails_is_not_a_program_that_fails(service, remote, troub
         remote.run("print(1)")
 
 
+@pytest.mark.slow
 def test_a_service_that_is_away_says_so_within_seconds():
     started = time.monotonic()
     with pytest.raises(SandboxError, match=r"127.0.0.1:9 did not answer 4 times") as caught:

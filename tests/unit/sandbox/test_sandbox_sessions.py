@@ -318,6 +318,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == libc.prctl(22, 2, ctypes.byref(syscalls._Pr
 """Stands for a kernel that has no seccomp."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SyscallFilter.find() is None, reason="this kernel has none, which other tests then show")
 def test_a_session_that_wakes_between_cells_ends():
     """Without a filter, a file that others read can send SIGCONT: the stopped process runs, and is found to."""

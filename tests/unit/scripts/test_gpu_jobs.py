@@ -25,6 +25,7 @@ def job(gpu_jobs, name, code, **fields):
 SHOW = "import os; print('|', os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('MINE'))"
 
 
+@pytest.mark.slow
 def test_each_has_gpus_of_its_own_and_ends_in_time(gpu_jobs, tmp_path):
     jobs = [
         job(gpu_jobs, "one", SHOW, env={"MINE": "yes"}),

@@ -299,6 +299,7 @@ def test_a_session_on_a_service_is_refused(service):  # noqa: F811
     assert "sandbox.mode" in (error.value.hint or "")
 
 
+@pytest.mark.slow
 def test_a_missing_sandbox_is_found_before_a_run():
     sandbox.configure(SandboxConfig(mode="remote", url="http://127.0.0.1:9"))
     with pytest.raises(SandboxError, match="did not answer"):

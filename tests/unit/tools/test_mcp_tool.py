@@ -238,6 +238,7 @@ async def test_a_server_that_dies_is_an_error_and_the_next_call_has_a_new_one(ca
     assert after.text != before
 
 
+@pytest.mark.slow
 @one_loop
 async def test_a_server_that_hangs_is_replaced(call, server, monkeypatch):
     before = (await call("process_id")).text

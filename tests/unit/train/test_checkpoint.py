@@ -215,6 +215,7 @@ def real(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_detects_any_damage_to_any_file(real, data):

@@ -100,6 +100,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "checkpointing", "batches"),
     [

@@ -1,0 +1,182 @@
+"""Tiny random models that see, one of each family, and conversations with pictures for them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
+
+from posttrain.config import TrainConfig
+from posttrain.core.types import Message
+from posttrain.data.images import PlacedImage
+from posttrain.data.pack import PackedBatch, Placement
+from posttrain.data.parquet import Conversation
+from posttrain.data.prefetch import Rendered, Row
+from posttrain.data.samples import RenderConversations
+from posttrain.models.attention import choose
+from posttrain.models.builtin import builtin_processor, builtin_sizes, builtin_tokenizer
+from posttrain.models.gather import whole
+from posttrain.models.load import ModelSource, load_vision
+from posttrain.sft.command import pack
+from posttrain.train.microbatch import MicroBatch
+from posttrain.train.model import PackedLM
+from posttrain.train.spec import LossSpec, WorkerSpec
+from posttrain.train.worker import TrainWorker
+
+SDPA = choose("sdpa", torch.device("cpu"), torch.float32)
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+def config_of(family: str) -> Any:
+    """Return the config of a tiny model of a family, with the tokens of the built-in one."""
+    from transformers import AutoConfig
+
+    sizes = builtin_sizes("tiny-vision")
+    sizes["text_config"] |= {"hidden_size": 32, "intermediate_size": 48, "bos_token_id": None, "eos_token_id": 0}
+    sizes["text_config"]["rope_parameters"]["mrope_section"] = [1, 1, 2]
+    sizes["vision_config"] |= {"hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
+    if family == "qwen3_vl":
+        sizes["model_type"] = family
+        sizes["text_config"] |= {"model_type": "qwen3_vl_text", "head_dim": 8}
+        sizes["text_config"]["rope_parameters"]["mrope_interleaved"] = True
+        sizes["vision_config"] |= {
+            "model_type": "qwen3_vl_vision", "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
+        }  # fmt: skip
+        for key in ("window_size", "fullatt_block_indexes"):
+            del sizes["vision_config"][key]
+    return AutoConfig.for_model(**sizes)
+
+
+def save_model(family: str, folder: Path) -> ModelSource:
+    """Write a random model of a family into ``folder``, with its tokenizer and its image processor's settings."""
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    model: Any = AutoModelForImageTextToText.from_config(config_of(family), attn_implementation="eager")
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # far from uniform, so that nothing wrong can hide
+        spread = 0.15 if parameter.ndim > 1 else 0.05
+        parameter.data += torch.randn(parameter.shape, generator=generator) * spread
+    model.save_pretrained(folder)
+    builtin_tokenizer("tiny-vision").save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(builtin_processor("tiny-vision")))
+    return ModelSource(str(folder))
+
+
+def picture(height: int, width: int, seed: int = 0) -> bytes:
+    """Return a PNG of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def conversation(text: str, *images: bytes, answer: str = "It is 7 and 3.") -> Conversation:
+    """Return a question with images, and its answer."""
+    asked: Message = {"role": "user", "content": text}
+    return Conversation([asked, {"role": "assistant", "content": answer}], images=[{"bytes": data} for data in images])
+
+
+MIXED = (
+    conversation("<image>How many?", picture(48, 48)),
+    conversation("No picture. How many?", answer="None at all, 12."),
+    conversation(
+        "One <image> and <image>: which? And <image>", picture(40, 90, 1), picture(32, 32, 2), picture(70, 33, 3)
+    ),
+    Conversation(
+        [
+            {"role": "user", "content": "<image>\nHow many?"},
+            {"role": "assistant", "content": "5"},
+            {"role": "user", "content": "And here?<image>"},
+            {"role": "assistant", "content": "It is 6."},
+        ],
+        images=[{"bytes": picture(64, 64, 4)}, {"bytes": picture(33, 64, 5)}],
+    ),
+    conversation("Hi", answer="Hello."),
+)
+"""Rows with no image, one, and several, of different sizes."""
+
+
+def rendered(source: ModelSource, conversations: Sequence[Conversation] = MIXED, **how: Any) -> list[Rendered]:
+    """Return conversations as `sft` renders them."""
+    vision = load_vision(source)
+    render = RenderConversations(builtin_tokenizer("tiny-vision"), 4096, "error", vision=vision, **how)
+    return render.render(conversations, [Row("f", i, {}) for i in range(len(conversations))])
+
+
+def as_transformers_reads(source: ModelSource, images: Sequence[PlacedImage]) -> dict[str, torch.Tensor]:
+    """Return pixels and grids as transformers' own processor gives them."""
+    vision = load_vision(source)
+    assert vision is not None
+    if not images:
+        return {}
+    found = vision.processor([image.raw.decode() for image in images], return_tensors="pt")
+    return {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"]}
+
+
+# ---------------------------------------------------------------------- two workers
+
+CASES: dict[str, dict[str, Any]] = {
+    "trained": {"vision_tower": "trained"},
+    "frozen": {},
+    "summed once a step": {"vision_tower": "trained", "reduce_gradients": "step", "gather_weights": "step"},
+    "shared sequences": {"vision_tower": "trained", "sequence_parallel": 2},
+    "no image": {"vision_tower": "trained"},
+}
+"""What two workers do, and the `train` section for it."""
+PARTS = {
+    "summed once a step": [[[0], [1]], [[2, 3], [4]]],
+    "shared sequences": [[[0, 1, 2, 3, 4]]],
+}
+"""Sequences by worker and micro-batch."""
+ONE_SEES = [[[1, 4], [0]], [[2, 3], []]]
+"""In the first micro-batch one worker has images and the other has none; in the second the other way round."""
+
+
+def packed_batch(source: ModelSource, case: str) -> tuple[PackedBatch, list[list[PackedBatch]]]:
+    """Return the batch of a case, and each worker's micro-batches."""
+    batch = pack(rendered(source), load_vision(source))
+    batch.loss_weights = batch.loss_mask.float()
+    if case == "no image":
+        batch = batch.select([1, 4])
+        return batch, Placement([[[0]], [[1]]]).shards(batch)
+    return batch, Placement(PARTS.get(case, ONE_SEES)).shards(batch)
+
+
+def gradients(lm: PackedLM, micro: MicroBatch) -> dict[str, torch.Tensor]:
+    """Return the gradients of minus the sum of log-probabilities, and under "" these."""
+    logprobs = lm(
+        micro.input_ids, micro.position_ids, micro.rows, micro.targets, micro.ragged, 1.0, images=micro.images
+    )[0]
+    (-logprobs.sum()).backward()
+    grads = {name: p.grad for name, p in lm.model.named_parameters() if p.grad is not None}
+    return grads | {"": logprobs.detach()}
+
+
+def work(rank: int, jobs: Sequence[tuple[str, str, str, int]]) -> None:
+    """Body of one of two workers: compute each (model, case, file to write, port)."""
+    for folder, case, file, port in jobs:
+        source, train = ModelSource(folder), TrainConfig.model_validate(CASES[case])
+        worker = TrainWorker(WorkerSpec(source, "cpu", "float32", 0, 1.0, train, threads=1), rank, 2)
+        worker.setup("127.0.0.1", port, 60.0)
+        shards = packed_batch(source, case)[1]
+        shard = shards[0 if train.sequence_parallel > 1 else rank]
+        columns = worker.logprobs(shard)
+        for number, micro in enumerate(shard):
+            if train.reduce_gradients == "step":
+                cast(FSDPModule, worker.lm).set_requires_gradient_sync(number == len(shard) - 1)
+            worker._backward(worker._micro_batch(micro), LossSpec())
+        grads = {name: whole(p.grad).contiguous() for name, p in worker.parameters.items() if p.grad is not None}
+        said = torch.cat([column[micro.loss_mask] for column, micro in zip(columns, shard, strict=True)])
+        save_file(grads | {"": said}, f"{file}.{rank}")
+        dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,191 @@
+"""The embedded engine with images: it samples from what the trainer computes, and no token of an image."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from posttrain.config import RolloutConfig
+from posttrain.core.errors import RunError
+from posttrain.core.types import Prompt, SamplingParams
+from posttrain.data.chat import ChatDeltas
+from posttrain.engines.base import EngineSpec
+from posttrain.engines.hf import HFSampler
+from posttrain.models import vision
+from posttrain.models.builtin import builtin_tokenizer
+from posttrain.models.load import ModelSource, load_model, load_vision
+from posttrain.models.vision import last_hidden
+from posttrain.rl.batch import pack
+from posttrain.rollout.episode import EpisodeContext, run_episode
+from posttrain.rollout.interaction import Interaction, UserTurn
+from posttrain.tools.formats import PARSERS
+from posttrain.train.microbatch import MicroBatch
+from tests.helpers.seeing import FAMILIES, MIXED, SDPA, picture, save_model
+
+TOKENIZER = builtin_tokenizer("tiny-vision")
+ROLLOUT = RolloutConfig(engine="hf", max_prompt_tokens=256, max_response_tokens=32)
+STOP = 0
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def source(request, tmp_path_factory):
+    return save_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def context(source):
+    return EpisodeContext(
+        TOKENIZER, frozenset({STOP}), {}, PARSERS.get("hermes"), ChatDeltas(TOKENIZER), ROLLOUT,
+        vision=load_vision(source),
+    )  # fmt: skip
+
+
+def prompts():
+    """Of the mixed rows the questions, and one that differs from another in its image alone."""
+    asked = [Prompt(i, chat.messages[:1], "", "", images=chat.images) for i, chat in enumerate(MIXED)]
+    asked = [replace(p, images=p.images[: p.messages[0]["content"].count("<image>")]) for p in asked]
+    return [*asked, replace(asked[0], index=len(asked), images=[{"bytes": picture(48, 48, 99)}])]
+
+
+def with_engine(source, work, stops=(STOP,)):
+    async def run():
+        engine = HFSampler(EngineSpec(source, "cpu", "float32", 0, ROLLOUT, list(stops)))
+        try:
+            return await work(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def trainer_logprobs(source, batch):
+    """Log-probabilities of sampled tokens under the trainer's model, without tokens of images."""
+    reader = load_vision(source)
+    micro = MicroBatch.build(batch, torch.device("cpu"), SDPA, vision=reader)
+    model = load_model(source, dtype=torch.float32)
+    with torch.no_grad():
+        hidden = last_hidden(model, micro.input_ids, micro.position_ids, micro.ragged, micro.images)[micro.rows]
+        logits = model.get_output_embeddings()(hidden)
+    logits[:, [reader.image_id, reader.video_id]] = -torch.inf
+    return logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
+
+
+def watched(function, parts):
+    """The function, which notes how many tokens of images each request of a batch has."""
+
+    def watch(model, ids, positions, places, *rest):
+        parts.append([len(each) for each in places])
+        return function(model, ids, positions, places, *rest)
+
+    return watch
+
+
+def test_it_samples_from_what_the_trainer_computes(source, monkeypatch):
+    """Requests with images beside requests without, in batches so small that prompts are computed in parts, which end
+    amid images."""
+    env = context(source)
+    config = transformers.ContinuousBatchingConfig
+    small = {"max_batch_tokens": 23}
+    monkeypatch.setattr(transformers, "ContinuousBatchingConfig", lambda **given: config(**{**given, **small}))
+    parts = []
+    monkeypatch.setattr(vision, "hidden_with_features", watched(vision.hidden_with_features, parts))
+
+    async def play(engine):
+        return await asyncio.gather(*(run_episode(prompt, engine, env) for prompt in prompts() * 2))
+
+    played = with_engine(source, play)
+    whole = {image.tokens for t in played for image in env.opened(t.prompt)[1]}
+    assert any(parts)
+    assert any(count not in whole for batch in parts for count in batch)
+    for trajectory in played:
+        assert trajectory.error is None
+        assert trajectory.tokens[: trajectory.prompt_length].tolist() == list(env.prompt_ids(trajectory.prompt))
+    batch = pack(played, env.vision)  # as `rl` does
+    assert batch.images.counts.tolist() == [len(t.prompt.images) for t in played]
+    found = batch.rollout_logprobs[batch.loss_mask]
+    torch.testing.assert_close(found, trainer_logprobs(source, batch), rtol=0, atol=2e-5)
+    everything = torch.cat([torch.from_numpy(t.tokens[t.loss_mask]) for t in played])
+    assert not torch.isin(everything, torch.tensor([env.vision.image_id, env.vision.video_id])).any()
+
+
+class Asks(Interaction):
+    """Asks twice more, once with what would be a token of an image."""
+
+    async def create(self, prompt):
+        return ["Sure?", "And this <|image_pad|><image>?"]
+
+    async def respond(self, state, messages):
+        return UserTurn(state.pop() if state else None)
+
+
+def test_later_turns_go_on_after_the_images(source):
+    stops = range(300)
+    cfg = ROLLOUT.model_copy(update={"max_response_tokens": 120, "max_turns": 4})
+    env = replace(context(source), cfg=cfg, interaction=Asks(), stop_token_ids=frozenset(stops))
+
+    async def play(engine):
+        return await asyncio.gather(*(run_episode(prompt, engine, env) for prompt in prompts() * 2))
+
+    played = with_engine(source, play, stops)
+    assert sum(t.turns == 3 for t in played) >= 6
+    batch = pack(played, env.vision)
+    found = batch.rollout_logprobs[batch.loss_mask]
+    torch.testing.assert_close(found, trainer_logprobs(source, batch), rtol=0, atol=2e-5)
+
+
+def test_the_same_words_about_another_image_are_answered_otherwise(source):
+    env = context(source)
+    first, other = prompts()[0], prompts()[-1]
+    ids, images = env.opened(first)
+    same_ids, other_images = env.opened(other)
+    assert list(ids) == list(same_ids)
+    greedy = SamplingParams(8, temperature=0.0)
+
+    async def ask(engine):
+        return [await engine.generate(ids, greedy, seen) for seen in (images, other_images, images)]
+
+    one, two, again = with_engine(source, ask)
+    assert one.ids == again.ids
+    assert one.ids != two.ids
+
+
+def test_a_token_of_an_image_is_never_sampled(source):
+    env = context(source)
+
+    async def ask(engine):
+        weight = engine.model.get_output_embeddings().weight
+        with torch.no_grad():
+            weight[env.vision.image_id] = weight[5] * 50  # the largest logit, or the smallest
+            weight[env.vision.video_id] = -weight[5] * 50
+        return await asyncio.gather(*(engine.generate([1, 2, 3, n], SamplingParams(16)) for n in range(4, 20)))
+
+    sampled = {token for sample in with_engine(source, ask) for token in sample.ids}
+    assert len(sampled) > 20
+    assert not sampled & {env.vision.image_id, env.vision.video_id}
+
+
+def test_a_file_that_is_gone_fails_its_request_alone(source, tmp_path):
+    env = context(source)
+    file = tmp_path / "a.png"
+    file.write_bytes(picture(48, 48))
+    ids, images = env.opened(replace(prompts()[0], images=[{"path": str(file)}]))
+    file.unlink()
+
+    async def ask(engine):
+        with pytest.raises(RunError, match="an image of the prompt: no such file"):
+            await engine.generate(ids, SamplingParams(4), images)
+        return await engine.generate([1, 2, 3], SamplingParams(4))
+
+    assert with_engine(source, ask).ids
+
+
+def test_a_model_of_text_is_given_no_images():
+    vision_env = context(ModelSource("builtin:tiny-vision"))
+    ids, images = vision_env.opened(prompts()[0])
+
+    async def ask(engine):
+        with pytest.raises(RunError, match="the model reads no images"):
+            await engine.generate(ids, SamplingParams(4), images)
+
+    with_engine(ModelSource("builtin:tiny"), ask)
