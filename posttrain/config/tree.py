@@ -94,8 +94,8 @@ class Config(Section):
             )
         if self.train.share_prompts and self.rollout.router_replay != "off":
             raise ValueError(
-                "train.share_prompts with rollout.router_replay: a prompt that episodes share is computed once, and each "
-                "of them recorded experts of its own for it; set one of the two"
+                "train.share_prompts with rollout.router_replay: a prompt that episodes share is computed once, and "
+                "each of them recorded experts of its own for it; set one of the two"
             )
         if self.trains_reward_model:
             self._check_reward_model()

@@ -219,9 +219,9 @@ class Trajectory:
     routing: npt.NDArray[np.uint8] = field(
         default_factory=lambda: np.empty(0, np.uint8), metadata=stored(required=False)
     )
-    """With `rollout.router_replay`: the experts that each token went to in the engine, token by token, in each by layer;
-    1 + the expert in one byte, or in two where a layer has more than 255. 0: not known, as of the last token, which an
-    engine never reads. Empty without it."""
+    """With `rollout.router_replay`: the experts that each token went to in the engine, token by token, in each by
+    layer; 1 + the expert in one byte, or in two where a layer has more than 255. 0: not known, as of the last token,
+    which an engine never reads. Empty without it."""
     unfinished: bool = False
     """Its grader did not finish (``Score.unfinished``): validation counts it as wrong, whatever ``error`` says."""
     tool_errors: list[str] = field(default_factory=list)

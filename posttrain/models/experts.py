@@ -53,7 +53,8 @@ def _softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    return F.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, experts) * router.routed_scaling_factor
+    weights = F.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, experts)
+    return weights * float(router.routed_scaling_factor)
 
 
 KINDS: dict[str, RouterKind] = {
@@ -67,9 +68,7 @@ KINDS: dict[str, RouterKind] = {
 }
 """By class name. Of each a test shows that ``weigh`` gives the router's own choice the router's own weights."""
 
-TYPES = frozenset(
-    {"qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "gpt_oss", "granitemoehybrid", "deepseek_v2"}
-)
+TYPES = frozenset({"qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "gpt_oss", "granitemoehybrid", "deepseek_v2"})
 """Types of models that have these routers."""
 
 
@@ -133,9 +132,7 @@ class _Tap:
         return tuple(changed[i] for i in range(3))
 
 
-def _seen(
-    probabilities: Tensor, experts: Tensor, own: Tensor, counted: Tensor, replayed: Tensor | None
-) -> Tensor:
+def _seen(probabilities: Tensor, experts: Tensor, own: Tensor, counted: Tensor, replayed: Tensor | None) -> Tensor:
     """Return ``_Tap.seen`` of probabilities [S, E], experts and own [S, k], counted [S] and replayed [S, k]."""
     each = counted[:, None].expand(experts.shape)
     loads = probabilities.new_zeros(probabilities.shape[1]).index_add(0, experts.flatten(), each.flatten())

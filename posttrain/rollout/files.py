@@ -174,7 +174,9 @@ def _check(trajectory: Trajectory, vocabulary: int) -> None:
         if (found := len(getattr(t, column))) != length:
             raise RowError(column, f"{found} values for {length} tokens", "the row was changed after it was made")
     if len(t.routing) % length:
-        raise RowError("routing", f"{len(t.routing)} bytes for {length} tokens", "the row was changed after it was made")
+        raise RowError(
+            "routing", f"{len(t.routing)} bytes for {length} tokens", "the row was changed after it was made"
+        )
     if not 0 < t.prompt_length <= length:
         hint = f"it has {length} tokens"
         raise RowError("prompt_length", f"{t.prompt_length} is no length of this row's prompt", hint)

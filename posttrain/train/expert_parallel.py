@@ -1,9 +1,9 @@
 """Expert parallelism: each worker of a group holds some experts of every layer, whole, and tokens go to them.
 
-The workers are a grid: those of a row share out the experts of a layer (the dimension ``expert``), and those of a column
-hold the same experts, each a part of every matrix of them (the dimension ``shard``, by FSDP2). All else is sharded over
-all workers as ever. A layer sorts its tokens by expert, sends each to the worker that has the expert, and gets back what
-came of it: two exchanges forward and two backward, and no weights of experts are gathered but along columns.
+The workers are a grid: those of a row share out the experts of a layer (the dimension ``expert``), and those of a
+column hold the same experts, each a part of every matrix of them (the dimension ``shard``, by FSDP2). All else is
+sharded over all workers as ever. A layer sorts its tokens by expert, sends each to the worker that has the expert, and
+gets back what came of it: two exchanges forward and two backward. Weights of experts are gathered along columns alone.
 
 Shape legend: S tokens of this worker, k experts a token, R rows that this worker computes for all of its row, D hidden
 size, G workers of a row, E experts.
@@ -80,12 +80,27 @@ def share_out(experts: Any, mesh: DeviceMesh, **fsdp: Any) -> None:
         part = DTensor.from_local(parameter.data[:mine].clone(), along, [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     experts.num_experts = mine
-    experts.forward = partial(_exchanged, experts.forward, group, mine)
+    experts.forward = partial(_exchanged, partial(_local_forward, experts, experts.forward, mesh.size()), group, mine)
     fully_shard(experts, mesh=mesh[_SHARD], shard_placement_fn=lambda parameter: Shard(1), **fsdp)
     sharded = cast(FSDPModule, experts)
-    # Tokens of the whole row have added to the gradient here: it is the sum over all workers that is to be averaged.
-    sharded.set_gradient_divide_factor(float(mesh.size()))
+    # The sum over all workers is to be averaged, of which a column adds up a part: `_local_forward` divides.
+    sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _local_forward(experts: Any, forward: Callable[..., Tensor], workers: int, *args: Tensor) -> Tensor:
+    """Return what ``forward`` of a module gives with this worker's part of its parameters as plain tensors, which
+    grouped products take. Gradients that reach the parameters are divided by ``workers``."""
+    held = dict(experts._parameters)
+    local = {name: parameter.to_local() for name, parameter in held.items()}
+    for part in local.values():
+        if part.requires_grad:
+            part.register_hook(lambda grad: grad / workers)
+    experts._parameters.update(local)
+    try:
+        return forward(*args)
+    finally:
+        experts._parameters.update(held)
 
 
 def _exchanged(
@@ -103,12 +118,12 @@ def _exchanged(
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     splits = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    rows = _exchange(hidden_states[order // k], *splits, group)
+    rows = _exchange(hidden_states[order // k], splits[0], splits[1], group)
     expert = torch.arange(mine, device=rows.device).repeat(size).repeat_interleave(received.flatten())
     # One row more, of which nothing comes: a worker that gets no tokens still takes part in all that follows.
     rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([expert, expert.new_zeros(1)])
     done = forward(rows, expert[:, None], rows.new_ones(len(rows), 1))[:-1]
-    back = _exchange(done, *reversed(splits), group)
+    back = _exchange(done, splits[1], splits[0], group)
     mixed = back.new_empty(back.shape).index_copy(0, order, back).view(-1, k, back.shape[1])
     return (mixed * top_k_weights[:, :, None]).sum(1).to(hidden_states.dtype)
 
@@ -122,9 +137,7 @@ class _Exchange(torch.autograd.Function):
     """Rows to the other workers, so many to each; gradients the way back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _all_to_all(x, sent, received, group)
 

@@ -47,8 +47,8 @@ def parallelize(
         compiled: whether layers run through ``torch.compile``.
         keep_gathered: leave the weights whole after a pass, for the next one, until ``reshard``.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        experts: the grid of ``expert_parallel.expert_mesh``; None: experts are sharded as all else. Layers whose experts
-            are shared out are not compiled: how many tokens come and go is known when they run.
+        experts: the grid of ``expert_parallel.expert_mesh``; None: experts are sharded as all else. Layers whose
+            experts are shared out are not compiled: how many tokens come and go is known when they run.
     """
     layers = decoder_layers(lm.model)
     seeing = vision.tower(lm.model)

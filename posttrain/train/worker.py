@@ -20,9 +20,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from posttrain.algos import losses
-from posttrain.algos.catalog import POLICY_LOSSES
-from posttrain.algos.gap import gap_sums
-from posttrain.algos.tokens import TokenInputs
 from posttrain.core import rendezvous, sizes
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
@@ -38,6 +35,7 @@ from posttrain.models.weights import as_stored, load_weights, materialize
 from posttrain.train import checkpoint, saver
 from posttrain.train.expert_parallel import check_expert_parallel, expert_mesh
 from posttrain.train.flops import model_flops, peak_flops, sharing_cost, tower_flops
+from posttrain.train.loss import token_loss, value_loss
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM, PackedValues
 from posttrain.train.offload import CpuOffload
@@ -268,11 +266,13 @@ class TrainWorker:
 
     def _micro_batch(self, batch: PackedBatch, *, replay: bool = True) -> MicroBatch:
         replay = replay and self.spec.replays_routing
-        return MicroBatch.build(batch, self.device, self.kernel, self.parallel, self.vision, self.mixture, replay=replay)
+        return MicroBatch.build(
+            batch, self.device, self.kernel, self.parallel, self.vision, self.mixture, replay=replay
+        )
 
     def _pull_of_balance(self, micros: Sequence[MicroBatch]) -> Tensor:
-        """Return [L, E]: the gradient of the auxiliary loss by a token's probabilities. It follows from the loads of the
-        whole batch, for which a forward pass over all of it comes before the first backward pass."""
+        """Return [L, E]: the gradient of the auxiliary loss by a token's probabilities. It follows from the loads of
+        the whole batch, for which a forward pass over all of it comes before the first backward pass."""
         assert self.mixture is not None
         with self._no_backward():
             rows = []
@@ -320,57 +320,18 @@ class TrainWorker:
         sums: losses.Sums = {}
 
         def of_tokens(logprobs: Tensor, entropies: Tensor, part: slice) -> Tensor:
-            total, parts = self._loss(micro, logprobs, entropies, part, spec)
+            total, parts = token_loss(micro, logprobs, entropies, part, spec)
             for key, value in parts.items():
                 sums[key] = sums[key] + value if key in sums else value
             return total
 
         if self.spec.values:
-            total, sums = self._value_loss(micro, self._forward(micro, pull=pull)[0], spec)
+            total, sums = value_loss(micro, self._forward(micro, pull=pull)[0], spec)
         else:
             total = self._forward(micro, of_tokens, pull=pull)[0]
         # FSDP averages gradients over ranks, but the weights are already those of the global batch.
         torch.autograd.backward(total * self.world_size)
         return sums
-
-    def _value_loss(self, micro: MicroBatch, values: Tensor, spec: LossSpec) -> tuple[Tensor, losses.Sums]:
-        """The loss of values [N]: a critic's, or without returns a reward model's."""
-        if micro.returns is None:
-            return losses.nll(values, micro.weights)
-        if micro.values is None:
-            raise RunError("an update of a critic needs the values before it")
-        return losses.value(values, micro.values, micro.returns, micro.weights, clip=spec.value_clip)
-
-    def _loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropies: Tensor, part: slice, spec: LossSpec
-    ) -> tuple[Tensor, losses.Sums]:
-        """The loss of some of the micro-batch's tokens."""
-        algo, weights = spec.algo, micro.weights[part]
-        bonus, entropy = losses.entropy(entropies, weights)
-        if algo is None:
-            loss, sums = losses.nll(logprobs, weights)
-            return loss, sums | entropy
-
-        def column(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[part]
-
-        advantages, ref = column(micro.advantages), column(micro.ref_logprobs)
-        rollout, old = column(micro.rollout_logprobs), column(micro.old_logprobs)
-        if advantages is None:
-            raise RunError("a policy update needs advantages")
-        # A policy that has not moved since it sampled is its own old policy.
-        tokens = TokenInputs(advantages, logprobs.detach() if old is None else old, column(micro.prepared))
-        policy_loss = POLICY_LOSSES.get(algo.policy_loss)
-        total, sums = losses.weighted_policy_loss(policy_loss, logprobs, tokens, algo.loss_values, weights)
-        if ref is not None and algo.kl_in == "loss":
-            kl, kl_sums = losses.kl(logprobs, ref, weights, estimator=algo.kl_estimator)
-            total = total + algo.kl_coef * kl
-            sums |= kl_sums
-        if algo.entropy_coef:
-            total = total - algo.entropy_coef * bonus
-        if rollout is not None and micro.has_loss:
-            sums |= gap_sums(logprobs if old is None or spec.off_policy else old, rollout)
-        return total, sums | entropy
 
     # ------------------------------------------------------------------ weights
 

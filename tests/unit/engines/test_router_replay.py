@@ -33,7 +33,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A mixture whose experts matter as much as those of a trained one, in which many are nearly as likely as others."""
+    """A mixture whose experts matter as much as those of a trained one, in which many are nearly as likely."""
     folder = tmp_path_factory.mktemp("mixture") / "model"
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**CONFIG))
     generator = torch.Generator().manual_seed(0)

@@ -69,7 +69,7 @@ def test_the_auxiliary_loss_is_transformers_own_of_each_layer():
         mixture.begin(tokens)
         model(IDS)
     seen = mixture.seen()
-    assert seen.metrics()["moe/aux_loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert seen.metrics()["moe/aux_loss"] == pytest.approx(loss.item(), rel=1e-6)
     mixture.begin(tokens, seen.pull())
     (0.0 * model(IDS).logits.sum()).backward()
     for name, parameter in expected.named_parameters():
@@ -112,9 +112,10 @@ def test_replayed_experts_get_weights_and_gradients_from_the_router():
     model = create_builtin("tiny-moe", 2)
     block = model.model.layers[0].mlp
     hidden = torch.randn(1, 3, 128)
-    given = torch.tensor([[5, 0], [7, 7 - 5], [1, 6]])
+    given = torch.tensor([[5, 0], [7, 2], [1, 6]])
     with torch.no_grad():
-        block.gate.weight.normal_()
+        for parameter in block.parameters():
+            parameter.normal_(std=0.1)
     mixture = Mixture(model)
     replayed = torch.stack([given, given], 1) + 1
     replayed[2] = 0  # the last token goes where the router sends it
@@ -138,8 +139,8 @@ def test_replayed_experts_get_weights_and_gradients_from_the_router():
     expected = torch.stack(rows)
     expected.square().sum().backward()
     torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(grad, weight.grad, rtol=1e-3, atol=1e-6)
-    assert float(grad.abs().max()) > 1e-5
+    torch.testing.assert_close(grad, weight.grad, rtol=1e-4, atol=1e-6)
+    assert float(grad.abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize(("experts", "width"), [(8, 4), (255, 4), (256, 8), (512, 8)])
