@@ -1,20 +1,25 @@
 """Mixtures of experts over workers: the same losses, gradients and checkpoints however experts are shared out."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from posttrain import merge_ckpt
 from posttrain.config import Config, TrainConfig
 from posttrain.core.errors import ConfigError
 from posttrain.data.pack import PackedBatch
 from posttrain.models.attention import choose
 from posttrain.models.experts import Mixture
+from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource, build, load_config
 from posttrain.runs.preflight import check_use
+from posttrain.train import checkpoint
 from posttrain.train.expert_parallel import check_expert_parallel
 from posttrain.train.microbatch import MicroBatch
 from tests.helpers.ports import free_ports
@@ -99,6 +104,8 @@ while ranks:
         sys.exit("a rank failed")
 """
 
+shared_out = pytest.mark.slow
+"""For tests that compare what up to four processes found, in half a minute for all."""
 AUX = {"router_aux_loss_coef": 0.01, "optim": {"lr": 1e-2}}
 
 
@@ -128,6 +135,8 @@ CASES = [
     case("replay, sp2", 2, replays=True, sequence_parallel=2),
     case("replay, ep2 of 4", 4, replays=True, expert_parallel=2),
     case("resumed: one", load="of2", save="of1"),
+    case("from one: one", load="of1"),
+    case("from one: ep2 of 2", 2, expert_parallel=2, load="of1"),
     case("resumed: ep4 of 4", 4, expert_parallel=4, load="of2"),
     case("resumed: ep2 of 4", 4, expert_parallel=2, load="of2"),
     case("lora", lora={"rank": 4}),
@@ -164,6 +173,7 @@ def found(tmp_path_factory):
     def of(name):
         return load_file(folder / f"{name}.safetensors"), json.loads((folder / f"{name}.json").read_text())
 
+    of.folder = folder
     return of
 
 
@@ -178,6 +188,7 @@ def expect(found, name, reference):
     assert numbers == pytest.approx(expected, abs=2e-6, rel=1e-5)
 
 
+@shared_out
 @pytest.mark.parametrize(
     "name", ["cut", "fsdp2", "fsdp4", "sp2", "ep2 of 2", "ep2 of 4", "ep4 of 4", "ep2 of 4, all else", "selective"]
 )
@@ -186,6 +197,7 @@ def test_losses_and_gradients_do_not_depend_on_how_the_work_is_shared_out(found,
     expect(found, name, "one")
 
 
+@shared_out
 @pytest.mark.parametrize("name", ["replay, cut", "replay, sp2", "replay, ep2 of 4"])
 def test_nor_with_replayed_experts(found, name):
     expect(found, name, "replay")
@@ -194,17 +206,45 @@ def test_nor_with_replayed_experts(found, name):
     assert not torch.allclose(found(name)[0][gradient], found("one")[0][gradient], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["resumed: ep4 of 4", "resumed: ep2 of 4"])
-def test_a_checkpoint_resumes_at_another_expert_parallel_size(found, name):
-    expect(found, name, "resumed: one")
-    assert found(name)[1]["loss"] < found("one")[1]["loss"] - 0.05  # it goes on from the step before
+@shared_out
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("resumed: ep4 of 4", "resumed: one"),
+        ("resumed: ep2 of 4", "resumed: one"),
+        ("from one: ep2 of 2", "from one: one"),
+    ],
+)
+def test_a_checkpoint_resumes_at_another_expert_parallel_size(found, name, reference):
+    expect(found, name, reference)
+    before = "one" if reference.startswith("resumed") else "resumed: one"
+    assert found(name)[1]["loss"] < found(before)[1]["loss"] - 0.05  # it goes on from the step before
 
 
+@shared_out
+def test_a_checkpoint_merges_to_a_model_that_transformers_loads(found, tmp_path):
+    """One that two workers wrote, each with its experts; experts are stored one by one, as on the hub."""
+    expected, _ = found("ep2 of 2")
+    source = ModelSource("builtin:tiny-moe")
+    folder = checkpoint.begin(tmp_path / "checkpoints", 1)
+    shutil.copytree(found.folder / "of2", folder / "actor")
+    save_text_side(source, folder / "actor" / "huggingface")
+    checkpoint.commit(folder, 1, {}, keep=1)
+    out = merge_ckpt.run(str(tmp_path), str(tmp_path / "out"), dtype="float32")
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in load_file(out / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    weights = dict(model.named_parameters())
+    assert weights.keys() == {name.removeprefix("weight ") for name in expected if name.startswith("weight ")}
+    assert all(torch.equal(weight, expected[f"weight {name}"]) for name, weight in weights.items())
+
+
+@shared_out
 def test_adapters_are_trained_beside_experts_that_are_shared_out(found):
     expect(found, "lora, ep2 of 4", "lora")
     assert all(".lora_" in name for name in found("lora")[0] if not name.startswith("weight "))
 
 
+@shared_out
 def test_the_auxiliary_loss_has_a_gradient_beside_that_of_the_loss(found):
     router = "model.layers.1.mlp.gate.weight"
     (tensors, numbers), (other, _) = found("one"), found("replay")
