@@ -254,6 +254,7 @@ class Cluster:
             total_steps=total_steps,
             threads=_threads(world_size),
             batch_invariant=cfg.rollout.batch_invariant,
+            replays_routing=role == "actor" and cfg.rollout.router_replay != "off",
             stored_names=cfg.rollout.engine != "hf",
         )
         options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]

@@ -34,6 +34,10 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "ulysses_sequence_parallel_size", "sequence_parallel_size", "context_parallel_size", "ring_attn_size",
         "sp_size",
     ),
+    "train.expert_parallel": (
+        "expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree", "ep_size",
+    ),
+    "train.router_aux_loss_coef": ("moe_aux_loss_coeff", "moe_aux_loss_coef", "aux_loss_coef"),
     "train.share_prompts": ("use_prefix_grouper", "shared_prefix_training"),
     "train.dtype": ("bf16", "fp16", "torch_dtype", "mixed_precision", "precision"),
     "train.attention": ("attn_implementation", "flash_attn"),
@@ -79,6 +83,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     ),
     "rollout.max_turns": ("max_assistant_turns",),
     "rollout.max_user_turns": ("max_user_turn",),
+    "rollout.router_replay": ("use_rollout_routing_replay", "enable_rollout_routing_replay", "routing_replay"),
     "rollout.replicas": ("vllm_num_engines", "num_engines"),
     "rollout.tensor_parallel": (
         "tensor_model_parallel_size", "tensor_parallel_size", "vllm_tensor_parallel_size", "tp_size",

@@ -102,6 +102,9 @@ class RolloutConfig(Section):
     its start. On a CPU `kv_tokens` applies instead."""
     engine_options: dict[str, Any] = {}
     """Additional arguments of the engine: fields of vLLM's `AsyncEngineArgs` or SGLang's `ServerArgs`."""
+    router_replay: Literal["off", "R3"] = "off"
+    """`rl`, mixtures of experts: R3 (rollout routing replay, arXiv:2510.11370): the trainer sends each token to the
+    experts that the engine chose, in log-probabilities and updates; see experts.md. off: its own routers choose."""
     batch_invariant: bool = False
     """Batch-invariant mode: engine and trainer use matrix products and attention whose result for a sequence does not
     depend on the rest of the batch, so that their log-probabilities are as close as bfloat16 allows. Slower; see

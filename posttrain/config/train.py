@@ -119,6 +119,10 @@ class TrainConfig(Section):
     the rest (with `train.lora` by adapters); see vision.md."""
     sequence_parallel: PositiveInt = 1
     """Workers that share one sequence (Ulysses sequence parallelism)."""
+    expert_parallel: PositiveInt = 1
+    """Mixtures of experts: workers that share out the experts of a layer, so that tokens go to experts instead of the
+    weights of experts to tokens; see experts.md. Must divide `cluster.workers` and the number of experts. 1: experts
+    are sharded as all other weights."""
     share_prompts: bool = False
     """Compute a prompt that several sequences of a batch begin with once per micro-batch, where that saves more than it
     costs: the groups of `rl`, the pairs of `prefer`. The gradient is the same. Not with `train.sequence_parallel` above
@@ -155,6 +159,9 @@ class TrainConfig(Section):
     """Steps between validations; none: only after the last step."""
     save_every: PositiveInt | None = None
     """Steps between checkpoints; none: only after the last step."""
+    router_aux_loss_coef: Factor = 0.0
+    """Mixtures of experts: coefficient of the auxiliary loss that balances the load of the experts, over the whole
+    batch (experts.md). Above 0 an update takes a forward pass more. 0: none, whatever the model's config says."""
     max_skipped_steps: PositiveInt = 3
     """Maximum consecutive updates skipped because of a gradient that is not finite; at this count the run ends and
     keeps the last batch in its folder (`nonfinite_step_N.pt`)."""
@@ -173,6 +180,27 @@ class TrainConfig(Section):
             raise ValueError(
                 "train.share_prompts keeps sequences of a prompt together, and train.sequences_per_microbatch parts "
                 "them; limit micro-batches with train.tokens_per_microbatch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_can_be_shared_out(self) -> TrainConfig:
+        if self.expert_parallel == 1:
+            return self
+        if self.shard_size is not None:
+            raise ValueError(
+                "train.expert_parallel with train.shard_size: all workers share one copy of the weights; set one of "
+                "the two"
+            )
+        untested = {
+            "train.sequence_parallel": self.sequence_parallel > 1,
+            "train.cpu_offload": self.cpu_offload,
+            "train.optim.name = 'adamw_8bit'": self.optim.name == "adamw_8bit",
+            "train.optim.stochastic_rounding": self.optim.stochastic_rounding,
+        }
+        for other in (name for name, is_set in untested.items() if is_set):
+            raise ValueError(
+                f"train.expert_parallel with {other} has not been tested, and is refused; set one of the two"
             )
         return self
 

@@ -73,6 +73,11 @@ class Config(Section):
                 f"train.sequence_parallel = {self.train.sequence_parallel} does not divide "
                 f"cluster.workers = {self.cluster.workers}"
             )
+        if self.cluster.workers % self.train.expert_parallel:
+            raise ValueError(
+                f"train.expert_parallel = {self.train.expert_parallel} does not divide "
+                f"cluster.workers = {self.cluster.workers}"
+            )
         if self.train.shard_size is not None and self.cluster.workers % self.train.shard_size:
             raise ValueError(
                 f"train.shard_size = {self.train.shard_size} does not divide cluster.workers = {self.cluster.workers}"
@@ -86,6 +91,11 @@ class Config(Section):
             raise ValueError(
                 "train.share_prompts changes the last bits of log-probabilities, and rollout.batch_invariant keeps "
                 "them; set one of the two"
+            )
+        if self.train.share_prompts and self.rollout.router_replay != "off":
+            raise ValueError(
+                "train.share_prompts with rollout.router_replay: a prompt that episodes share is computed once, and "
+                "each of them recorded experts of its own for it; set one of the two"
             )
         if self.trains_reward_model:
             self._check_reward_model()

@@ -128,6 +128,9 @@ class Sample:
     finish_reason: FinishReason
     version: int
     """Version of the weights that sampled these tokens, all of them."""
+    routing: npt.NDArray[np.uint8] | None = None
+    """[up to T, bytes of a token] the experts that the first tokens of prompt and sample went to; None: not asked
+    for."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,12 @@ class Trajectory:
     tool_images: list[ImageFile] = field(default_factory=list, metadata=stored(required=False))
     """Images after the prompt that the model read, as tools gave them, in the order of `<image>` in the messages. A
     last result that did not fit has none here."""
+    routing: npt.NDArray[np.uint8] = field(
+        default_factory=lambda: np.empty(0, np.uint8), metadata=stored(required=False)
+    )
+    """With `rollout.router_replay`: the experts that each token went to in the engine, token by token, in each by
+    layer; 1 + the expert in one byte, or in two where a layer has more than 255. 0: not known, as of the last token,
+    which an engine never reads. Empty without it."""
     unfinished: bool = False
     """Its grader did not finish (``Score.unfinished``): validation counts it as wrong, whatever ``error`` says."""
     tool_errors: list[str] = field(default_factory=list)

@@ -105,6 +105,8 @@ class PackedBatch:
     """[T] float32, the critic's before this step's first update"""
     returns: Tensor | None = None
     """[T] float32, what the critic is to predict"""
+    routing: Tensor | None = None
+    """[T, bytes of a token] uint8, the experts that the engine chose, as ``models.experts`` stores them"""
     shared: Tensor | None = None
     """[B] int64: so many first tokens of a sequence are those of the last sequence before it that has 0 here, and are
     computed once for both; None: every sequence is computed whole. The batch holds all tokens of all sequences in

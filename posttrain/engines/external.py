@@ -8,9 +8,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from posttrain.core.errors import ConfigError
+import numpy as np
+import numpy.typing as npt
+
+from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.machines import this_machine
 from posttrain.engines.base import Engine, EngineSpec
+from posttrain.models.experts import RoutingFormat
 from posttrain.models.load import build, load_config, load_model
 from posttrain.models.weights import as_stored
 from posttrain.weight_sync.sender import WeightSender
@@ -32,6 +36,34 @@ def readable_model(spec: EngineSpec) -> Iterator[tuple[str, str]]:
 def _reads_directly(spec: EngineSpec) -> bool:
     """Return True where the engine can read the model by itself."""
     return not (spec.source.builtin or spec.source.shards or spec.source.adapters)
+
+
+def routing_format(spec: EngineSpec) -> RoutingFormat | None:
+    """Return how the experts of tokens are stored; None: they are not asked for (`rollout.router_replay`). Raises
+    ``ConfigError``: the model has no routers of a known kind."""
+    if spec.rollout.router_replay == "off":
+        return None
+    return RoutingFormat.of(build(spec.source, dtype=spec.torch_dtype))
+
+
+def stored_routing(found: npt.NDArray[Any], form: RoutingFormat, tokens: int) -> npt.NDArray[np.uint8]:
+    """Return the experts of a request's tokens as they are stored, [tokens computed, bytes of a token].
+
+    Args:
+        found: [tokens computed, layers, k] as the engine gives them: of all decoder layers, or of those with experts.
+        tokens: of prompt and sample. The engine has not read the last one, or has.
+
+    Raises:
+        RunError: they are not of this shape.
+    """
+    layers = found.shape[1] if found.ndim == 3 else 0
+    if found.ndim != 3 or found.shape[2] != form.top_k or not tokens - 1 <= len(found) <= tokens:
+        raise RunError(
+            f"the engine gives experts of shape {found.shape} for {tokens} tokens, {len(form.layers)} layers and "
+            f"{form.top_k} experts a token",
+            hint="--set rollout.router_replay=off",
+        )
+    return form.stored(found if layers == len(form.layers) else found[:, list(form.layers)])
 
 
 async def load_initial_weights(engine: Engine, spec: EngineSpec) -> None:

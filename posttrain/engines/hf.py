@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
@@ -21,6 +22,7 @@ from posttrain.data.images import PlacedImage
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import concurrent_requests
 from posttrain.engines.hf_images import ImageRequests
+from posttrain.engines.hf_routing import RoutingRecorder
 from posttrain.engines.hf_sampling import SeededSampling
 from posttrain.models import attention, vision
 from posttrain.models.load import load_model, load_vision
@@ -70,6 +72,7 @@ class HFSampler:
         self.request_ids = itertools.count()
         self.futures: dict[str, asyncio.Future[Any]] = {}
         self.seeded = SeededSampling()
+        self.recorder = RoutingRecorder(self.model) if spec.rollout.router_replay != "off" else None
         self.manager: Any = None
         # Every restart of the manager collects garbage several times. Freezing what is imported and loaded by now,
         # which stays, exempts it: a weight update then takes 0.1 s instead of 0.45 s.
@@ -111,9 +114,9 @@ class HFSampler:
             per_request_processors=True,
             use_async_batching=False,
             use_cuda_graph=False,
-            # Blocks are known again by their ids, which are the same for any image. Which blocks there are when a
-            # request begins depends on other requests.
-            allow_block_sharing=self.images is None and not self.spec.rollout.batch_invariant,
+            # Blocks are known again by their ids, which are the same for any image and say nothing of experts. Which
+            # blocks there are when a request begins depends on other requests.
+            allow_block_sharing=self.images is None and self.recorder is None and not self.spec.rollout.batch_invariant,
         )
         self.manager = self.model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=batching
@@ -121,6 +124,8 @@ class HFSampler:
         self.seeded.attach(self.manager)
         if self.images is not None:
             self.images.attach(self.manager)
+        if self.recorder is not None:
+            self.recorder.attach(self.manager)
         self.manager.start()
 
     def _share_of_free(self) -> float:
@@ -155,23 +160,27 @@ class HFSampler:
                 hint="raise rollout.kv_tokens, or lower rollout.max_response_tokens",
             )
         async with self.guard.request() as version:
-            output, cut = await self._run(prompt_ids, params, images)
+            output, cut, routing = await self._run(prompt_ids, params, images)
         if output is None:
             return Sample([], [], "abort", version)
         logprobs = [float(x) for x in output.logprobs]
         ids = list(output.generated_tokens)[: len(logprobs)]  # of one that is cut, its thread may add a token meanwhile
         ended = bool(ids) and ids[-1] in self.spec.stop_token_ids
         reason: FinishReason = "stop" if ended else "abort" if cut else "length"
-        return Sample(ids, logprobs[: len(ids)], reason, version)
+        if routing is not None:
+            routing = routing[: len(prompt_ids) + len(ids)]
+        return Sample(ids, logprobs[: len(ids)], reason, version, routing)
 
     def _truncation(self, params: SamplingParams) -> dict[str, Any]:
         if not self.spec.truncates:
             return {}
         return {"top_p": params.top_p, "top_k": params.top_k or self.model.config.get_text_config().vocab_size}
 
-    async def _run(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage]) -> tuple[Any, bool]:
-        """Return the library's output for a request, and whether it was aborted; the output is then what was sampled
-        until then, or None. Raises ``WorkerError``."""
+    async def _run(
+        self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage]
+    ) -> tuple[Any, bool, npt.NDArray[np.uint8] | None]:
+        """Return the library's output for a request, whether it was aborted, and the experts of its tokens, where they
+        are asked for. The output of an aborted one is what was sampled until then, or None. Raises ``WorkerError``."""
         request_id = f"r{next(self.request_ids)}"
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -186,6 +195,8 @@ class HFSampler:
             if self.images is None:
                 raise RunError("the model reads no images", hint="docs/vision.md lists models that do")
             self.images.add(request_id, len(prompt_ids), images)
+        if self.recorder is not None:
+            self.recorder.begin(request_id)
         accepted = self.manager.add_request(
             np.asarray(prompt_ids).tolist(),
             request_id=request_id,
@@ -205,15 +216,17 @@ class HFSampler:
             raise
         finally:
             del self.futures[request_id]
-            self._forget(request_id)
+            routing = self._forget(request_id)
         if output is not None and output.error is not None:
             raise WorkerError(f"the embedded engine failed: {output.error}")
-        return output, cut
+        return output, cut, routing
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: str) -> npt.NDArray[np.uint8] | None:
+        """Drop what is kept of a request besides the library's own. Returns the experts of its tokens."""
         self.seeded.seeds.pop(request_id, None)
         if self.images is not None:
             self.images.drop(request_id)
+        return None if self.recorder is None else self.recorder.end(request_id)
 
     def _cancel(self, request_id: str) -> None:
         self.manager.cancel_request(request_id)

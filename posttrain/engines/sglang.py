@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import os
 import zlib
@@ -10,13 +11,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
 from posttrain.data.images import PlacedImage, given_to_none
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import concurrent_requests
-from posttrain.engines.external import arguments, cache_tokens, load_initial_weights, readable_model, shapes
+from posttrain.engines.external import (
+    arguments,
+    cache_tokens,
+    load_initial_weights,
+    readable_model,
+    routing_format,
+    shapes,
+    stored_routing,
+)
+from posttrain.models.experts import RoutingFormat
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.guard import UpdateGuard
@@ -62,6 +73,7 @@ class SGLangEngine:
         self.released: set[str] = set()
         """Memory that is released now. SGLang's schedulers die when it is resumed twice."""
         self.guard = UpdateGuard("SGLang", shapes(spec), self._abort_all)
+        self.routing = routing_format(spec)
         with readable_model(spec) as (path, load_format):
             ours = {
                 "model_path": path,
@@ -82,6 +94,8 @@ class SGLangEngine:
             }
             if spec.rollout.batch_invariant:  # its batch-invariant products give logits of the weights' type only
                 ours |= {"enable_deterministic_inference": True, "enable_fp32_lm_head": True}
+            if self.routing is not None:
+                ours |= {"enable_return_routed_experts": True}
             # A larger batch than that of the largest graph runs without one. SGLang would choose it by the GPU alone.
             defaults = {
                 "cuda_graph_max_bs_decode": self.max_concurrent,
@@ -108,12 +122,16 @@ class SGLangEngine:
         async with self.guard.request() as version:
             if self.spec.rollout.batch_invariant:  # SGLang reads seeds in this mode only
                 sampling["sampling_seed"] = self._seed(version) if params.seed is None else params.seed
-            output = await self._run(prompt_ids, sampling, return_logprob=True)
+            asked = {"return_routed_experts": True} if self.routing is not None else {}
+            output = await self._run(prompt_ids, sampling, return_logprob=True, **asked)
         meta = output["meta_info"]
         ids = list(output.get("output_ids") or [])
         logprobs = [float(of_token[0]) for of_token in (meta.get("output_token_logprobs") or [])][: len(ids)]
         reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-        return Sample(ids, logprobs, reasons[meta["finish_reason"]["type"]], version)
+        routing = None
+        if self.routing is not None and ids:
+            routing = stored_routing(_experts(meta, self.routing), self.routing, len(prompt_ids) + len(ids))
+        return Sample(ids, logprobs, reasons[meta["finish_reason"]["type"]], version, routing)
 
     def _seed(self, version: int) -> int:
         """Return a seed for the next request. In its deterministic mode SGLang gives all requests without one the same
@@ -193,3 +211,14 @@ class SGLangEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.engine.shutdown)
+
+
+def _experts(meta: Mapping[str, Any], form: RoutingFormat) -> npt.NDArray[Any]:
+    """Return the experts of a request's tokens, [tokens computed, decoder layers, k]. Raises ``RunError`` where the
+    answer has none."""
+    found = meta.get("routed_experts")
+    if found is None:
+        raise RunError("SGLang gave no experts of a request", hint="--set rollout.router_replay=off")
+    if isinstance(found, str):  # as its detokenizer passes them on, which does not run where there is no tokenizer
+        found = np.frombuffer(base64.b64decode(found), np.dtype(meta.get("routed_experts_dtype") or "int32"))
+    return np.asarray(found).reshape(-1, form.decoder_layers, form.top_k)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
@@ -22,7 +23,9 @@ from posttrain.engines.external import (
     cache_tokens,
     load_initial_weights,
     readable_model,
+    routing_format,
     shapes,
+    stored_routing,
 )
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
@@ -63,6 +66,7 @@ class VLLMEngine:
         self.request_ids = itertools.count()
         self.asleep = False
         self.guard = UpdateGuard("vLLM", shapes(spec), lambda: self.llm.pause_generation(mode="abort"))
+        self.routing = routing_format(spec)
         with readable_model(spec) as (path, load_format):
             ours = dict(
                 model=path,
@@ -83,6 +87,8 @@ class VLLMEngine:
                 disable_log_stats=True,
                 **self._memory(),
             )
+            if self.routing is not None:
+                ours |= {"enable_return_routed_experts": True}
             try:
                 self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, ours)))
             except (RuntimeError, ValueError, TypeError) as error:
@@ -122,7 +128,10 @@ class VLLMEngine:
         ids = list(done.token_ids)
         logprobs = [float(of_token[i].logprob) for i, of_token in zip(ids, done.logprobs or [], strict=True)]
         reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-        return Sample(ids, logprobs, reasons[done.finish_reason], version)
+        routing = None
+        if self.routing is not None and ids:
+            routing = stored_routing(_experts(output, done), self.routing, len(prompt_ids) + len(ids))
+        return Sample(ids, logprobs, reasons[done.finish_reason], version, routing)
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
         async with self.guard.request():
@@ -197,3 +206,13 @@ class VLLMEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.llm.shutdown)
+
+
+def _experts(output: Any, done: Any) -> npt.NDArray[Any]:
+    """Return the experts of a request's tokens, [tokens computed, layers, k]. Raises ``RunError`` where the answer has
+    none."""
+    if done.routed_experts is None:
+        raise RunError("vLLM gave no experts of a request", hint="--set rollout.router_replay=off")
+    of_prompt = getattr(output, "prompt_routed_experts", None)  # some releases give those of the prompt apart
+    found = np.asarray(done.routed_experts)
+    return found if of_prompt is None else np.concatenate([np.asarray(of_prompt), found])

@@ -1,5 +1,6 @@
-"""``builtin:tiny``: a Qwen2 model of under a million parameters, made on demand, with a tokenizer that ships here.
-``builtin:tiny-vision`` is a Qwen2.5-VL model whose language model is as large, with tokens for images.
+"""Built-in models, made on demand, with a tokenizer that ships here: ``builtin:tiny``, a Qwen2 model of under a million
+parameters; ``builtin:tiny-vision``, a Qwen2.5-VL model whose language model is as large, with tokens for images; and
+``builtin:tiny-moe``, a Qwen3-MoE of a million parameters, of which a token uses less than half.
 
 Their tokenizer is made by ``scripts/make_tiny_tokenizer.py``.
 """
@@ -45,10 +46,14 @@ class BuiltinModel:
     tokenizer: Path
     hidden: int
     intermediate: int
+    """Width of the MLP, or of one expert"""
     layers: int
     heads: int
     kv_heads: int
     max_length: int
+    experts: int = 0
+    """Experts of a layer; 0: one MLP"""
+    experts_per_token: int = 0
     tower: BuiltinTower | None = None
     """None: it reads text alone."""
 
@@ -65,6 +70,17 @@ BUILTIN: dict[str, BuiltinModel] = {
         heads=4,
         kv_heads=2,
         max_length=4096,
+    ),
+    "tiny-moe": BuiltinModel(
+        tokenizer=_TINY,
+        hidden=128,
+        intermediate=128,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        max_length=4096,
+        experts=8,
+        experts_per_token=2,
     ),
     "tiny-vision": BuiltinModel(
         tokenizer=_TINY,
@@ -106,7 +122,7 @@ def builtin_sizes(name: str) -> dict[str, Any]:
     model = _model(name)
     known = _vocabulary(model.tokenizer)
     tokens = known + (0 if model.tower is None else len(VISION_TOKENS))
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": -(-tokens // 64) * 64,
         "hidden_size": model.hidden,
         "intermediate_size": model.intermediate,
@@ -116,8 +132,16 @@ def builtin_sizes(name: str) -> dict[str, Any]:
         "max_position_embeddings": model.max_length,
         "tie_word_embeddings": True,
     }
+    if model.experts:
+        sizes |= {
+            "head_dim": model.hidden // model.heads,
+            "moe_intermediate_size": model.intermediate,
+            "num_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "norm_topk_prob": True,
+        }
     if model.tower is None:
-        return {"model_type": "qwen2", **sizes}
+        return {"model_type": "qwen3_moe" if model.experts else "qwen2", **sizes}
     rotary = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(model.tower.rotary_sections)}
     start, end, image, video = (known + n for n in range(len(VISION_TOKENS)))
     return {

@@ -44,15 +44,23 @@ def usable(groups: Groups) -> list[Trajectory]:
     return kept
 
 
-def pack(kept: Sequence[Trajectory], vision: VisionProcessor | None = None) -> PackedBatch:
-    """Pack the episodes into one batch, with the engine's log-probabilities and the images of their prompts and tools,
-    which ``vision`` reads.
+def pack(kept: Sequence[Trajectory], vision: VisionProcessor | None = None, *, routing: bool = False) -> PackedBatch:
+    """Pack the episodes into one batch, with the engine's log-probabilities, the images of their prompts and tools,
+    which ``vision`` reads, and with ``routing`` the experts that the engine chose.
 
     Raises:
         DataError: an image can no longer be read.
+        RunError: an episode has no recorded experts.
     """
     batch = PackedBatch.from_sequences([t.tokens for t in kept], [t.loss_mask for t in kept])
     batch.rollout_logprobs = torch.cat([torch.from_numpy(t.logprobs) for t in kept])
+    if routing:
+        if missing := sum(not len(t.routing) for t in kept):
+            raise RunError(
+                f"rollout.router_replay = 'R3': {missing} of {len(kept)} episodes have no recorded experts",
+                hint="rollout files have them where the run that wrote them had rollout.router_replay = 'R3'",
+            )
+        batch.routing = torch.cat([torch.from_numpy(t.routing.reshape(len(t.tokens), -1)) for t in kept])
     if vision is not None:
         images = [[RawImage.of(image) for image in (*t.prompt.images, *t.tool_images)] for t in kept]
         try:

@@ -115,8 +115,10 @@ class Learner:
         if baselines is not None:
             groups = [group for group in groups if group[0].prompt.index in baselines]
         kept = usable(groups)
-        batch = pack(kept, self.vision)
+        batch = pack(kept, self.vision, routing=self.run.cfg.rollout.router_replay != "off")
         own, metrics = await self._score(batch, kept, version)
+        if batch.routing is not None:
+            metrics["moe/replay_bytes_per_token"] = float(batch.routing.shape[1])
         if baselines is not None:
             metrics["rollout/missing_baselines"] = float(played - len(groups))
         teacher = await self._teacher_log_ratio(batch, own)

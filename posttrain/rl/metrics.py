@@ -180,7 +180,8 @@ def update_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy", "grad_norm", "lr")
     return {
         **{f"actor/{name}": total[name] / len(results) for name in names if name in total},
-        **{name: total[name] / len(results) for name in total if name.startswith("actor/")},  # a plugin's loss's
+        # Those of a plugin's loss, and of experts.
+        **{name: total[name] / len(results) for name in total if name.startswith(("actor/", "moe/"))},
         "rollout_gap/mean": gap,
         "rollout_gap/sd": math.sqrt(max(0.0, gap_square - gap * gap)),
         "rollout_gap/mean_abs": total.get("gap/abs", 0.0) / gap_tokens,

@@ -175,6 +175,7 @@ class AgentEpisode:
                 loss_mask=columns["loss_mask"],
                 logprobs=columns["logprobs"],
                 weight_version=columns["weight_version"],
+                routing=columns["routing"],
                 messages=branch.messages,
                 stop_reason=reason,
                 turns=branch.turns,

@@ -210,6 +210,7 @@ class Episode:
             loss_mask=columns["loss_mask"],
             logprobs=columns["logprobs"],
             weight_version=columns["weight_version"],
+            routing=columns["routing"],
             messages=list(self.messages),
             stop_reason=reason,
             turns=self.turns,

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Kind = Literal["train", "val"]
 
 MADE_BY = "posttrain rl"
+_LIST_VALUES = 2**31 - 1
+"""Most values of the lists of one Arrow array."""
 _TOKENIZER = b"posttrain.tokenizer"
 """Key of the file's metadata that holds the fingerprint of the tokenizer."""
 
@@ -173,6 +175,10 @@ def _check(trajectory: Trajectory, vocabulary: int) -> None:
     for column in ("loss_mask", "logprobs", "weight_version"):
         if (found := len(getattr(t, column))) != length:
             raise RowError(column, f"{found} values for {length} tokens", "the row was changed after it was made")
+    if len(t.routing) % length:
+        raise RowError(
+            "routing", f"{len(t.routing)} bytes for {length} tokens", "the row was changed after it was made"
+        )
     if not 0 < t.prompt_length <= length:
         hint = f"it has {length} tokens"
         raise RowError("prompt_length", f"{t.prompt_length} is no length of this row's prompt", hint)
@@ -427,9 +433,13 @@ def split_lists(array: pa.ListArray, flat: npt.NDArray[Any]) -> list[npt.NDArray
     return np.split(flat, np.cumsum(array.value_lengths())[:-1])
 
 
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
     if not pa.types.is_list(kind) or pa.types.is_struct(kind.value_type) or not values:
         return pa.array(values, kind)
+    if sum(map(len, values)) > _LIST_VALUES:
+        half = len(values) // 2
+        parts = (_array(part, kind) for part in (values[:half], values[half:]))
+        return pa.chunked_array([c for a in parts for c in (a.chunks if isinstance(a, pa.ChunkedArray) else [a])])
     # As `pa.array` would, but twenty times as fast.
     ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(values), kind.value_type), kind)

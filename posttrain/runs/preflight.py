@@ -196,10 +196,16 @@ def check_use(cfg: Config, source: ModelSource) -> None:
     sample from it in an embedded engine, adapt it. Raises ``ModelError``, ``ConfigError``."""
     import torch
 
-    from posttrain.models import support
+    from posttrain.models import experts, support
+    from posttrain.train.expert_parallel import check_expert_parallel
 
     engine = engine_of(cfg).name if cfg.samples and not cfg.generate.endpoint.url else None
     config = load_config(source)
+    replays = cfg.rollout.router_replay != "off" and (cfg.samples or bool(cfg.rollout.replay))
+    if replays or (cfg.trains and cfg.train.router_aux_loss_coef):
+        experts.check_routers(config)
+    if cfg.trains:
+        check_expert_parallel(config, cfg.train.expert_parallel, cfg.cluster.workers // cfg.train.expert_parallel)
     if not (cfg.trains or engine == "hf") or getattr(config, "quantization_config", None) is not None:
         return
     adapted = cfg.trains and cfg.train.lora.rank is not None

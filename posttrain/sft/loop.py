@@ -67,4 +67,5 @@ def _step_metrics(
         "train/epoch": data.position / data.shards.rows,
         **{f"data/{name}": float(count) for name, count in asdict(data.counts).items()},
         "train/skipped_steps": float(run.skipped_steps),
+        **{name: value for name, value in result.items() if name.startswith("moe/")},
     }

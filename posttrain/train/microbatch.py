@@ -7,7 +7,7 @@ and without prompts that sequences share), N tokens that this worker predicts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
 from posttrain.data.vision import VisionProcessor
 from posttrain.models.attention import Kernel, Ragged
+from posttrain.models.experts import Mixture, RoutedTokens
 from posttrain.models.prefixes import SharedPrefixes
 from posttrain.models.ulysses import SequenceParallel
 from posttrain.models.vision import ImageInput
@@ -48,6 +49,8 @@ class MicroBatch:
     prepared: Tensor | None
     values: Tensor | None
     returns: Tensor | None
+    routed: RoutedTokens | None
+    """What routers are told; None where the model has none."""
     images: ImageInput | None
     """None: no worker has an image in this micro-batch"""
 
@@ -58,9 +61,18 @@ class MicroBatch:
         kernel: Kernel,
         parallel: SequenceParallel | None = None,
         vision: VisionProcessor | None = None,
+        mixture: Mixture | None = None,
+        *,
+        replay: bool = False,
     ) -> MicroBatch:
         """Move ``batch`` to the device: of a prompt that sequences share one copy, and with ``parallel`` the worker's
-        stretch. ``vision`` reads the images, where there are any."""
+        stretch.
+
+        Args:
+            vision: what reads the images, where there are any.
+            mixture: the model's routers.
+            replay: tokens go to the experts that an engine chose, where the batch has these.
+        """
         ids, offsets = batch.input_ids, batch.cu_seqlens
         positions = batch.position_ids if batch.rotary_ids is None else batch.rotary_ids
         if batch.images is not None and vision is None:
@@ -92,6 +104,18 @@ class MicroBatch:
         def column(x: Tensor | None) -> Tensor | None:
             return None if x is None else on_device(x[predict.clamp(max=len(x) - 1)])
 
+        routed = None
+        if mixture is not None:
+            counted = _counted(batch)
+            if prefixes is not None:
+                counted = torch.zeros(len(prefixes.own)).index_add(0, prefixes.source, counted)
+            else:
+                counted = _padded_column(counted, len(ids))[stretch]
+            replayed = None
+            if replay and batch.routing is not None:
+                replayed = on_device(mixture.format.loaded(_padded_column(batch.routing, len(ids)))[computed])
+            routed = RoutedTokens(on_device(counted), replayed)
+
         return MicroBatch(
             input_ids=on_device(ids[computed]),
             position_ids=on_device(positions[computed]),
@@ -108,8 +132,27 @@ class MicroBatch:
             prepared=column(batch.prepared),
             values=column(batch.values),
             returns=column(batch.returns),
+            routed=routed,
             images=None if batch.images is None or vision is None else _images(batch, stretch, on_device, vision),
         )
+
+    def one_row(self) -> MicroBatch:
+        """Return the micro-batch with one hidden state that predicts, for passes that are about the layers alone."""
+        return replace(self, rows=self.rows[:1], targets=self.targets[:1])
+
+
+def _counted(batch: PackedBatch) -> Tensor:
+    """Return [T] float32, 1 where the token's sequence carries loss, and 0 elsewhere."""
+    lengths = batch.cu_seqlens.diff().long()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    carries = torch.zeros(len(lengths))
+    carries[sequence[batch.loss_mask]] = 1.0
+    return carries[sequence]
+
+
+def _padded_column(column: Tensor, length: int) -> Tensor:
+    """Return the column with zeros for the tokens that ``_padded`` adds."""
+    return torch.cat([column, column.new_zeros(length - len(column), *column.shape[1:])])
 
 
 def _padded(ids: Tensor, positions: Tensor, offsets: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:

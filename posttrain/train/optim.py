@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch._functorch import config as functorch_config
 from torch.distributed.tensor import DTensor
 
 from posttrain.config import OptimConfig
+from posttrain.train.expert_parallel import is_expert_mesh
 
 
 def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer:
@@ -26,8 +28,11 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     for parameter in model.parameters():
         if parameter.requires_grad:
             (decay if parameter.ndim >= 2 and parameter not in embeddings else plain).append(parameter)
-    groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    groups = [
+        {"params": params, "weight_decay": rate}
+        for all_params, rate in ((decay, cfg.weight_decay), (plain, 0.0))
+        for params in _by_mesh(all_params)
+    ]
     if not cfg.needs_torchao:
         return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
     from torchao import optim as torchao
@@ -37,6 +42,15 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
         groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, bf16_stochastic_round=cfg.stochastic_rounding
     )
     return optimizer
+
+
+def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters apart that are sharded over different meshes: one kernel cannot update both."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        found.setdefault(mesh, []).append(parameter)
+    return list(found.values())
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -136,10 +150,13 @@ def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> Tensor
     gradients = [p.grad for p in parameters if p.grad is not None]
     parts = [local(grad) for grad in gradients]
     square = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]).square().sum()
-    if isinstance(gradients[0], DTensor):
-        # Replicas (hybrid sharding) hold the same gradients: only the last dimension of the mesh shares them out.
-        square = square.to(gradients[0].device_mesh.device_type)  # offloaded gradients are on the CPU
-        dist.all_reduce(square, group=gradients[0].device_mesh.get_group(-1))
+    meshes = [grad.device_mesh for grad in gradients if isinstance(grad, DTensor)]
+    if meshes:
+        # Replicas (hybrid sharding) hold the same gradients: only the last dimension of the mesh shares them out. With
+        # expert parallelism all workers share out all gradients, as the mesh of those that are no experts' says.
+        mesh = next((mesh for mesh in meshes if not is_expert_mesh(mesh)), meshes[0])
+        square = square.to(mesh.device_type)  # offloaded gradients are on the CPU
+        dist.all_reduce(square, group=mesh.get_group(-1))
     norm = square.sqrt()
     scale = largest / (float(norm) + 1e-6)
     if scale < 1.0:  # a number, not a tensor: multiplying half-precision lists by a tensor takes five times as long

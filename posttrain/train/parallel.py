@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from posttrain.core.errors import ModelError
 from posttrain.models import vision
+from posttrain.train.expert_parallel import expert_modules, share_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +35,7 @@ def parallelize(
     compiled: bool,
     keep_gathered: bool = False,
     cpu_offload: bool = False,
+    experts: DeviceMesh | None = None,
 ) -> PackedLM:
     """Apply to every decoder layer, to the blocks of a vision tower, then to the rest as one.
 
@@ -45,17 +47,22 @@ def parallelize(
         compiled: whether layers run through ``torch.compile``.
         keep_gathered: leave the weights whole after a pass, for the next one, until ``reshard``.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        experts: the grid of ``expert_parallel.expert_mesh``; None: experts are sharded as all else. Layers whose
+            experts are shared out are not compiled: how many tokens come and go is known when they run.
     """
     layers = decoder_layers(lm.model)
     seeing = vision.tower(lm.model)
     kept = _EXPENSIVE
     if any(name.endswith("_proj_bias") for name, _ in lm.model.named_parameters()):
         kept -= {"aten._grouped_mm.default"}  # transformers adds the experts' biases to its result in place
+    if compiled and activation_checkpointing != "none":
+        # Routers keep what they saw in a forward pass, and that computed again in the backward pass is the same.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for layer in layers:
         forward: Callable[..., Any] = layer.forward
         if activation_checkpointing != "none":
             forward = _checkpointed(forward, activation_checkpointing, kept)
-        if compiled:
+        if compiled and not (experts is not None and expert_modules(layer)):
             # The tokens of a micro-batch, its sequences and the longest of them are new nearly every time. Left to find
             # out, torch compiles for the first numbers, then again, and again in a later step when another one moves.
             forward = torch.compile(forward, dynamic=True)
@@ -70,7 +77,13 @@ def parallelize(
     on_gpu = mesh.device_type == "cuda"
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=not keep_gathered)
+        how: dict[str, Any] = {
+            "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": not keep_gathered
+        }  # fmt: skip
+        if experts is not None:
+            for module in expert_modules(layer):
+                share_out(module, experts, **how)
+        fully_shard(layer, mesh=mesh, **how)
     # The tower computes rotary embeddings in float32 once, and hands them from block to block as they are.
     uncast = replace(policy, cast_forward_inputs=False)
     for part in [*blocks, *([] if seeing is None else [seeing])]:

@@ -34,6 +34,8 @@ class WorkerSpec:
     """CPU threads of this process; 0: torch's default."""
     batch_invariant: bool = False
     """A sequence's result does not depend on the batch that it is in (`rollout.batch_invariant`)."""
+    replays_routing: bool = False
+    """Tokens go to the experts that the engine chose, where a batch has these (`rollout.router_replay`)."""
     stored_names: bool = False
     """Engines get weights as files on the hub have them, experts one by one; else as the model does."""
 
@@ -58,7 +60,7 @@ class UpdateMetrics:
     """Parts of the whole batch's value: ``loss``, ``pg_loss``, ``entropy``, ``flops``, ``tokens_run``,
     ``tokens_shared`` (those of them that a shared prompt saved), ..."""
     shared: dict[str, float]
-    """The same on every rank: ``grad_norm``, ``skipped``, ``lr``"""
+    """The same on every rank: ``grad_norm``, ``skipped``, ``lr``, of mixtures ``moe/...``"""
     maxima: dict[str, float]
     """The largest counts: ``seconds``, ``memory_gib``"""
 

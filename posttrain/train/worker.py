@@ -20,15 +20,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from posttrain.algos import losses
-from posttrain.algos.catalog import POLICY_LOSSES
-from posttrain.algos.gap import gap_sums
-from posttrain.algos.tokens import TokenInputs
 from posttrain.core import rendezvous, sizes
 from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
 from posttrain.models import attention, lora, vision
 from posttrain.models.batch_invariant import use_invariant_products
+from posttrain.models.experts import Mixture, Seen, check_routers, routers
 from posttrain.models.load import build, dropout_settings, load_vision
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.shards import nonfinite
@@ -36,7 +34,9 @@ from posttrain.models.support import check_architecture, check_sequence_parallel
 from posttrain.models.ulysses import SequenceParallel
 from posttrain.models.weights import as_stored, load_weights, materialize
 from posttrain.train import checkpoint, saver
+from posttrain.train.expert_parallel import check_expert_parallel, expert_mesh
 from posttrain.train.flops import model_flops, peak_flops, sharing_cost, tower_flops
+from posttrain.train.loss import token_loss, value_loss
 from posttrain.train.microbatch import MicroBatch
 from posttrain.train.model import PackedLM, PackedValues
 from posttrain.train.offload import CpuOffload
@@ -130,9 +130,13 @@ class TrainWorker:
                 parameter.requires_grad_(False).data = parameter.data.to(self.dtype)
         if self.adapted:
             lora.inject(lm.model, train.lora, dtype=param_dtype, tower=train.vision_tower == "trained")
+        if spec.trainable and (train.router_aux_loss_coef or spec.replays_routing):
+            check_routers(lm.model.config)
+        self.mixture = Mixture(lm.model) if routers(lm.model) else None
         self.parallel = SequenceParallel.among(train.sequence_parallel, self.rank, self.world_size)
         # Alone, and with weights of the type it computes in, a worker has no use for FSDP.
         self.sharded = self.world_size > 1 or param_dtype != self.dtype or train.cpu_offload
+        check_expert_parallel(model.config, train.expert_parallel, self.world_size // train.expert_parallel)
         parallelize(
             lm,
             sharding_mesh(spec.device, self.world_size, train.shard_size) if self.sharded else None,
@@ -141,6 +145,7 @@ class TrainWorker:
             compiled=self.compiled,
             keep_gathered=train.gather_weights == "step",
             cpu_offload=train.cpu_offload,
+            experts=expert_mesh(spec.device, self.world_size, train.expert_parallel),
         )
         materialize(lm, self.device, parameters_on=torch.device("cpu") if train.cpu_offload else None)
         load_weights(
@@ -164,7 +169,7 @@ class TrainWorker:
         columns = []
         with self._no_backward(), nullcontext() if adapter else lora.switched_off(self.lm.model):
             for batch in shard:
-                micro = self._micro_batch(batch)
+                micro = self._micro_batch(batch, replay=adapter)
                 values = self._forward(micro, temperature=temperature)[0]
                 column = torch.zeros(batch.num_tokens, device=self.device)
                 if micro.has_loss:
@@ -194,12 +199,17 @@ class TrainWorker:
         start = time.perf_counter()
         # All micro-batches go to the device first: nothing then waits for the host between them.
         micros = [self._micro_batch(batch) for batch in shard]
+        pull = self._pull_of_balance(micros) if self.spec.train.router_aux_loss_coef else None
         sums: losses.Sums = {}
+        seen: Tensor | None = None
         for i, micro in enumerate(micros):
             if self.sharded and self.spec.train.reduce_gradients == "step":
                 cast(FSDPModule, self.lm).set_requires_gradient_sync(i == len(micros) - 1)
-            for key, value in self._backward(micro, loss).items():
+            for key, value in self._backward(micro, loss, pull).items():
                 sums[key] = sums[key] + value if key in sums else value
+            if self.mixture is not None:
+                rows = self.mixture.seen().rows
+                seen = rows if seen is None else seen + rows
         if self.spec.train.gather_weights == "step":
             reshard(self.lm)
         grad_norm = clip_gradients(self.parameters.values(), self.spec.train.optim.grad_clip)
@@ -226,7 +236,7 @@ class TrainWorker:
         }
         return UpdateMetrics(
             sums={key: float(value) for key, value in sums.items()} | computed,
-            shared={"grad_norm": float(grad_norm), "skipped": float(skipped), "lr": rate},
+            shared={"grad_norm": float(grad_norm), "skipped": float(skipped), "lr": rate} | self._routing_metrics(seen),
             maxima={"seconds": time.perf_counter() - start, "memory_gib": self._memory_gib()},
         )
 
@@ -256,12 +266,44 @@ class TrainWorker:
             yield
         reshard(self.lm)
 
-    def _micro_batch(self, batch: PackedBatch) -> MicroBatch:
-        return MicroBatch.build(batch, self.device, self.kernel, self.parallel, self.vision)
+    def _micro_batch(self, batch: PackedBatch, *, replay: bool = True) -> MicroBatch:
+        replay = replay and self.spec.replays_routing
+        return MicroBatch.build(
+            batch, self.device, self.kernel, self.parallel, self.vision, self.mixture, replay=replay
+        )
+
+    def _pull_of_balance(self, micros: Sequence[MicroBatch]) -> Tensor:
+        """Return [L, E]: the gradient of the auxiliary loss by a token's probabilities. It follows from the loads of
+        the whole batch, for which a forward pass over all of it comes before the first backward pass."""
+        assert self.mixture is not None
+        with self._no_backward():
+            rows = []
+            for micro in micros:
+                self._forward(micro.one_row())
+                rows.append(self.mixture.seen().rows)
+        seen = self._over_workers(torch.stack(rows).sum(0))
+        # FSDP averages gradients over ranks.
+        return seen.pull() * (self.spec.train.router_aux_loss_coef * self.world_size)
+
+    def _over_workers(self, rows: Tensor) -> Seen:
+        """Return what the routers of all workers saw. A collective."""
+        assert self.mixture is not None
+        if self.world_size > 1:
+            dist.all_reduce(rows)
+        return Seen(rows, self.mixture.top_k)
+
+    def _routing_metrics(self, rows: Tensor | None) -> dict[str, float]:
+        return {} if rows is None else self._over_workers(rows).metrics()
 
     def _forward(
-        self, micro: MicroBatch, loss: TokenLoss | None = None, temperature: float | None = None
+        self,
+        micro: MicroBatch,
+        loss: TokenLoss | None = None,
+        temperature: float | None = None,
+        pull: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
+        if self.mixture is not None:
+            self.mixture.begin(micro.routed, pull)
         result: tuple[Tensor, ...] = self.lm(
             micro.input_ids,
             micro.position_ids,
@@ -274,62 +316,24 @@ class TrainWorker:
         )
         return result
 
-    def _backward(self, micro: MicroBatch, spec: LossSpec) -> losses.Sums:
-        """Add the gradient of the micro-batch's loss; sums for the metrics, on the device."""
+    def _backward(self, micro: MicroBatch, spec: LossSpec, pull: Tensor | None = None) -> losses.Sums:
+        """Add the gradient of the micro-batch's loss; sums for the metrics, on the device. ``pull``: as in
+        ``Mixture.begin``."""
         sums: losses.Sums = {}
 
         def of_tokens(logprobs: Tensor, entropies: Tensor, part: slice) -> Tensor:
-            total, parts = self._loss(micro, logprobs, entropies, part, spec)
+            total, parts = token_loss(micro, logprobs, entropies, part, spec)
             for key, value in parts.items():
                 sums[key] = sums[key] + value if key in sums else value
             return total
 
         if self.spec.values:
-            total, sums = self._value_loss(micro, self._forward(micro)[0], spec)
+            total, sums = value_loss(micro, self._forward(micro, pull=pull)[0], spec)
         else:
-            total = self._forward(micro, of_tokens)[0]
+            total = self._forward(micro, of_tokens, pull=pull)[0]
         # FSDP averages gradients over ranks, but the weights are already those of the global batch.
         torch.autograd.backward(total * self.world_size)
         return sums
-
-    def _value_loss(self, micro: MicroBatch, values: Tensor, spec: LossSpec) -> tuple[Tensor, losses.Sums]:
-        """The loss of values [N]: a critic's, or without returns a reward model's."""
-        if micro.returns is None:
-            return losses.nll(values, micro.weights)
-        if micro.values is None:
-            raise RunError("an update of a critic needs the values before it")
-        return losses.value(values, micro.values, micro.returns, micro.weights, clip=spec.value_clip)
-
-    def _loss(
-        self, micro: MicroBatch, logprobs: Tensor, entropies: Tensor, part: slice, spec: LossSpec
-    ) -> tuple[Tensor, losses.Sums]:
-        """The loss of some of the micro-batch's tokens."""
-        algo, weights = spec.algo, micro.weights[part]
-        bonus, entropy = losses.entropy(entropies, weights)
-        if algo is None:
-            loss, sums = losses.nll(logprobs, weights)
-            return loss, sums | entropy
-
-        def column(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[part]
-
-        advantages, ref = column(micro.advantages), column(micro.ref_logprobs)
-        rollout, old = column(micro.rollout_logprobs), column(micro.old_logprobs)
-        if advantages is None:
-            raise RunError("a policy update needs advantages")
-        # A policy that has not moved since it sampled is its own old policy.
-        tokens = TokenInputs(advantages, logprobs.detach() if old is None else old, column(micro.prepared))
-        policy_loss = POLICY_LOSSES.get(algo.policy_loss)
-        total, sums = losses.weighted_policy_loss(policy_loss, logprobs, tokens, algo.loss_values, weights)
-        if ref is not None and algo.kl_in == "loss":
-            kl, kl_sums = losses.kl(logprobs, ref, weights, estimator=algo.kl_estimator)
-            total = total + algo.kl_coef * kl
-            sums |= kl_sums
-        if algo.entropy_coef:
-            total = total - algo.entropy_coef * bonus
-        if rollout is not None and micro.has_loss:
-            sums |= gap_sums(logprobs if old is None or spec.off_policy else old, rollout)
-        return total, sums | entropy
 
     # ------------------------------------------------------------------ weights
 

@@ -24,7 +24,8 @@ from posttrain.tracking.report.episodes import FileNumbers, Place
 from posttrain.tracking.report.pieces import Pieces, Splitter
 from posttrain.tracking.report.thumbnails import Thumbnails
 
-HEAVY = [name for name in COLUMNS if name not in ("kind", "step", "temperature", "extra_info", "images")]
+_LIGHT = {"kind", "step", "temperature", "extra_info", "images", "routing"}
+HEAVY = [name for name in COLUMNS if name not in _LIGHT]
 """Columns that are read of the trajectories shown."""
 _PROMPT_IMAGES = "images"
 """Column that is read of the first row of their groups."""
