@@ -23,7 +23,7 @@ HEADER = {"schedule": 1, "prompts": "of these", "config": {"rollout.staleness": 
 class Seeded(Engine):
     """Samples by seed, place and version alone."""
 
-    async def generate(self, prompt_ids, params):
+    async def generate(self, prompt_ids, params, images=()):
         await self.open.wait()
         version, update, ids = self.version, self.update, []
         while len(ids) < params.max_new_tokens:
