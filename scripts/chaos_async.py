@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 from bench_async import LAST, PLUGIN
 from chaos import MOMENTS, VICTIMS, Killer, install
@@ -57,7 +58,7 @@ class Deaths(Killer):
 
     def kill(self) -> None:
         pid = {"driver": self._driver, "worker": self._worker, "engine": self._engine}[self.victim]()
-        if pid is None:  # it has not started: at the next occasion
+        if pid is None or not psutil.pid_exists(pid):  # it has not started, or is being replaced: next time
             self.calls_left = 1
             return
         with self.file.open("a") as file:
