@@ -136,7 +136,7 @@ def builtin_sizes(name: str) -> dict[str, Any]:
         sizes |= {
             "head_dim": model.hidden // model.heads,
             "moe_intermediate_size": model.intermediate,
-            "num_experts": model.experts,
+            "num_local_experts": model.experts,
             "num_experts_per_tok": model.experts_per_token,
             "norm_topk_prob": True,
         }

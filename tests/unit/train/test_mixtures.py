@@ -4,20 +4,24 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from posttrain import merge_ckpt
-from posttrain.config import Config, TrainConfig
-from posttrain.core.errors import ConfigError
+from posttrain.config import Config, LoraConfig, TrainConfig
+from posttrain.core.errors import ConfigError, RunError
 from posttrain.data.pack import PackedBatch
+from posttrain.models import lora
 from posttrain.models.attention import choose
 from posttrain.models.experts import Mixture
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource, build, load_config
+from posttrain.rl.batch import pack
 from posttrain.runs.preflight import check_use
 from posttrain.train import checkpoint
 from posttrain.train.expert_parallel import check_expert_parallel
@@ -302,3 +306,23 @@ def test_what_cannot_be_shared_out_is_refused_before_a_run():
 def test_combinations_that_were_not_tested_are_refused(train, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig.model_validate({"expert_parallel": 2} | train)
+
+
+@pytest.mark.parametrize("modules", [["experts"], ["q_proj", "down_proj"], ["gate"]])
+def test_adapters_on_experts_and_routers_are_refused(modules):
+    model = build(ModelSource("builtin:tiny-moe"), dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"train\.lora\.target_modules = .*Qwen3Moe(Experts|TopKRouter)"):
+        lora.inject(model, LoraConfig(rank=2, target_modules=modules), dtype=torch.float32)
+
+
+def test_episodes_without_recorded_experts_are_not_replayed():
+    whole = [np.arange(4, dtype=np.int32), np.ones(4, np.bool_), np.zeros(4, np.float32)]
+    with_experts, without = (
+        SimpleNamespace(tokens=whole[0], loss_mask=whole[1], logprobs=whole[2], routing=routing)
+        for routing in (np.arange(16, dtype=np.uint8), np.empty(0, np.uint8))
+    )
+    assert pack([with_experts], routing=True).routing.shape == (4, 4)
+    assert pack([with_experts]).routing is None
+    with pytest.raises(RunError, match="1 of 2 episodes have no recorded experts") as error:
+        pack([with_experts, without], routing=True)
+    assert "router_replay = 'R3'" in error.value.hint
