@@ -1,7 +1,6 @@
 """Generated questions about small pictures, for the built-in model that sees: count, read a digit, compare sizes.
 
-A picture has 48 x 48 pixels in 3 x 3 cells. Some digits are so small that they must be zoomed into
-(``posttrain.tools.zoom``), a cell at a time. A stable hash of the scene decides its split, so that train and test share
+A picture has 48 x 48 pixels in 3 x 3 cells. A stable hash of the scene decides its split, so that train and test share
 no picture.
 """
 
@@ -19,17 +18,15 @@ import numpy.typing as npt
 
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message
-from posttrain.data.images import RawImage
 from posttrain.data.parquet import Conversation
 from posttrain.data.turns import IMAGE
 from posttrain.prep.datasets.base import RawRow, WordProblems
-from posttrain.tools.zoom import SCHEMA, Zoom
 
 SIDE, CELLS = 48, 3
 CELL = SIDE // CELLS
 TEST_PERCENT = 20
 HASTY_SHARE = 0.35
-"""Share of SFT training conversations that are hasty: their answer is off by one, and they do not zoom."""
+"""Share of SFT training conversations whose answer is off by one."""
 COLOURS = {"red": (220, 40, 40), "green": (30, 160, 60), "blue": (40, 70, 220)}
 _BACKGROUND = 245
 _DIGITS = (
@@ -38,7 +35,7 @@ _DIGITS = (
 )  # fmt: skip
 """Rows of three pixels of the ten digits, five rows each."""
 _DIGIT_SCALE = 4
-"""Pixels along each side of a large digit's pixel."""
+"""Pixels along each side of a digit's pixel."""
 
 Picture = npt.NDArray[np.uint8]
 Colour = str
@@ -51,8 +48,6 @@ class Scene:
     question: str
     answer: str
     things: tuple[tuple[Any, ...], ...]
-    cell: int | None = None
-    """Where it must be zoomed into."""
 
     def draw(self) -> bytes:
         """Return the picture as a PNG."""
@@ -81,9 +76,9 @@ def _square(picture: Picture, colour: tuple[int, int, int], row: int, column: in
     picture[row - radius : row + radius + 1, column - radius : column + radius + 1] = colour
 
 
-def _digit(picture: Picture, colour: tuple[int, int, int], row: int, column: int, digit: int, scale: int) -> None:
+def _digit(picture: Picture, colour: tuple[int, int, int], row: int, column: int, digit: int) -> None:
     cells = np.array([int(cell) for cell in _DIGITS[digit]], bool).reshape(5, 3)
-    mask = cells.repeat(scale, 0).repeat(scale, 1)
+    mask = cells.repeat(_DIGIT_SCALE, 0).repeat(_DIGIT_SCALE, 1)
     picture[row : row + mask.shape[0], column : column + mask.shape[1]][mask] = colour
 
 
@@ -111,8 +106,8 @@ def read_digit(rng: random.Random) -> Scene:
     digits = rng.randint(0, 9), rng.randint(0, 9)
     rows = rng.randint(4, 24), rng.randint(4, 24)
     things = (
-        ("digit", first, rows[0], rng.randint(4, 10), digits[0], _DIGIT_SCALE),
-        ("digit", second, rows[1], rng.randint(26, 32), digits[1], _DIGIT_SCALE),
+        ("digit", first, rows[0], rng.randint(4, 10), digits[0]),
+        ("digit", second, rows[1], rng.randint(26, 32), digits[1]),
     )
     asked = rng.randint(0, 1)
     return Scene(f"Which number is {(first, second)[asked]}?", str(digits[asked]), things)
@@ -132,20 +127,11 @@ def compare_sizes(rng: random.Random) -> Scene:
     return Scene(question, "1" if radii[0] > radii[1] else "2", things)
 
 
-def read_small_digit(rng: random.Random) -> Scene:
-    """Return a scene of one digit of three by five pixels, in the middle of a cell or a little beside it."""
-    cell, digit = rng.randrange(CELLS**2), rng.randint(0, 9)
-    row, column = (CELL * at + CELL // 2 for at in divmod(cell, CELLS))
-    where = row - 2 + rng.randint(-2, 2), column - 1 + rng.randint(-2, 2)
-    things = (("digit", rng.choice(list(COLOURS)), *where, digit, 1),)
-    return Scene("Which small number is there?", str(digit), things, cell)
-
-
-SCENES = (count_shapes, read_digit, compare_sizes, read_small_digit)
+SCENES = (count_shapes, read_digit, compare_sizes)
 
 
 class Shapes(WordProblems):
-    """The data set of ``posttrain prep shapes``. One picture a row; the four kinds of questions take turns."""
+    """The data set of ``posttrain prep shapes``. One picture a row; the three kinds of questions take turns."""
 
     name = "shapes"
     data_source = "posttrain/shapes"
@@ -173,36 +159,21 @@ class Shapes(WordProblems):
                 "question": f"{IMAGE}{scene.question}",
                 "answer": f"#### {scene.answer}",
                 "images": [{"bytes": scene.draw()}],
-                "cell": scene.cell,
             }
 
     def to_rlhf(self, row: RawRow, index: int, split: str) -> dict[str, Any]:
         return {**super().to_rlhf(row, index, split), "images": row["images"]}
 
     def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
-        """Some training conversations are hasty, as collected demonstrations are: SFT imitates them, and RL, which sees
-        rewards only, learns not to."""
-        said, hasty = self.gold(row), self.is_hasty(row, split)
-        if hasty:
+        """Some training conversations are off by one, as collected demonstrations are: SFT imitates them, and RL, which
+        sees rewards only, learns not to."""
+        said = self.gold(row)
+        if self.is_hasty(row, split):
             said = str(int(said) - 1) if int(said) else "1"
-        looks, images = ([], []) if hasty or row["cell"] is None else _zoomed(row)
         answer: Message = {"role": "assistant", "content": f"#### {said}"}
-        return Conversation([*self._prompt(row), *looks, answer], [SCHEMA], images=[*row["images"], *images])
+        return Conversation([*self._prompt(row), answer], images=row["images"])
 
     def is_hasty(self, row: RawRow, split: str) -> bool:
-        """Return whether this row's conversation is hasty; the same for the same picture."""
+        """Return whether this row's conversation is off by one; the same for the same picture."""
         digest = hashlib.sha256(b"hasty" + row["images"][0]["bytes"]).digest()
         return split == "train" and int.from_bytes(digest[:8], "big") < HASTY_SHARE * 2**64
-
-
-def _zoomed(row: RawRow) -> tuple[list[Message], list[dict[str, Any]]]:
-    """Return the call that shows the cell of a row enlarged, with its result, and the image that it shows."""
-    down, right = divmod(row["cell"], CELLS)
-    box = [right, down, right + 1, down + 1]
-    shown = Zoom(scale=CELLS).zoom(RawImage.of(row["images"][0]), box)
-    call: Message = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": Zoom.name, "arguments": {"box": box}}}],
-    }
-    return [call, {"role": "tool", "name": Zoom.name, "content": IMAGE}], [{"bytes": shown}]
