@@ -135,7 +135,7 @@ def test_rl_with_vllm_learns(quickstart: tuple[Path, dict[str, object]], vllm_py
     assert all(step["sync/check_gap"] < 1e-4 for step in steps)
     assert all(step["rollout_gap/mean_abs"] < 1e-4 for step in steps)
     assert all(step["rollout/failed"] == 0 for step in steps)
-    # How far a run gets depends on its samples, of either engine: from 0.40, nine of ten came to 0.65 to 0.72 in 24
+    # How far a run gets depends on its samples, of either engine: from 0.40, ten of eleven came to 0.65 to 0.72 in 24
     # steps, and one to 0.57.
     scores = [step["critic/score/mean"] for step in steps]
     stages = result["stages"]
