@@ -306,6 +306,8 @@ def test_rl_that_was_stopped_goes_on(place, monkeypatch):
     from posttrain.runs.training_run import TrainingRun
 
     save = TrainingRun.save
+    # Else what is sampled depends on which requests come together, and that on time.
+    repeatable = ("rollout.batch_invariant=true", "rollout.record_schedule=true")
 
     async def stopping(self, step, *args):
         await save(self, step, *args)
@@ -314,10 +316,10 @@ def test_rl_that_was_stopped_goes_on(place, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(TrainingRun, "save", stopping)
         with pytest.raises(Interrupted):
-            rl_run(place, "stopped")
+            rl_run(place, "stopped", *repeatable)
     assert [row["step"] for row in metrics(place / "runs" / "stopped")] == [1, 2]
-    run = rl_run(place, "stopped")  # the engine gets base and adapter, and must prove it
-    whole = rl_run(place, "whole")
+    run = rl_run(place, "stopped", *repeatable)  # the engine gets base and adapter, and must prove it
+    whole = rl_run(place, "whole", *repeatable)
     for row, wanted in zip(metrics(run), metrics(whole), strict=True):
         for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean"):
             assert row[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), (row["step"], name)
