@@ -33,9 +33,12 @@ _HEARTBEAT_S = 5.0
 _DIAGNOSIS_S = 8.0
 """Longest diagnosis of a process on another node, where a task of Ray has to start for it."""
 _STACK_S = 1.0
-"""How long a process has to write its stack, and to use the CPU if it works."""
+"""How long a process has to write its stack, and is looked at to see whether it works."""
 _WORKS = 0.1
 """Share of one CPU above which a process counts as working."""
+_LOOKS = 10
+"""Looks at a process in that time. One with a thread that is ready to run in most of them works as well, though others
+leave it no CPU."""
 _LOG_LINES = 15
 _LOG_BYTES = 16384
 _FRAMES = 10
@@ -88,7 +91,7 @@ class Diagnosis:
     stopped: bool = False
     """Stopped by SIGSTOP or a debugger."""
     works: bool = False
-    """It uses CPU time."""
+    """It uses CPU time, or waits for nothing else."""
     stack: tuple[str, ...] = ()
     """Stacks of its threads, innermost call first."""
     log: tuple[str, ...] = ()
@@ -180,7 +183,7 @@ class ActorHandle:
         """A wait for it has failed. It may not hear Ray's request to end either."""
 
     async def wait_for_silence(self) -> Diagnosis | None:
-        """Return when it has sent no heartbeat for ``silence_s`` seconds, and uses no CPU time either (a long call into
+        """Return when it has sent no heartbeat for ``silence_s`` seconds, and does not work either (a long call into
         C may keep Python from answering). Returns as ``diagnose``."""
         assert self.process is not None
         every = min(_HEARTBEAT_S, self.silence_s / 4)
@@ -202,7 +205,7 @@ class ActorHandle:
         """Return the state of its process, seen on its node; None where the node is unknown or does not answer.
 
         Args:
-            stacks: have it write its stacks, and measure its CPU time. That takes a second.
+            stacks: have it write its stacks, and see whether it works. That takes a second.
         """
         if self.process is None:
             return None
@@ -264,14 +267,31 @@ def diagnose_process(process: Process, ask_stacks: bool) -> Diagnosis:
             return Diagnosis(stopped=True, log=tail, oom_kills=memory)
         if not ask_stacks:
             return Diagnosis(log=tail, oom_kills=memory)
-        before, size = sum(found.cpu_times()[:2]), stacks.stat().st_size
+        size = stacks.stat().st_size
         _signal(found, signal.SIGUSR1)
-        time.sleep(_STACK_S)
-        works = sum(found.cpu_times()[:2]) - before > _WORKS * _STACK_S
+        works = _works(found)
         stack = stack_in(_from(stacks, size))
     except (psutil.NoSuchProcess, FileNotFoundError):
         return ended
     return Diagnosis(works=works, stack=stack, log=tail, oom_kills=memory)
+
+
+def _works(process: psutil.Process) -> bool:
+    """Look at a process for ``_STACK_S`` seconds and return whether it works. Raises ``psutil.NoSuchProcess``."""
+    before, ready = sum(process.cpu_times()[:2]), 0
+    for _ in range(_LOOKS):
+        time.sleep(_STACK_S / _LOOKS)
+        ready += any(_is_ready(thread.id) for thread in process.threads())
+    return sum(process.cpu_times()[:2]) - before > _WORKS * _STACK_S or ready > 0.8 * _LOOKS
+
+
+def _is_ready(thread: int) -> bool:
+    """Return whether a thread runs, or could."""
+    try:
+        state = Path(f"/proc/{thread}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return False
+    return state.startswith("R")
 
 
 def _from(path: Path, start: int) -> str:

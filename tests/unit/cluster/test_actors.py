@@ -1,6 +1,7 @@
 """What an error says about processes that died or do not answer."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import psutil
 import pytest
 from ray.exceptions import ActorDiedError
 
-from posttrain.cluster import calls
+from posttrain.cluster import actors, calls
 from posttrain.cluster.actors import (
     ActorContext,
     ActorHandle,
@@ -117,6 +118,16 @@ def test_examines_a_process(child):
     os.kill(child.pid, signal.SIGKILL)
     psutil.Process(child.pid).wait(10)
     assert diagnose_process(child, True).ended
+
+
+def test_a_process_that_others_leave_no_cpu_works(monkeypatch):
+    monkeypatch.setattr(actors, "_WORKS", math.inf)
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    ) as busy:
+        busy.stdout.readline()
+        assert actors._works(psutil.Process(busy.pid))
+        busy.kill()
 
 
 @pytest.mark.parametrize("ask", [False, True])
