@@ -140,7 +140,7 @@ class _Player:
     def _cancel(self, number: int) -> None:
         """Tell the process that nobody waits for an episode any more, and see that it reads that."""
         if self._playing.pop(number, None) is None or not self._started.done():
-            return  # it has ended, or was never sent
+            return  # it has ended, or was never sent: the process does not know it
         self._playing[number] = seen = self._loop.create_future()
         self._send((number, None))
 

@@ -105,6 +105,18 @@ def _shards(view: ScriptValues, draft: Draft) -> None:
         draft.set("train.shard_size", size, view.origin(A + "fsdp_config.fsdp_size"))
 
 
+def _routing(view: ScriptValues, draft: Draft) -> None:
+    mode, recorded = A + "router_replay.mode", R + "enable_rollout_routing_replay"
+    if view[mode] == "R3":
+        draft.set("rollout.router_replay", "R3", view.origin(mode))
+        return
+    for key in (mode, recorded):
+        if unless_set(view[key]):
+            draft.refuse(view, key, f"{view[key]!r}: experts are replayed with router_replay.mode = R3 alone")
+        else:
+            draft.pass_over(view, key, "it is switched off")
+
+
 def _overlong_prompts(view: ScriptValues, draft: Draft) -> None:
     key, dropped = D + "truncation", D + "filter_overlong_prompts"
     if view[dropped]:
@@ -337,11 +349,13 @@ RL = (
          unless=only(True)),
     no_need("every validation episode is in the run's rollouts/", "trainer.log_val_generations"),
     no_need("every episode is in the run's rollouts/", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
+    Rule((A + "router_replay.mode", R + "enable_rollout_routing_replay"), ("rollout.router_replay",),
+         "R3 is replayed; R2 is not there", _routing),
     no_need("it is switched off", A + "shuffle", A + "freeze_vision_tower",
          "*router_replay.mode",
             R + "ignore_eos", R + "skip_rollout", "trainer.val_only", M + "enable_activation_offload",
             "*profiler.enable",
-            R + "prometheus.enable", R + "enable_rollout_routing_replay", "*tiled_mlp.enabled", "transfer_queue.enable",
+            R + "prometheus.enable", "*tiled_mlp.enabled", "transfer_queue.enable",
             A + "calculate_sum_pi_squared", M + "mtp.enable", "data.validation_shuffle", R + "trace.backend",
             unless=unless_set),
     no_need("the reference has the actor's sharding", "actor_rollout_ref.ref.ulysses_sequence_parallel_size",

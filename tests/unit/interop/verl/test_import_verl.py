@@ -64,6 +64,18 @@ def test_gsm8k_grpo(tmp_path: Path) -> None:
     assert read("gsm8k_grpo.sh", MODEL="mine").draft.values["model.path"] == "mine"
 
 
+@pytest.mark.parametrize(
+    ("mode", "ours", "outcome"),
+    [("R3", "R3", Outcome.MAPPED), ("R2", "off", Outcome.NOT_MAPPED), ("disabled", "off", Outcome.NO_NEED)],
+)
+def test_router_replay(tmp_path: Path, mode: str, ours: str, outcome: Outcome) -> None:
+    key = "actor_rollout_ref.actor.router_replay.mode"
+    recorded = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    found = read("gsm8k_grpo.sh", f"{key}={mode}", f"{recorded}={mode != 'disabled'}")
+    assert config_of(found, tmp_path).rollout.router_replay == ours
+    assert fate(found)[key] is fate(found)[recorded] is outcome
+
+
 def test_dapo(tmp_path: Path) -> None:
     found = read("dapo.sh")
     cfg = config_of(found, tmp_path)
