@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ def serve(
         pipe.send(Started(error))
         return
     assert agent is not None
+    sys.setswitchinterval(0.0005)  # two event loops in one process: each waits for the other at every system call
     asyncio.run(_agents_loop(pipe, agent, renderer, cfg))
 
 
