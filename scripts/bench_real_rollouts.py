@@ -227,6 +227,41 @@ def measure_raw(args: argparse.Namespace, files: Sequence[Path], stop: Sequence[
 # ------------------------------------------------------------------------------------------------------------ ours
 
 
+class Watched:
+    """A sampler, and when its requests began and ended."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.requests: list[tuple[float, float, int]] = []
+        """Beginning, end and tokens before it, of each."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    async def generate(self, prompt_ids: Any, params: Any, images: Sequence[Any] = ()) -> Any:
+        began = time.perf_counter()
+        try:
+            return await self._sampler.generate(prompt_ids, params, images)
+        finally:
+            self.requests.append((began, time.perf_counter(), len(prompt_ids)))
+
+
+def outside(samplers: Sequence[Watched], played: Sequence[Any], began: float) -> str:
+    """Say how long episodes were outside of the engine, and when the requests of their first turns came."""
+    requests = [request for sampler in samplers for request in sampler.requests]
+    for sampler in samplers:
+        sampler.requests = []
+    inside = sum(end - start for start, end, _ in requests)
+    alive = sum(t.seconds for t in played)
+    starts = sorted(start - began for start, _, _ in requests)
+    ends = sorted(end - began for _, end, _ in requests)
+    return (
+        f"outside the engine {(alive - inside) / len(requests) * 1e3:.0f} ms a turn, {1 - inside / alive:.1%} of the "
+        f"episodes' time; request {len(played)} came after {starts[len(played) - 1]:.2f} s; 90, 99 and 100 % of the "
+        f"turns had ended after {', '.join(f'{ends[int((len(ends) - 1) * q)]:.1f}' for q in (0.9, 0.99, 1))} s"
+    )
+
+
 async def measure_ours(
     args: argparse.Namespace, job: Any, agents: Any, batches: Sequence[list[int]]
 ) -> dict[str, Measured]:
@@ -240,12 +275,14 @@ async def measure_ours(
     from posttrain.rollout.source import TrajectorySource
 
     async def play(source: TrajectorySource, prompts: Sequence[Any], measured: Measured, tag: str) -> None:
+        began = time.perf_counter()
         with profiled(tag if number == 1 else ""), Usage() as usage:
             groups = await source.sample(prompts, args.n, ON_POLICY)
         played = [t for group in groups for t in group]
         if source.stats.failed:
             raise RuntimeError(f"{source.stats.failed} episodes failed: {source.stats.first_failure}")
         measured.add(sum(int(t.loss_mask.sum()) for t in played), usage)
+        print(f"{tag}: {outside(watched, played, began)}", flush=True)
         if args.turns > 1:
             turns = statistics.fmean(t.turns for t in played)
             right = statistics.fmean(t.reward for t in played)
@@ -261,17 +298,22 @@ async def measure_ours(
                 samplers = await cluster.samplers(job.source, stop)
             print(f"ours: started in {time.perf_counter() - began:.1f} s", flush=True)
             rewarder = Rewarder(cfg.reward, graders, cfg.rollout.max_response_tokens, [])
-            source = TrajectorySource(SamplerPool(samplers), job.env, rewarder)
+            watched = [Watched(sampler) for sampler in samplers]
+            source = TrajectorySource(SamplerPool(watched), job.env, rewarder)
             agent = None
             if agents is not None:
-                await stack.enter_async_context(agents.env.agents.running())
-                agent = TrajectorySource(SamplerPool(samplers), agents.env, rewarder)
+                await stack.enter_async_context(agents.env.agents.player)
+                agent = TrajectorySource(SamplerPool(watched), agents.env, rewarder)
             gc.freeze()  # as a run does
             for number in range(args.rounds):
                 prompts = [job.prompts[i] for i in batches[number]]
-                await play(source, prompts, ours, "ours")
+                ways = [(source, prompts, ours, "ours")]
                 if agent is not None:
-                    await play(agent, [agents.prompts[i] for i in batches[number]], theirs, "agent")
+                    ways.append((agent, [agents.prompts[i] for i in batches[number]], theirs, "agent"))
+                for way in ways if number % 2 else reversed(ways):
+                    if args.engine != "hf":
+                        await asyncio.gather(*(_forget(sampler, args.engine) for sampler in samplers))
+                    await play(*way)
                 if args.turns > 1 or args.engine != "sglang":
                     continue
                 requests = [job.env.prompt_ids(p) for p in prompts for _ in range(args.n)]
@@ -288,6 +330,16 @@ async def measure_ours(
     if same.tokens:
         found["raw, same engine"] = same
     return found
+
+
+async def _forget(sampler: Any, engine: str) -> None:
+    """Drop the engine's prefix cache, as the weight update between two steps of a run does. A full one is slow."""
+
+    def run(self: Any) -> None:  # in a thread of its own
+        dropped = self.engine.manager.flush_cache() if engine == "sglang" else self.engine.llm.reset_prefix_cache()
+        asyncio.run_coroutine_threadsafe(dropped, self.loop).result()
+
+    await sampler.actor.__ray_call__.remote(run)
 
 
 async def _in_actor(sampler: Any, requests: Requests, new: int, stop: Sequence[int]) -> int:

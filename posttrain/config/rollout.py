@@ -64,7 +64,7 @@ class RolloutConfig(Section):
     """Agent that is a program: its command line, run for each episode; empty: none."""
     agent_processes: NaturalInt | Literal["auto"] = "auto"
     """Processes that play the episodes of an agent, or of a verifiers environment, beside the run's own; 0: it plays
-    them itself. auto: one for each two cores, at most 8; with fewer than four cores 0."""
+    them itself. auto: three for each four cores, at most 16; with fewer than four cores 0."""
     branches: Literal["all", "last"] = "all"
     """With an agent: which branches of an episode to train on; each has the episode's reward, and counts in its group.
     last: only the one that was sampled from last. `generate` writes these branches."""

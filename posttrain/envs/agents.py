@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +66,9 @@ class Agent(Protocol):
         """Play, and return the reward; None: it was posted to the session, or a grader is asked."""
         ...
 
+
+OpenAgent = Callable[[], Agent | None]
+"""Makes an agent in any process: it can be pickled."""
 
 AGENTS: Registry[Agent] = Registry("agent")
 """Agents that plugins register, by name."""

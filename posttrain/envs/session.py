@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _JSON = json.JSONEncoder(sort_keys=True).encode
 _TOOL_LISTS = 256
 """Most lists of tools whose deltas are kept."""
+_PROMPTS = 1024
+"""Most prompts whose ids are kept. The episodes of a group begin with the same one."""
 
 
 class TokenRenderer:
@@ -52,10 +54,27 @@ class TokenRenderer:
         self._kwargs = dict(template_kwargs or {})
         self._deltas: OrderedDict[str, ChatDeltas] = OrderedDict()
         self._plain = ChatDeltas(tokenizer, None, **self._kwargs)
+        self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        """Return ids of a whole conversation, up to where the assistant writes. Raises ``DataError``."""
-        return render_prompt(self._harmless(messages), self.tokenizer, list(tools) or None, **self._kwargs)
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], digest: bytes | None = None
+    ) -> list[int]:
+        """Return ids of a whole conversation, up to where the assistant writes.
+
+        Args:
+            digest: of the tools and messages, where it stands for all of them: the ids are kept by it.
+
+        Raises:
+            DataError: the chat template cannot show the messages.
+        """
+        if digest is None or digest not in self._prompts:
+            ids = render_prompt(self._harmless(messages), self.tokenizer, list(tools) or None, **self._kwargs)
+            if digest is None:
+                return ids
+            self._prompts[digest] = ids
+            if len(self._prompts) > _PROMPTS:
+                self._prompts.popitem(last=False)
+        return self._prompts[digest]
 
     def delta(self, messages: Sequence[Message], tools: Sequence[ToolSchema], tools_key: str) -> list[int]:
         """Return ids of what follows a turn whose end-of-turn token was sampled. Raises ``DataError``."""
@@ -175,7 +194,8 @@ class TokenSession:
             before = parent.branch.record.ids[: parent.end]
             ids = np.concatenate([before, np.asarray(delta, np.int32)])
             return Asked(ids, conversation, tools, digests[-1], parent, delta)
-        ids = np.asarray(self.renderer.prompt(shown, tools), np.int32)
+        # The digest of a turn of the assistant leaves out white space and thoughts.
+        ids = np.asarray(self.renderer.prompt(shown, tools, digests[-1] if last < 0 else None), np.int32)
         self.unmatched += bool(self._turns) and last >= 0
         return Asked(ids, conversation, tools, digests[-1], None)
 

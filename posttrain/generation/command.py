@@ -203,7 +203,7 @@ async def _generate(
     async with AsyncExitStack() as closing:
         closing.push_async_callback(close_tools, env.tools, tracker.note)
         if env.agents is not None:
-            await closing.enter_async_context(env.agents.running())
+            await closing.enter_async_context(env.agents.player)
         with tracker.phase("start"):
             pool, capacity = await _open_pool(cfg, source, env, closing)
         recorder = await closing.enter_async_context(Recorder(parts, tracker, tasks))

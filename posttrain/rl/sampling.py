@@ -106,6 +106,7 @@ async def start(
     Args:
         budget_gib: memory that a weight update may take of a GPU; None: not known.
     """
+    await open_player(task, closing)
     weights = SyncedSamplers(cluster, learner.actor, learner.models)
     pool = await weights.start(run.source, task.stop_token_ids)
     first = [task.env.prompt_ids(prompt) for prompt in task.prompts[:SYNC_CHECK_SEQUENCES]]
@@ -223,6 +224,7 @@ async def sample_only(run: TrainingRun, task: Task) -> None:
     sampling, order = sampling_of(cfg.rollout), task.order(run)
     async with Cluster(cfg, run.folder.logs) as cluster, AsyncExitStack() as closing:
         with tracker.phase("start"):
+            await open_player(task, closing)
             engines = await cluster.samplers(run.source, task.stop_token_ids)
             restart = partial(cluster.sampler, run.source, task.stop_token_ids)
             pool = SamplerPool(engines, restart, cfg.cluster.sampler_restarts)
@@ -245,6 +247,12 @@ async def sample_only(run: TrainingRun, task: Task) -> None:
     run.raise_if_interrupted()
 
 
+async def open_player(task: Task, closing: AsyncExitStack) -> None:
+    """Open what plays the episodes of an agent, if there is one. Its processes start while the engines do."""
+    if task.env.agents is not None:
+        await closing.enter_async_context(task.env.agents.player)
+
+
 async def open_source(
     cluster: Cluster,
     pool: SamplerPool,
@@ -257,8 +265,6 @@ async def open_source(
     """Return what plays and grades episodes with the engines of ``pool``, with seeds of their own where ``seed`` is
     given. ``closing`` closes what it opens."""
     closing.push_async_callback(close_tools, task.env.tools, run.tracker.note)
-    if task.env.agents is not None:
-        await closing.enter_async_context(task.env.agents.running())
     closing.push_async_callback(pool.close)
     scorers = await open_scorers(cluster, run)
     for scorer in scorers:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.plugins import user_code
-from posttrain.core.types import ENV_PART, Ids, Prompt, Sample, Sampling, SamplingParams, StopReason, Trajectory
+from posttrain.core.types import ENV_PART, Ids, Prompt, Sample, Sampling, SamplingParams, Trajectory
 from posttrain.data.images import PlacedImage
 from posttrain.data.record import Record
-from posttrain.envs.agent_processes import AgentProcesses
-from posttrain.envs.agents import Agent, AgentTask, reward_of
-from posttrain.envs.sampling import AgentSession
-from posttrain.envs.session import Branch, TokenRenderer, TokenSession
+from posttrain.envs.agents import Agent
+from posttrain.envs.play import Played, Player
+from posttrain.envs.session import Branch
 from posttrain.rollout.seeds import seed_of
-from posttrain.rollout.user_calls import LateError, within
 
 if TYPE_CHECKING:
     from posttrain.engines.base import Generator
     from posttrain.envs.base import Split
-    from posttrain.envs.endpoint import AgentEndpoint
     from posttrain.rollout.episode import EpisodeContext, EpisodeState
 
 
@@ -34,18 +28,10 @@ class AgentHost:
     """What all episodes of a run's agent share."""
 
     agent: Agent
-    renderer: TokenRenderer
-    endpoint: AgentEndpoint
+    player: Player
+    """Plays the episodes, in this process or in others. Whoever plays enters it."""
     name: str = "the agent"
     """How messages call it."""
-    processes: AgentProcesses | None = None
-    """Where its episodes are played; None: in this process."""
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Serve the endpoint, and run the processes. Raises ``RunError``."""
-        async with self.endpoint, self.processes or nullcontext():
-            yield
 
     def tasks(self, split: Split) -> list[Prompt]:
         """Return the agent's own tasks, where it has a ``tasks`` as environments have. Raises ``CodeError``."""
@@ -56,16 +42,24 @@ class AgentHost:
             return list(own(split))
 
 
-class _Seeded:
-    """Gives each request of an episode a seed of its own: that of its place among them and of the tokens before it, so
-    that an agent which asks twice for the same has two answers."""
+class _Requests:
+    """Samples the requests of one episode, and counts their tokens.
 
-    def __init__(self, sampler: Generator, seed: int) -> None:
+    Args:
+        seed: each request gets one of its own: of this, its place among them and the tokens before it, so that an agent
+            which asks twice for the same has two answers. None: the engine's stream.
+    """
+
+    def __init__(self, sampler: Generator, seed: int | None) -> None:
         self._sampler, self._seed, self._places = sampler, seed, count()
+        self.sampled = 0
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
-        seed = seed_of(self._seed, next(self._places), len(prompt_ids))
-        return await self._sampler.generate(prompt_ids, replace(params, seed=seed), images)
+        if self._seed is not None:
+            params = replace(params, seed=seed_of(self._seed, next(self._places), len(prompt_ids)))
+        sample = await self._sampler.generate(prompt_ids, params, images)
+        self.sampled += len(sample.ids)
+        return sample
 
 
 class AgentEpisode:
@@ -91,81 +85,29 @@ class AgentEpisode:
         self.prompt, self.env, self.host, self.sampling, self.seed = prompt, env, host, sampling, seed
         self.state: EpisodeState = "pending"
         self._prompt_ids = prompt_ids
-        self._session: AgentSession | None = None
+        self._requests: _Requests | None = None
 
     @property
     def response_length(self) -> int:
-        """Return the tokens after the prompts of all branches."""
-        branches = self._session.session.branches if self._session else ()
-        return sum(len(branch.record) - branch.prompt_length for branch in branches)
+        """Return the tokens that were sampled."""
+        return self._requests.sampled if self._requests else 0
 
     async def play(self, sampler: Generator) -> Trajectory:
         """Play to the end. Whatever fails is recorded in the trajectory, which is that of the branch that was sampled
         from last and has the others as ``branches``."""
         self.state = "running"
-        if self.seed is not None:
-            sampler = _Seeded(sampler, self.seed)
-        session = AgentSession(TokenSession(self.host.renderer), sampler, self.env.cfg, self.sampling)
-        self._session = session
-        reason: StopReason = "stop"
-        error: str | None = None
-        reward: float | None = None
+        self._requests = _Requests(sampler, self.seed)
         begun = time.perf_counter()
-        token = self.host.endpoint.open(session)
-        try:
-            reward = await self._run(token, session)
-        except LateError:
-            reason = "deadline"
-            error = f"episode took longer than {self.env.cfg.episode_deadline_s:g} s (rollout.episode_deadline_s)"
-        except PosttrainError as failure:
-            if session.exhausted is not None:  # an agent may give up where its session has no more turns or tokens
-                reason, reward = session.exhausted, session.reward or 0.0
-            else:
-                reason, error = "error", f"{type(failure).__name__}: {failure.message}"
-        finally:
-            self.host.endpoint.close(token)
-        if session.failure is not None:  # whatever the agent made of it
-            reason, error = "error", session.failure
-        self.state = "completed" if error is None else "failed"
-        parts = {} if reward is None else {ENV_PART: reward}
-        return self._trajectory(session.session, reason, error, parts, time.perf_counter() - begun)
+        played = await self.host.player(self.prompt, seed_of(self.prompt.index), self.sampling, self._requests)
+        self.state = "completed" if played.error is None else "failed"
+        return self._trajectory(played, time.perf_counter() - begun)
 
-    async def _run(self, token: str, session: AgentSession) -> float | None:
-        """Run the agent until it ends or its session fails. Returns its reward."""
-        task = AgentTask(
-            self.prompt.messages,
-            self.prompt.ground_truth,
-            self.prompt.extra_info,
-            self.prompt.index,
-            seed_of(self.prompt.index),
-            self.host.endpoint.url(token),
-            token,
-        )
-        agent = self.host.agent
-        play = asyncio.create_task(
-            within(self.env.cfg.episode_deadline_s, "the agent failed", self.host.processes or agent, task)
-        )
-        failed = asyncio.create_task(session.failed.wait())
-        try:
-            await asyncio.wait([play, failed], return_when=asyncio.FIRST_COMPLETED)
-            if not play.done():
-                return None
-            reward = reward_of(play.result(), agent)
-        finally:
-            play.cancel()
-            failed.cancel()
-            await asyncio.gather(play, failed, return_exceptions=True)
-        if not session.session.turns:
-            raise RunError("the agent ended without a turn of the model")
-        return session.reward if reward is None else reward
-
-    def _trajectory(
-        self, session: TokenSession, reason: StopReason, error: str | None, parts: dict[str, float], seconds: float
-    ) -> Trajectory:
+    def _trajectory(self, played: Played, seconds: float) -> Trajectory:
         messages = self.prompt.messages
+        parts = {} if played.reward is None else {ENV_PART: played.reward}
         nothing = Branch(Record(self._prompt_ids), len(self._prompt_ids), len(messages), messages)
-        last = session.last or nothing
-        others = [branch for branch in session.branches if branch is not last]
+        last = played.branches[played.last] if played.branches else nothing
+        others = [branch for branch in played.branches if branch is not last]
 
         def trajectory(branch: Branch, number: int = 0) -> Trajectory:
             columns = branch.record.columns()
@@ -177,27 +119,27 @@ class AgentEpisode:
                 weight_version=columns["weight_version"],
                 routing=columns["routing"],
                 messages=branch.messages,
-                stop_reason=reason,
+                stop_reason=played.reason,
                 turns=branch.turns,
                 tool_calls=branch.tool_calls,
                 seconds=seconds,
                 prompt_length=branch.prompt_length,
                 reward_parts=dict(parts),
-                error=error,
+                error=played.error,
                 branch=number,
             )
 
         whole = trajectory(last)
         if self.env.cfg.branches == "all":
             whole.branches = [trajectory(branch, number) for number, branch in enumerate(others, start=1)]
-        whole.unmatched = session.unmatched
+        whole.unmatched = played.unmatched
         return whole
 
     def so_far(self) -> None:
         """Return None: the program can only begin anew."""
 
     async def release(self) -> str | None:
-        """Do nothing: ``play`` closes the session, however it ends."""
+        """Do nothing: the player closes the session, however it ends."""
         return None
 
 

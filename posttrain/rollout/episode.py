@@ -19,6 +19,7 @@ from posttrain.config import RolloutConfig
 from posttrain.core.errors import CodeError, DataError, PosttrainError
 from posttrain.core.plugins import definition_of, expect, user_code, with_place
 from posttrain.core.types import ENV_PART, ON_POLICY, Ids, Message, Prompt, Sampling, StopReason, Trajectory
+from posttrain.core.user_calls import within
 from posttrain.data.chat import ChatDeltas, decode, render_prompt
 from posttrain.data.images import ImageError, PlacedImage
 from posttrain.data.record import Record
@@ -28,7 +29,6 @@ from posttrain.envs.turns import structured
 from posttrain.rollout.interaction import UserTurn
 from posttrain.rollout.seeds import seed_of
 from posttrain.rollout.tool_calls import Reply, answer_calls
-from posttrain.rollout.user_calls import within
 from posttrain.tools.base import Tool
 from posttrain.tools.formats import ParsedCall, ToolParser
 

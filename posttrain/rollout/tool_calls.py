@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.errors import CodeError, PosttrainError
 from posttrain.core.plugins import described_briefly, expect
 from posttrain.core.types import Message
+from posttrain.core.user_calls import LateError, within
 from posttrain.data.images import ImageError, SizedImage
 from posttrain.data.turns import IMAGE
-from posttrain.rollout.user_calls import LateError, within
 from posttrain.tools.base import ToolResult, cut
 from posttrain.tools.formats import ParsedCall
 

@@ -118,22 +118,23 @@ def _host(
 ) -> AgentHost:
     from posttrain.envs.agent_processes import AgentProcesses
     from posttrain.envs.agents import Program
-    from posttrain.envs.endpoint import AgentEndpoint
+    from posttrain.envs.play import SessionPlayer
     from posttrain.envs.session import TokenRenderer
     from posttrain.rollout.agents import AgentHost
 
     renderer = TokenRenderer(tokenizer, parser, stop_token_ids, cfg.data.chat_kwargs)
     name = f"environment {cfg.rollout.env!r}" if cfg.rollout.env else "the agent"
     count = 0 if isinstance(agent, Program) else _processes(cfg)
-    processes = AgentProcesses(_opening(cfg), count, cfg.plugins) if count else None
-    return AgentHost(agent, renderer, AgentEndpoint(), name, processes)
+    if count:
+        return AgentHost(agent, AgentProcesses(_opening(cfg), count, renderer, cfg.rollout, cfg.plugins), name)
+    return AgentHost(agent, SessionPlayer(agent, renderer, cfg.rollout), name)
 
 
 def _processes(cfg: Config) -> int:
     """Return the number of processes that play an agent's episodes."""
     asked = cfg.rollout.agent_processes
     cores = len(os.sched_getaffinity(0))
-    return min(cores // 2 if cores >= 4 else 0, 8) if asked == "auto" else asked
+    return min(cores * 3 // 4 if cores >= 4 else 0, 16) if asked == "auto" else asked
 
 
 def check_tools_shown(

@@ -3,7 +3,7 @@
 import dataclasses
 
 from posttrain.config import RewardConfig
-from posttrain.envs.endpoint import AgentEndpoint
+from posttrain.envs.play import SessionPlayer
 from posttrain.envs.session import TokenRenderer
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
@@ -18,9 +18,10 @@ RENDERER = TokenRenderer(TOKENIZER, PARSERS.get("hermes"), frozenset({EOS}))
 
 async def play(agent, *turns, n=1, prompt=None, reward=None, processes=None, **cfg):
     """Return the graded group of one prompt that an agent plays."""
-    host = AgentHost(agent, RENDERER, AgentEndpoint(), processes=processes)
-    async with host.running():
-        env = dataclasses.replace(environment(agent="mine", **cfg), agents=host)
+    env = environment(agent="mine", **cfg)
+    player = processes or SessionPlayer(agent, RENDERER, env.cfg)
+    async with player:
+        env = dataclasses.replace(env, agents=AgentHost(agent, player))
         limits = RewardConfig(**reward or {})
         source = TrajectorySource(
             SamplerPool([ScriptedSampler(*turns)]), env, Rewarder(limits, GraderPool(limits), 400)
