@@ -33,6 +33,7 @@ from posttrain.runs.training_run import TrainingRun
 from posttrain.tracking import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.spec import LossSpec
+from tests.helpers.stopped_runs import stopped_after
 
 REPO = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -318,11 +319,11 @@ def test_a_critic_trains_and_resumes(here, recorded):
     assert "actor/pg_loss" not in whole[0]  # the critic's warm-up
     assert whole[1]["critic/values/max"] > whole[1]["critic/values/min"]
     assert "actor/pg_loss" in whole[1]
-    run(here, "parts", *sets, "train.steps=2", **flags)
-    state = here / "runs" / "parts" / "run.json"
-    state.write_text(re.sub('"finished"', '"interrupted"', state.read_text()))
+    stopped_after(2, folder, "parts")
     again, parts = run(here, "parts", *sets, "train.steps=3", **flags)
     names = [n for n in whole[2] if n.startswith(("actor/", "critic/"))]
+    assert [row["step"] for row in parts] == [1, 2, 3]
+    assert parts[2]["time"] > whole[2]["time"]
     assert {n: parts[2][n] for n in names} == {n: whole[2][n] for n in names}
     for part in ("actor", "critic"):
         found, expected = weights(again, part), weights(folder, part)
