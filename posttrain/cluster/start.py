@@ -39,7 +39,8 @@ def _one_machine() -> Iterator[None]:
     the start of a run more than a second.
     """
     replaced: list[tuple[Any, str, Any]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
-    replaced += [(Node, start, _nothing) for start in ("start_monitor", "start_api_server", "start_log_monitor")]
+    starts = ("start_monitor", "start_api_server", "start_log_monitor")
+    replaced += [(Node, start, _nothing) for start in starts if hasattr(Node, start)]
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, value in replaced:
         setattr(owner, name, value)
