@@ -1,4 +1,4 @@
-"""The commands as a person runs them, in processes of their own."""
+"""The commands as a person runs them: those that are stopped, and the quickstart, in processes of their own."""
 
 from __future__ import annotations
 

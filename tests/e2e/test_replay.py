@@ -11,7 +11,7 @@ from posttrain.core.errors import Interrupted
 from posttrain.data.parquet import write_rows
 from posttrain.rl import command as rl
 from posttrain.train import checkpoint
-from tests.helpers.stopped_runs import stopped_after
+from tests.helpers.stopped_runs import cut_back
 
 PLUGIN = """
 import signal
@@ -184,12 +184,12 @@ def test_sampling_without_training(here, capsys):
 def test_a_replay_that_was_stopped_goes_on(here, original):
     folder, _ = original
     sets = ["train.save_every=1", "train.epochs=2", "train.steps=5", "checkpoint.keep=5"]
-    uncut, whole = run(here, "whole", *sets, rollout__replay=str(folder / "rollouts"))
+    again, whole = run(here, "whole", *sets, rollout__replay=str(folder / "rollouts"))
     assert [m["step"] for m in whole] == [1, 2, 3, 4, 5]
     # The second pass reads the first step again.
     assert whole[3]["critic/score/mean"] == whole[0]["critic/score/mean"]
-    stopped_after(2, uncut, "parts")
-    _, parts = run(here, "parts", *sets, rollout__replay=str(folder / "rollouts"))
+    cut_back(again, 2)
+    _, parts = run(here, "whole", *sets, rollout__replay=str(folder / "rollouts"))
     assert [m["step"] for m in parts] == [1, 2, 3, 4, 5]
     assert [m["time"] == w["time"] for m, w in zip(parts, whole, strict=True)] == [True, True, False, False, False]
     assert parts[3]["critic/score/mean"] == whole[3]["critic/score/mean"]
