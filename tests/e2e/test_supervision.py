@@ -120,11 +120,11 @@ async def test_a_trainer_that_hangs_shows_where(ray_here):
 @pytest.mark.slow
 async def test_work_that_keeps_python_from_answering_is_no_silence(ray_here):
     """A long call into C that holds Python's lock: no heartbeat, but a busy CPU."""
-    async with Cluster(config(silence_deadline_s=5.0)) as cluster:
+    async with Cluster(config(silence_deadline_s=10.0)) as cluster:
         group = await cluster.trainer("actor", SOURCE)
 
         def hold_the_lock(self):
-            re.match("(a|a)*$", "a" * 27 + "b")  # about 9 s
+            re.match("(a|a)*$", "a" * 28 + "b")  # about 17 s
             return True
 
         assert await gather([run(group.actors[0], hold_the_lock)], group.handles, "a sum", 60.0) == [True]
