@@ -5,35 +5,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import logging
 import math
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from posttrain.config import Config, RewardModelConfig, TrainConfig, tolerance
-from posttrain.core.errors import ConfigError, DeadlineError, RunError
-from posttrain.engines.base import EngineSpec
-from posttrain.engines.choice import choose_engine
-from posttrain.models.load import ModelSource
-from posttrain.train.spec import WorkerSpec
-
-# Set before ray is imported: no usage reports, no log shipping of idle services.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# GNU OpenMP's threads spin for milliseconds at every barrier. On cores that others use too (a colocated sampler,
-# another job) a step then takes several times as long; a short spin costs an idle machine little. Workers inherit it.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Ray would start an idle worker for each core, beside the processes of the run, which cannot use them.
-os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-
 import ray
-from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -43,7 +24,14 @@ from posttrain.cluster.head import Head
 from posttrain.cluster.placement import check_total, placement_timeout
 from posttrain.cluster.reward_models import RemoteRewardModel, RewardActor, RewardModelSpec
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
+from posttrain.cluster.start import init_ray
 from posttrain.cluster.trainers import TrainActor, TrainerGroup
+from posttrain.config import Config, RewardModelConfig, TrainConfig, tolerance
+from posttrain.core.errors import ConfigError, DeadlineError, RunError
+from posttrain.engines.base import EngineSpec
+from posttrain.engines.choice import choose_engine
+from posttrain.models.load import ModelSource
+from posttrain.train.spec import WorkerSpec
 from posttrain.weight_sync.transfers import TransferChooser
 
 _JOIN_HINT = (
@@ -52,44 +40,6 @@ _JOIN_HINT = (
 )
 _GPU_SHARE = 0.2
 """A colocated process's share of a GPU: actor, critic (or teacher), reference, sampler and reward model fit on one."""
-
-
-def init_ray(address: str = "local") -> None:
-    """Join the Ray cluster at ``address``; without one, start one on this machine."""
-    # Ray reports on every start that it authenticates its own processes, which users need not know.
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    on_loopback = _on_loopback() if address == "local" else contextlib.nullcontext()
-    with warnings.catch_warnings(), _without_sighup(), on_loopback:
-        warnings.simplefilter("ignore", FutureWarning)
-        ray.init(
-            address=address,  # None would join whatever cluster somebody left on this machine
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=True,
-        )
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Make a Ray that starts on this machine listen at 127.0.0.1 only. Ray does so on systems on which it supports no
-    clusters; elsewhere it replaces that address by the machine's."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-@contextlib.contextmanager
-def _without_sighup() -> Iterator[None]:
-    """Start processes that ignore SIGHUP: when the terminal closes, the run still needs them to save."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def try_ray() -> dict[str, float]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _BARS = {
     "TQDM_DISABLE": "1",
@@ -26,3 +29,17 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, value)
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Make imports within the body find no such package, as if it were not installed. One that this process has
+    imported already stays."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]  # how Python marks what cannot be imported
+    try:
+        yield
+    finally:
+        del sys.modules[package]

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.quiet import hidden
 from posttrain.models.prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
@@ -457,7 +458,9 @@ def register() -> None:
     No mask function is registered with it: transformers then makes no mask, and does not look for packed sequences in
     the position ids, for which the GPU would have to be waited for in every forward pass.
     """
-    from transformers import AttentionInterface
+    # It imports torchao where that is installed, for weights of kinds that are not opened here: half a second.
+    with hidden("torchao"):
+        from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, ragged_attention)
     AttentionInterface.register(f"paged|{NAME}", ragged_attention)

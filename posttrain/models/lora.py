@@ -13,6 +13,7 @@ import copy
 import json
 import math
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,10 +139,10 @@ def _names(target: str, module: str) -> bool:
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, peft's layer) of each layer with an adapter."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    if (peft := sys.modules.get("peft.tuners.tuners_utils")) is None:  # nobody has made an adapter in this process
+        return
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
+        if isinstance(module, peft.BaseTunerLayer):
             yield name, module
 
 

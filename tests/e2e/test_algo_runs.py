@@ -33,6 +33,7 @@ from posttrain.runs.training_run import TrainingRun
 from posttrain.tracking import Tracker
 from posttrain.train import checkpoint
 from posttrain.train.spec import LossSpec
+from tests.helpers.stopped_runs import cut_back
 
 REPO = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -318,15 +319,15 @@ def test_a_critic_trains_and_resumes(here, recorded):
     assert "actor/pg_loss" not in whole[0]  # the critic's warm-up
     assert whole[1]["critic/values/max"] > whole[1]["critic/values/min"]
     assert "actor/pg_loss" in whole[1]
-    run(here, "parts", *sets, "train.steps=2", **flags)
-    state = here / "runs" / "parts" / "run.json"
-    state.write_text(re.sub('"finished"', '"interrupted"', state.read_text()))
-    again, parts = run(here, "parts", *sets, "train.steps=3", **flags)
+    expected = {part: weights(folder, part) for part in ("actor", "critic")}
+    cut_back(folder, 2)
+    _, parts = run(here, "whole", *sets, "train.steps=3", **flags)
     names = [n for n in whole[2] if n.startswith(("actor/", "critic/"))]
+    assert [row["step"] for row in parts] == [1, 2, 3]
+    assert parts[2]["time"] > whole[2]["time"]
     assert {n: parts[2][n] for n in names} == {n: whole[2][n] for n in names}
-    for part in ("actor", "critic"):
-        found, expected = weights(again, part), weights(folder, part)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    for part, wanted in expected.items():
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(folder, part).items())
 
 
 def values_batch(head_start=0):

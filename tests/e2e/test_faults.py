@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from posttrain import merge_ckpt
+from posttrain.cluster.cluster import local_ray
 from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config.presets import resolve
 from posttrain.core.errors import Interrupted
@@ -24,6 +25,13 @@ from posttrain.train import checkpoint
 STEPS = 10
 PROGRAM = [sys.executable, "-c", "from posttrain.cli import main; main()"]
 CHAOS = Path(__file__).parents[2] / "scripts" / "chaos.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_here():
+    """For the runs in this process."""
+    with local_ray():
+        yield
 
 
 @pytest.fixture(scope="module")

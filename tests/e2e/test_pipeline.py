@@ -1,8 +1,7 @@
-"""The commands as a person runs them, in processes of their own."""
+"""The commands as a person runs them: those that are stopped, and the quickstart, in processes of their own."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -17,10 +16,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from posttrain.cli import app
+from posttrain.cluster.cluster import local_ray
 from tests.browser.pages import drawn, opened
+from tests.helpers.commands import invoke, succeed
 
 ROOT = Path(__file__).resolve().parents[2]
 MINUTE = 60.0
@@ -44,10 +43,8 @@ def ok(
 
 
 def refused(cwd: Path, *arguments: str) -> str:
-    """Return stderr of a command that must end as bad input: code 2, one message, a hint, no traceback. It runs in
-    this process, which has its libraries already."""
-    with contextlib.chdir(cwd):
-        done = CliRunner().invoke(app, arguments)
+    """Return stderr of a command that must end as bad input: code 2, one message, a hint, no traceback."""
+    done = invoke(cwd, *arguments)
     assert done.exit_code == 2, (done.exit_code, done.stderr[-2000:])
     assert "hint: " in done.stderr
     assert "Traceback" not in done.stderr
@@ -168,21 +165,23 @@ def test_the_report_of_the_quickstart_in_a_browser(quickstart: tuple[Path, dict[
 
 def test_gsm8k_sequence(tmp_path: Path, test_data: Path) -> None:
     """The README's commands on real GSM8K, shortened by flags."""
-    prepared = ok(tmp_path, "prep", "gsm8k", "--source", str(test_data / "gsm8k"))
+    prepared = succeed(tmp_path, "prep", "gsm8k", "--source", str(test_data / "gsm8k"))
     assert "data/gsm8k/train.parquet  7473 rows" in prepared.stdout
     assert "data/gsm8k/test.parquet  1319 rows" in prepared.stdout
-    ok(tmp_path, "sft", "--preset", "tiny-multiturn", "--steps", "3")
-    ok(tmp_path, "rl", "--algo", "grpo", "--tools", "gsm8k", "--steps", "2", "--set", "rollout.max_response_tokens=64")
     page = tmp_path / "runs/tiny-gsm8k/report.html"
-    page.unlink()  # the run's own
-    assert ok(tmp_path, "report", "tiny-gsm8k").stdout.strip() == "runs/tiny-gsm8k/report.html"
-    assert page.stat().st_size > 50_000
-    done = ok(tmp_path, "generate", "--limit", "8", "--set", "rollout.max_response_tokens=64")
+    fewer = ("--set", "rollout.max_response_tokens=64")
+    with local_ray():
+        succeed(tmp_path, "sft", "--preset", "tiny-multiturn", "--steps", "3")
+        succeed(tmp_path, "rl", "--algo", "grpo", "--tools", "gsm8k", "--steps", "2", *fewer)
+        page.unlink()  # the run's own
+        assert succeed(tmp_path, "report", "tiny-gsm8k").stdout.strip() == "runs/tiny-gsm8k/report.html"
+        assert page.stat().st_size > 50_000
+        done = succeed(tmp_path, "generate", "--limit", "8", *fewer)
     assert "no GPU found: using preset tiny-generate" in done.stderr
-    report = json.loads(ok(tmp_path, "eval", "--pass-at", "5", "--json").stdout)
+    report = json.loads(succeed(tmp_path, "eval", "--pass-at", "5", "--json").stdout)
     assert report["overall"]["problems"] == 8
     assert report["n"] == 5
-    ok(tmp_path, "merge-ckpt", "tiny-gsm8k", "--out", "merged", "--check")
+    succeed(tmp_path, "merge-ckpt", "tiny-gsm8k", "--out", "merged", "--check")
     assert (tmp_path / "merged/model.safetensors").is_file()
 
 
@@ -299,76 +298,85 @@ from posttrain.engines.hf import HFSampler
 from posttrain.train import worker
 
 FLAG = Path(__file__).with_name("flag")
+STUCK = Path(__file__).with_name("stuck")
 learning_rate, generate = worker.learning_rate, HFSampler.generate
 
 
 def long_update(optim, step, total_steps):
     while step >= 2 and FLAG.read_text() == "update":
+        STUCK.touch()
         torch.randn(256, 256) @ torch.randn(256, 256)
     return learning_rate(optim, step, total_steps)
 
 
 async def long_generate(self, prompt_ids, params, *images):
     while self.guard.version >= 2 and FLAG.read_text() == "generate":
+        STUCK.touch()
         await asyncio.sleep(0.1)
     return await generate(self, prompt_ids, params, *images)
 
 
 worker.learning_rate, HFSampler.generate = long_update, long_generate
 """
-"""A plugin: from step 3 on, workers compute (or engines sample) for as long as the flag says so."""
+"""A plugin: from step 3 on, workers compute (or engines sample) for as long as the flag says so. The file ``stuck`` is
+there once they do."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "stuck_in", "presses", "seconds"),
+    ("command", "moments"),
     [
-        (["sft", "--preset", "tiny-arith-sft"], "update", 2, 5.0),
-        (["rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--set", "data.batch_size=2"], "update", 1, 10.0),
+        (["sft", "--preset", "tiny-arith-sft"], [("update", 2, 5.0)]),
         (
             ["rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--set", "data.batch_size=2"],
-            "generate",
-            1,
-            10.0,
+            [("generate", 1, 10.0), ("update", 1, 10.0)],
         ),
     ],
 )
 def test_ctrl_c_in_a_step_that_does_not_end(
-    arith: Path, tmp_path: Path, command: Sequence[str], stuck_in: str, presses: int, seconds: float
+    arith: Path, tmp_path: Path, command: Sequence[str], moments: Sequence[tuple[str, int, float]]
 ) -> None:
+    """In each of the moments (where it is stuck, presses, seconds to its end) of one run, which goes on each time."""
     (tmp_path / "stuck.py").write_text(STUCK)
-    (tmp_path / "flag").write_text(stuck_in)
     sets = [f"plugins=['{tmp_path / 'stuck.py'}']", f"run.dir='{tmp_path}'", "run.name='long'", "train.save_every=1"]
     command = [*command, "--steps", "4", *(word for text in sets for word in ("--set", text))]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "posttrain", *command],
-        cwd=arith,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for(process, "step 2/", 120)
-    time.sleep(2.0)  # well into step 3
-    workers = descendants(process.pid)
-    sent = time.monotonic()
-    for _ in range(presses):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-    _, rest = process.communicate(timeout=60)
-    assert time.monotonic() - sent < seconds
-    assert process.returncode == 130
-    # Episodes are left where they are; an update is not.
-    left = "stopped after step 2 of 4; the same command goes on from there"
-    assert rest.splitlines()[-1] == (left if stuck_in == "generate" else "interrupted")
-    assert "Traceback" not in rest
-    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() - sent < 10.0:
-        time.sleep(0.1)
-    assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
-    run = tmp_path / "long"
-    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
-    assert (run / "checkpoints/latest").read_text() == "global_step_2"
+    run, expected = tmp_path / "long", "step 2/"
+    for stuck_in, presses, seconds in moments:
+        (tmp_path / "flag").write_text(stuck_in)
+        (tmp_path / "stuck").unlink(missing_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "posttrain", *command],
+            cwd=arith,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        wait_for(process, expected, 120)
+        begun = time.monotonic()
+        while not (tmp_path / "stuck").exists():  # it is in step 3
+            assert process.poll() is None
+            assert time.monotonic() - begun < 4 * MINUTE
+            time.sleep(0.05)
+        workers = descendants(process.pid)
+        sent = time.monotonic()
+        for _ in range(presses):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        _, rest = process.communicate(timeout=60)
+        assert time.monotonic() - sent < seconds
+        assert process.returncode == 130
+        # Episodes are left where they are; an update is not.
+        left = "stopped after step 2 of 4; the same command goes on from there"
+        assert rest.splitlines()[-1] == (left if stuck_in == "generate" else "interrupted")
+        assert "Traceback" not in rest
+        while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() - sent < 10.0:
+            time.sleep(0.1)
+        assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
+        assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+        assert (run / "checkpoints/latest").read_text() == "global_step_2"
+        expected = "resuming after step 2"
     (tmp_path / "flag").write_text("none")
-    assert "resuming after step 2" in ok(arith, *command).stderr
+    assert expected in ok(arith, *command).stderr
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4]
 

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from posttrain.cluster.cluster import local_ray
 from posttrain.plan import command as plan
 from posttrain.train.schedule import learning_rate
+from tests.helpers.commands import invoke, succeed
 
-ROOT = Path(__file__).resolve().parents[2]
 SFT = ("sft", "--preset", "tiny-arith-sft", "--steps", "2", "--set", "train.tokens_per_microbatch=600")
 RL = (
     "rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--steps", "1", "--set", "data.batch_size=4", "--set",
     "algo.updates_per_step=2", "--set", "train.tokens_per_microbatch=700",
 )  # fmt: skip
-
-
-def posttrain(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
-    command = [sys.executable, "-m", "posttrain", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def ok(cwd: Path, *arguments: str) -> str:
-    done = posttrain(cwd, *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def number(shown: str, row: str) -> float:
@@ -40,10 +27,24 @@ def number(shown: str, row: str) -> float:
     return float(line.split()[-1].replace(",", ""))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_gpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("COLUMNS", "120")
+        yield
+
+
+@pytest.fixture(scope="module")
+def ray_here(without_gpu: None) -> Iterator[None]:
+    with local_ray():
+        yield
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
-    ok(folder, "prep", "arith", "--train-rows", "64", "--test-rows", "4")
+    succeed(folder, "prep", "arith", "--train-rows", "64", "--test-rows", "4")
     return folder
 
 
@@ -52,11 +53,11 @@ def files(folder: Path) -> set[Path]:
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_dry_run_is_what_the_run_does(here: Path) -> None:
+def test_the_plan_of_a_dry_run_is_what_the_run_does(here: Path, ray_here: None) -> None:
     before = files(here)
-    shown = ok(here, *SFT, "--dry-run")
+    shown = succeed(here, *SFT, "--dry-run").stdout
     assert files(here) == before
-    ok(here, *SFT)
+    succeed(here, *SFT)
     folder = here / "runs" / "tiny-arith-sft"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert number(shown, "tokens") == rows[0]["train/tokens"]
@@ -68,26 +69,26 @@ def test_the_plan_of_a_dry_run_is_what_the_run_does(here: Path) -> None:
     assert {int(step): float(rate) for rate, step in told.items()} == pytest.approx(
         {1: rows[0]["train/lr"], 2: rows[1]["train/lr"]}, rel=1e-2
     )
-    compared = json.loads(ok(here, "plan", "--run", "tiny-arith-sft", "--json"))["compared"]
+    compared = json.loads(succeed(here, "plan", "--run", "tiny-arith-sft", "--json").stdout)["compared"]
     assert [row["metric"] for row in compared] == ["train/tokens"]  # without a GPU nothing else is predicted
     assert abs(compared[0]["off"]) < 0.01
 
 
 @pytest.mark.slow
-def test_the_batches_of_rl_are_those_of_its_plan(here: Path) -> None:
+def test_the_batches_of_rl_are_those_of_its_plan(here: Path, ray_here: None) -> None:
     before = files(here)
-    shown = ok(here, *RL, "--dry-run")
+    shown = succeed(here, *RL, "--dry-run").stdout
     assert files(here) == before
     assert "groups of each" in shown
     assert re.search(r"groups of each +2, 2", shown)
-    ok(here, *RL)
+    succeed(here, *RL)
     folder = here / "runs" / "tiny-arith"
     [row] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    told = json.loads(ok(here, "plan", "--run", "runs/tiny-arith", "--json"))["compared"]
+    told = json.loads(succeed(here, "plan", "--run", "runs/tiny-arith", "--json").stdout)["compared"]
     assert told[0]["metric"] == "perf/total_num_tokens"
     assert told[0]["predicted"] == pytest.approx(row["perf/total_num_tokens"], rel=0.02)
     assert [(r["predicted"], r["measured"]) for r in told if r["metric"] == "actor/updates"] == [(2, 2)]
-    replayed = ok(here, *RL, "--replay", "runs/tiny-arith/rollouts", "--name", "again", "--dry-run")
+    replayed = succeed(here, *RL, "--replay", "runs/tiny-arith/rollouts", "--name", "again", "--dry-run").stdout
     table = re.search(r"^  tokens  +([\d,]+)", replayed, flags=re.M)
     assert table is not None
     assert float(table[1].replace(",", "")) == row["perf/total_num_tokens"]
@@ -100,6 +101,6 @@ def test_bad_input_ends_a_dry_run_as_it_ends_a_run(here: Path) -> None:
         (*RL, "--model", "builtin:tinny"),
         ("sft", "--set", "x=1"),
     ):
-        done = posttrain(here, *arguments, "--dry-run")
-        assert done.returncode == 2, done.stderr[-2000:]
+        done = invoke(here, *arguments, "--dry-run")
+        assert done.exit_code == 2, done.stderr[-2000:]
         assert "hint: " in done.stderr

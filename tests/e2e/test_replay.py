@@ -1,7 +1,6 @@
 """Runs that are recorded, runs that only record, and runs from what was recorded."""
 
 import json
-import re
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,6 +11,7 @@ from posttrain.core.errors import Interrupted
 from posttrain.data.parquet import write_rows
 from posttrain.rl import command as rl
 from posttrain.train import checkpoint
+from tests.helpers.stopped_runs import cut_back
 
 PLUGIN = """
 import signal
@@ -183,16 +183,13 @@ def test_sampling_without_training(here, capsys):
 @pytest.mark.slow
 def test_a_replay_that_was_stopped_goes_on(here, original):
     folder, _ = original
-    sets = ["train.save_every=1", "train.epochs=2", "train.steps=5"]
-    _, whole = run(here, "whole", *sets, rollout__replay=str(folder / "rollouts"))
+    sets = ["train.save_every=1", "train.epochs=2", "train.steps=5", "checkpoint.keep=5"]
+    again, whole = run(here, "whole", *sets, rollout__replay=str(folder / "rollouts"))
     assert [m["step"] for m in whole] == [1, 2, 3, 4, 5]
     # The second pass reads the first step again.
     assert whole[3]["critic/score/mean"] == whole[0]["critic/score/mean"]
-    run(
-        here, "parts", "train.save_every=1", "train.epochs=2", "train.steps=2", rollout__replay=str(folder / "rollouts")
-    )
-    state = here / "runs" / "parts" / "run.json"
-    state.write_text(re.sub('"finished"', '"interrupted"', state.read_text()))
-    _, parts = run(here, "parts", *sets, rollout__replay=str(folder / "rollouts"))
+    cut_back(again, 2)
+    _, parts = run(here, "whole", *sets, rollout__replay=str(folder / "rollouts"))
     assert [m["step"] for m in parts] == [1, 2, 3, 4, 5]
+    assert [m["time"] == w["time"] for m, w in zip(parts, whole, strict=True)] == [True, True, False, False, False]
     assert parts[3]["critic/score/mean"] == whole[3]["critic/score/mean"]

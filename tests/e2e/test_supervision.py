@@ -130,6 +130,13 @@ async def test_work_that_keeps_python_from_answering_is_no_silence(ray_here):
         assert await gather([run(group.actors[0], hold_the_lock)], group.handles, "a sum", 60.0) == [True]
 
 
+def test_ray_runs_nothing_that_nobody_asks(ray_here):
+    """Neither autoscaler nor dashboard nor a reader of logs: they take a second of every start."""
+    running = " ".join(" ".join(child.cmdline()) for child in psutil.Process().children())
+    assert "gcs_server" in running
+    assert not [name for name in ("monitor.py", "dashboard/dashboard.py") if name in running]
+
+
 async def test_calls_run_in_one_thread_with_the_threads_that_were_asked_for(ray_here, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     async with Cluster(config()) as cluster:

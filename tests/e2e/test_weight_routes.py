@@ -5,6 +5,8 @@ import contextlib
 import os
 import signal
 import time
+from contextlib import asynccontextmanager
+from functools import partial
 
 import psutil
 import pytest
@@ -43,23 +45,42 @@ async def gap(actor, samplers):
     return max(abs(a - b) for found in scored for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("transfer", "kind"), [("host", HostTransfer), ("broadcast", BroadcastTransfer)])
-def test_two_workers_bring_their_weights_to_two_engines(transfer, kind):
+@asynccontextmanager
+async def opened(transfer):
+    """(trainer of two workers, two engines with other weights, what chooses transfers) of one cluster."""
+    async with Cluster(config(transfer)) as cluster:
+        actor = await cluster.trainer("actor", SOURCE)
+        yield actor, await other_weights(cluster, transfer), cluster.transfers()
+
+
+@pytest.fixture(scope="module")
+def broadcast():
+    """``broadcast(test)`` runs a coroutine function with the trainer, the engines and the chooser of one cluster."""
+    with asyncio.Runner() as runner:
+        cluster = opened("broadcast")
+        members = runner.run(cluster.__aenter__())
+        yield lambda test: runner.run(test(*members))
+        runner.run(cluster.__aexit__(None, None, None))
+
+
+async def bring(kind, actor, samplers, transfers):
+    """Bring the trainer's weights to the engines twice, by this kind of transfer."""
+    assert await gap(actor, samplers) > 0.1
+    for version in (1, 2):
+        metrics = await publish(actor, samplers, transfers, version=version, check=CHECK, tolerance=1e-4)
+        assert metrics["sync/check_gap"] < 1e-5
+    assert await gap(actor, samplers) < 1e-4
+    assert [(await s.generate([1, 2, 3], SamplingParams(4))).version for s in samplers] == [2, 2]
+    route = transfers.choose(actor, samplers)
+    assert isinstance(route, kind)
+    assert (route is transfers.choose(actor, samplers)) == (kind is BroadcastTransfer)  # its group lives on
+    assert not reachable_from_elsewhere()
+
+
+def test_two_workers_bring_their_weights_to_two_engines_through_the_host():
     async def main():
-        async with Cluster(config(transfer)) as cluster:
-            actor = await cluster.trainer("actor", SOURCE)
-            samplers = await other_weights(cluster, transfer)
-            assert await gap(actor, samplers) > 0.1
-            transfers = cluster.transfers()
-            for version in (1, 2):
-                metrics = await publish(actor, samplers, transfers, version=version, check=CHECK, tolerance=1e-4)
-                assert metrics["sync/check_gap"] < 1e-5
-            assert await gap(actor, samplers) < 1e-4
-            assert [(await s.generate([1, 2, 3], SamplingParams(4))).version for s in samplers] == [2, 2]
-            route = transfers.choose(actor, samplers)
-            assert isinstance(route, kind)
-            assert (route is transfers.choose(actor, samplers)) == (kind is BroadcastTransfer)  # its group lives on
-            assert not reachable_from_elsewhere()
+        async with opened("host") as members:
+            await bring(HostTransfer, *members)
 
     asyncio.run(main())
 
@@ -118,24 +139,24 @@ def test_one_that_is_lost_in_a_broadcast_is_replaced(how, monkeypatch):
     asyncio.run(main())
 
 
-def test_an_engine_that_refuses_weights_leaves_nobody_waiting(monkeypatch):
-    async def main():
-        async with Cluster(config()) as cluster:
-            actor = await cluster.trainer("actor", SOURCE)
-            samplers = await cluster.samplers(SOURCE, [0])
-            transfers = cluster.transfers()
-            options = {"check": CHECK, "tolerance": 1e-4}
-            await publish(actor, samplers, transfers, version=1, **options)
+def test_two_workers_bring_their_weights_to_two_engines_by_broadcast(broadcast):
+    broadcast(partial(bring, BroadcastTransfer))
 
-            async def refuse(bucket, data=None):
-                raise WeightSyncError("no")
 
-            began = time.monotonic()
-            with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match=r"^no$"):
-                patch.setattr(samplers[0], "load_bucket", refuse)
-                await publish(actor, samplers, transfers, version=2, **options)
-            await publish(actor, samplers, transfers, version=3, **options)
-            assert time.monotonic() - began < 20  # and not cluster.silence_deadline_s
-            assert await gap(actor, samplers) < 1e-4
+def test_an_engine_that_refuses_weights_leaves_nobody_waiting(broadcast, monkeypatch):
+    async def main(actor, samplers, transfers):
+        options = {"check": CHECK, "tolerance": 1e-4}
+        await publish(actor, samplers, transfers, version=3, **options)
 
-    asyncio.run(main())
+        async def refuse(bucket, data=None):
+            raise WeightSyncError("no")
+
+        began = time.monotonic()
+        with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match=r"^no$"):
+            patch.setattr(samplers[0], "load_bucket", refuse)
+            await publish(actor, samplers, transfers, version=4, **options)
+        await publish(actor, samplers, transfers, version=5, **options)
+        assert time.monotonic() - began < 20  # and not cluster.silence_deadline_s
+        assert await gap(actor, samplers) < 1e-4
+
+    broadcast(main)

@@ -179,8 +179,10 @@ def grade(kind, code, truths=TRUTHS, **extra):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in ATTACKS]
 )
-def test_no_attack_earns_anything(name):
+def test_no_attack_earns_anything(name, monkeypatch):
     limit = {"time_limit_s": 0.3} if name in _SLOW else {}
+    if limit:  # and little time for all tests, which is waited for where nobody is left to answer
+        monkeypatch.setattr("posttrain.rewards._deadline_s", 2.0)
     for kind in TRUTHS:
         score = grade(kind, ATTACKS[name], **limit)
         assert (score.score, score.correct, score.error) == (0.0, False, None), kind
