@@ -184,7 +184,7 @@ class RoutingFormat:
     def stored(self, experts: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         """Return experts [S, L, k] as they are stored, [S, bytes of a token]."""
         kind = np.uint8 if self.itemsize == 1 else np.uint16
-        return (experts + 1).astype(kind).reshape(len(experts), -1).view(np.uint8)
+        return (experts.astype(kind) + kind(1)).reshape(len(experts), -1).view(np.uint8)
 
     def loaded(self, rows: Tensor) -> Tensor:
         """Return stored choices [S, bytes of a token] as [S, L, k]. Raises ``RunError`` where they are no choices of
