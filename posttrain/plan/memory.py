@@ -259,7 +259,7 @@ class EngineMemory:
             return self.weights
         idle = (1 - self.shape.experts_per_token / self.shape.experts) ** requests
         experts = self.shape.layers * self.shape.expert_parameters / self.rollout.tensor_parallel
-        return self.weights - self.itemsize * experts * idle
+        return self.weights - self.itemsize * experts * float(idle)
 
     @property
     def of_token(self) -> float:
