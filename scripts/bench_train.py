@@ -43,6 +43,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152_064,
     },
+    "7b-a1b": {  # a mixture of experts, in widths of Qwen3-30B-A3B
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 20,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False, "vocab_size": 151_936,
+    },
 }  # fmt: skip
 WARM_UP = 2
 """Steps before those that count: they compile."""
@@ -55,17 +60,16 @@ LEARNING_RATE = 1e-5
 def model_folder(models: Path, shape: str) -> Path:
     """A random model of this shape in bfloat16, written where there is none yet."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
     folder = models / shape
     if (folder / "config.json").is_file():
         return folder
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=32_768, rope_theta=1e6)
-    torch.set_default_dtype(torch.bfloat16)
+    kind = Qwen3MoeConfig if "num_experts" in SHAPES[shape] else Qwen2Config
+    config = kind(**SHAPES[shape], max_position_embeddings=32_768, rope_theta=1e6)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
 

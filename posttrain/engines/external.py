@@ -54,16 +54,27 @@ def stored_routing(found: npt.NDArray[Any], form: RoutingFormat, tokens: int) ->
         tokens: of prompt and sample. The engine has not read the last one, or has.
 
     Raises:
-        RunError: they are not of this shape.
+        RunError: they are not of this shape, or no choices of a router.
     """
     layers = found.shape[1] if found.ndim == 3 else 0
-    if found.ndim != 3 or found.shape[2] != form.top_k or not tokens - 1 <= len(found) <= tokens:
+    whole = layers in (len(form.layers), form.decoder_layers)
+    if not whole or found.shape[2] != form.top_k or not tokens - 1 <= len(found) <= tokens:
         raise RunError(
             f"the engine gives experts of shape {found.shape} for {tokens} tokens, {len(form.layers)} layers and "
             f"{form.top_k} experts a token",
             hint="--set rollout.router_replay=off",
         )
-    return form.stored(found if layers == len(form.layers) else found[:, list(form.layers)])
+    chosen = found if layers == len(form.layers) else found[:, list(form.layers)]
+    # Kernels that route by themselves record nothing: SGLang and vLLM then give expert 0 over and over.
+    twice = form.top_k > 1 and bool((chosen[..., 0] == chosen[..., 1]).any())
+    if twice or (chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < form.experts):
+        raise RunError(
+            f"the engine gives experts that are no choice of {form.top_k} among {form.experts}: the kernel that it "
+            "takes for experts does not record them",
+            hint="choose another with rollout.engine_options (SGLang: moe_runner_backend, vLLM: moe_backend), or "
+            "--set rollout.router_replay=off",
+        )
+    return form.stored(chosen)
 
 
 async def load_initial_weights(engine: Engine, spec: EngineSpec) -> None:

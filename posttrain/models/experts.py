@@ -183,8 +183,9 @@ class RoutingFormat:
 
     def stored(self, experts: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         """Return experts [S, L, k] as they are stored, [S, bytes of a token]."""
-        kind = np.uint8 if self.itemsize == 1 else np.uint16
-        return (experts + 1).astype(kind).reshape(len(experts), -1).view(np.uint8)
+        # 32 bits first: 256 experts come in a byte, which 1 + 255 does not fit into.
+        counted = experts.astype(np.int32) + 1
+        return counted.astype(np.uint8 if self.itemsize == 1 else np.uint16).reshape(len(experts), -1).view(np.uint8)
 
     def loaded(self, rows: Tensor) -> Tensor:
         """Return stored choices [S, bytes of a token] as [S, L, k]. Raises ``RunError`` where they are no choices of

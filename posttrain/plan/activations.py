@@ -25,6 +25,8 @@ class Policy:
     itemsize: int = 2
     """b"""
     lora_rank: int = 0
+    shared_out: bool = False
+    """Experts are on other workers (`train.expert_parallel`)."""
 
 
 def of_layer(shape: ModelShape, policy: Policy) -> float:
@@ -34,7 +36,8 @@ def of_layer(shape: ModelShape, policy: Policy) -> float:
         return b * shape.hidden  # its input
     if policy.checkpointing == "selective":
         return _selective(shape, policy)
-    return (_compiled(shape, policy) if policy.compiled else _eager(shape, policy)) + _adapters(shape, policy)
+    layer = _compiled(shape, policy) if policy.compiled else _eager(shape, policy)
+    return layer + _experts(shape, policy) + _adapters(shape, policy)
 
 
 def _attention(shape: ModelShape, policy: Policy) -> float:
@@ -67,7 +70,22 @@ def _selective(shape: ModelShape, policy: Policy) -> float:
     b, h = policy.itemsize, shape.hidden
     kv = 2 * shape.kv
     saved = b * (h + shape.q + kv + shape.q + h + 2 * shape.intermediate) + 4 * shape.heads
+    if shape.experts:  # logits of the router, and rows of all its experts, which are weighted then
+        return saved + b * (shape.experts + shape.experts_per_token * h)
     return saved if policy.compiled else saved + b * h  # the last product too, which nothing needs
+
+
+def _experts(shape: ModelShape, policy: Policy) -> float:
+    """A token's rows as they go into its k experts and as they come out, what the router gives all experts, and for
+    each row four indices, a mask, its weight and that before it was divided by their sum. Where experts are on other
+    workers, also rows as they come back, with an index and a weight."""
+    if not shape.experts:
+        return 0.0
+    b, k, h = policy.itemsize, shape.experts_per_token, shape.hidden
+    saved = k * (2 * b * h + 4 * 8 + 1 + b + 4)
+    # The partitioner keeps the router's logits, and computes their softmax again; of less than 64 experts it may not.
+    saved += b * shape.experts + 8 if policy.compiled else 4 * shape.experts + 4
+    return saved + k * (b * h + 8 + b) * policy.shared_out
 
 
 def _adapters(shape: ModelShape, policy: Policy) -> float:
@@ -86,10 +104,10 @@ def in_flight(shape: ModelShape, policy: Policy) -> float:
     """Bytes a token of the most that the backward pass of one layer holds beside what was saved: gradients of the MLP,
     and what a checkpointed layer computes again."""
     b = policy.itemsize
-    gradients = b * (3 * shape.intermediate + 2 * shape.hidden)
+    gradients = b * (3 * shape.intermediate + (2 + 2 * shape.experts_per_token) * shape.hidden)
     if policy.checkpointing == "none":
         return gradients
-    again = _compiled(shape, policy) if policy.compiled else _eager(shape, policy)
+    again = (_compiled(shape, policy) if policy.compiled else _eager(shape, policy)) + _experts(shape, policy)
     kept = of_layer(shape, policy)
     if policy.checkpointing == "selective":  # what is saved is not computed again
         return gradients + max(0.0, again - kept)
@@ -97,6 +115,8 @@ def in_flight(shape: ModelShape, policy: Policy) -> float:
 
 
 def forward_only(shape: ModelShape, policy: Policy) -> float:
-    """Bytes a token of the most that a layer holds without a backward pass: its input, the normalised, and the MLP."""
+    """Bytes a token of the most that a layer holds without a backward pass: its input, the normalised, and the MLP, or
+    rows that go into experts and what these make of them."""
     b = policy.itemsize
-    return b * (2 * shape.hidden + max(3 * shape.intermediate, 2 * shape.q + 2 * shape.kv))
+    mlp = 3 * shape.intermediate + shape.experts_per_token * shape.hidden
+    return b * (2 * shape.hidden + max(mlp, 2 * shape.q + 2 * shape.kv))

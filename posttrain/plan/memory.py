@@ -86,15 +86,28 @@ class Trainer:
         return -(-self.tokens // self.train.sequence_parallel)
 
     @property
+    def layer(self) -> float:
+        """Parameters of a layer as this process gathers them: of experts that are shared out, its own."""
+        others = 1 - 1 / self.train.expert_parallel
+        return self.shape.layer_parameters - self.shape.expert_parameters * others
+
+    @property
+    def gathered(self) -> float:
+        """Parameters of the model as this process gathers them."""
+        return self.shape.outside + self.shape.layers * self.layer
+
+    @property
     def policy(self) -> Policy:
         # Exchanges of sequence parallelism break the graph, and a checkpoint around them is then not compiled.
         whole = self.train.sequence_parallel == 1 or self.train.activation_checkpointing == "none"
+        shared_out = self.train.expert_parallel > 1  # such layers are not compiled
         return Policy(
             self.train.activation_checkpointing,
-            self.compiled and whole,
+            self.compiled and whole and not shared_out,
             self.repeats_heads,
             self.itemsize,
             (self.train.lora.rank or 0) if self.adapted else 0,
+            shared_out,
         )
 
     # ------------------------------------------------------------------ terms
@@ -132,8 +145,8 @@ class Trainer:
         if not self.sharded:
             return 0.0
         if self.train.gather_weights == "step":
-            return self.itemsize * float(self.shape.parameters)
-        return self.itemsize * (self.shape.outside + 2.0 * self.shape.layer_parameters)  # one layer ahead
+            return self.itemsize * self.gathered
+        return self.itemsize * (self.shape.outside + 2.0 * self.layer)  # one layer ahead
 
     def _logits(self, tokens: int) -> float:
         if self.shape.values:
@@ -177,7 +190,7 @@ class Trainer:
     def _gradients(self) -> float:
         """Those of the micro-batches before."""
         if self.sharded and self.train.reduce_gradients == "step":
-            return _FLOAT32 * float(self.trained)
+            return _FLOAT32 * (float(self.trained) if self.adapted else self.gathered)
         if self.train.cpu_offload:
             return 0.0
         return self.master * self.trained / self.shards
@@ -238,6 +251,15 @@ class EngineMemory:
     @property
     def weights(self) -> float:
         return self.itemsize * self.shape.parameters / self.rollout.tensor_parallel
+
+    def read_weights(self, requests: float) -> float:
+        """Bytes of weights that a decoding step of so many requests reads: of experts those that some token goes to,
+        each being as likely."""
+        if not self.shape.experts:
+            return self.weights
+        idle = (1 - self.shape.experts_per_token / self.shape.experts) ** requests
+        experts = self.shape.layers * self.shape.expert_parameters / self.rollout.tensor_parallel
+        return self.weights - self.itemsize * experts * float(idle)
 
     @property
     def of_token(self) -> float:

@@ -50,7 +50,7 @@ class ModelShape:
     tied: bool
     """The output head is the embedding."""
     matrices: tuple[Matrix, ...]
-    """Linear layers of a decoder layer, experts apart"""
+    """Linear layers of a decoder layer, router and experts apart"""
     expert: tuple[Matrix, ...] = ()
     """Linear layers of one expert"""
     experts: int = 0
@@ -79,11 +79,23 @@ class ModelShape:
         return self.kind in _KNOWN
 
     @property
+    def expert_parameters(self) -> int:
+        """Return the parameters of all experts of one decoder layer."""
+        return self.experts * sum(m.parameters for m in self.expert)
+
+    @property
+    def multiplied(self) -> int:
+        """Return the parameters of one decoder layer that a token is multiplied by."""
+        router = self.hidden * self.experts
+        active = self.experts_per_token * sum(m.parameters for m in self.expert)
+        return router + active + sum(m.parameters for m in self.matrices)
+
+    @property
     def layer_parameters(self) -> int:
         """Return the parameters of one decoder layer."""
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
-        experts = self.experts * sum(m.parameters for m in self.expert)
-        return norms + experts + sum(m.parameters for m in self.matrices)
+        router = self.hidden * self.experts
+        return norms + router + self.expert_parameters + sum(m.parameters for m in self.matrices)
 
     @property
     def embedding(self) -> int:
@@ -112,8 +124,8 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.outside
 
     def lora_parameters(self, lora: LoraConfig) -> int:
-        """Return the parameters of adapters beside all linear layers (`all-linear`), or beside those whose last name is
-        in the list."""
+        """Return the parameters of adapters beside all linear layers (`all-linear`; routers and experts are none), or
+        beside those whose last name is in the list."""
         if lora.rank is None:
             return 0
         given = lora.target_modules
@@ -124,7 +136,7 @@ class ModelShape:
     def flops(self, lora: LoraConfig | None = None) -> Flops:
         """As ``train.flops.model_flops`` counts them of the model itself."""
         active = self.experts_per_token / self.experts if self.experts else 1.0
-        experts = self.layers * self.experts * sum(m.parameters for m in self.expert)
+        experts = self.layers * self.expert_parameters
         looked_up = 0 if self.tied and not self.values else self.embedding
         forward = 2.0 * (self.parameters - looked_up - experts * (1.0 - active))
         trained = forward
@@ -179,8 +191,6 @@ def _shape(c: Mapping[str, Any]) -> ModelShape:
         Matrix("down_proj", width, hidden, mlp_bias),
     )
     each = int(c["num_experts_per_tok"]) if experts else 1
-    if experts:
-        matrices.append(Matrix("gate", hidden, experts))
     return ModelShape(
         kind=kind,
         hidden=hidden,

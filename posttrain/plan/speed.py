@@ -95,6 +95,7 @@ def update_seconds(trainer: Trainer, machine: Machine, work: RankWork) -> Second
         link = known.COLLECTIVES * machine.link(trainer.world)
         communication = max(0.0, _collective_bytes(trainer, len(work.micro_batches)) / link - compute)
         communication += _exchanged_bytes(trainer, work.tokens / share, 2.0) / link
+        communication += routed_bytes(trainer, work.tokens, 2.0 + again) / link
     host = _host(trainer, len(work.micro_batches), forward=1.0 + again, backward=True)
     return Seconds(compute, memory, communication, host)
 
@@ -111,8 +112,9 @@ def forward_seconds(trainer: Trainer, machine: Machine, work: RankWork) -> Secon
     communication = 0.0
     if trainer.world > 1:
         link = known.COLLECTIVES * machine.link(trainer.world)
-        gathered = trainer.itemsize * shape.parameters * (1 - 1 / trainer.shards) * len(work.micro_batches)
-        communication = max(0.0, gathered / link - compute) + _exchanged_bytes(trainer, tokens, 1.0) / link
+        gathered = trainer.itemsize * _from_others(trainer) * len(work.micro_batches)
+        exchanged = _exchanged_bytes(trainer, tokens, 1.0) + routed_bytes(trainer, work.tokens, 1.0)
+        communication = max(0.0, gathered / link - compute) + exchanged / link
     return Seconds(compute, memory, communication, _host(trainer, len(work.micro_batches), forward=1.0, backward=False))
 
 
@@ -126,11 +128,7 @@ def _efficiency(inner: int) -> float:
 
 def _products(shape: ModelShape, gpu: Gpu, tokens: float, passes: float) -> float:
     """Return the FLOPs' seconds of the linear layers."""
-    active = shape.experts_per_token / shape.experts if shape.experts else 0.0
-    weights = sum(m.parameters for m in shape.matrices) + active * shape.experts * sum(
-        m.parameters for m in shape.expert
-    )
-    return passes * 2.0 * shape.layers * weights * tokens / (gpu.flops * _efficiency(shape.hidden))
+    return passes * 2.0 * shape.layers * shape.multiplied * tokens / (gpu.flops * _efficiency(shape.hidden))
 
 
 def _head(shape: ModelShape, gpu: Gpu, predicted: float, passes: float) -> float:
@@ -150,10 +148,12 @@ def _streaming(gpu: Gpu) -> float:
 
 
 def _elementwise(trainer: Trainer, gpu: Gpu, tokens: float, passes: float) -> float:
-    """SwiGLU (9 i: three tensors forward, six backward), norms and sums (22 h), rotary embeddings (4 (q + kv)) and
-    attention's own passes (4 q); ``passes`` 1 is forward and backward."""
+    """SwiGLU (9 i: three tensors forward, six backward), norms and sums (22 h), rotary embeddings (4 (q + kv)),
+    attention's own passes (4 q), and rows that are sorted by expert and back (4 k h); ``passes`` 1 is forward and
+    backward."""
     shape = trainer.shape
     elements = 9 * shape.intermediate + 22 * shape.hidden + 4 * (shape.q + shape.kv) + 4 * shape.q
+    elements += 4 * shape.experts_per_token * shape.hidden
     if trainer.repeats_heads:
         elements += 4 * (shape.q + shape.kv)
     slower = 1.0 if trainer.policy.compiled else _EAGER
@@ -166,12 +166,13 @@ def _over_parameters(trainer: Trainer, gpu: Gpu, micro_batches: int) -> float:
     moments = 2.0 if trainer.train.optim.name == "adamw_8bit" else 2.0 * master
     moved = mine * (3 * master + 2 * moments)  # AdamW: read weight, gradient, moments; write all but the gradient
     moved += 3 * master * mine  # the norm, and scaling
-    everything, whole = trainer.shape.parameters, float(trainer.trained)
+    everything = trainer.shape.parameters
+    whole = float(trainer.trained) if trainer.adapted or not trainer.trained else trainer.gathered
     if not trainer.sharded:
         moved += 3 * master * mine * (micro_batches - 1)
         return moved / (gpu.bandwidth * known.TENSOR_LISTS)
     gathers = 1 if trainer.train.gather_weights == "step" else 2 * micro_batches
-    moved += gathers * ((master + b) * everything / trainer.shards + 2 * b * everything)
+    moved += gathers * ((master + b) * everything / trainer.shards + 2 * b * trainer.gathered)
     reductions = 1 if trainer.train.reduce_gradients == "step" else micro_batches
     moved += reductions * ((b + _FLOAT32) * whole + 3 * _FLOAT32 * mine)
     moved += (micro_batches - reductions) * (b + 2 * _FLOAT32) * whole  # summed where they are, in float32
@@ -183,9 +184,25 @@ def _collective_bytes(trainer: Trainer, micro_batches: int) -> float:
     shards, replicas = trainer.shards, trainer.world // trainer.shards
     gathers = 1 if trainer.train.gather_weights == "step" else 2 * micro_batches
     reductions = 1 if trainer.train.reduce_gradients == "step" else micro_batches
-    sent = gathers * trainer.itemsize * trainer.shape.parameters * (1 - 1 / shards)
-    sent += reductions * _FLOAT32 * trainer.trained * (1 - 1 / shards)
+    sent = gathers * trainer.itemsize * _from_others(trainer)
+    sent += reductions * _FLOAT32 * (trainer.trained * (1 - 1 / shards) if trainer.adapted else _from_others(trainer))
     return sent + reductions * 2 * _FLOAT32 * trainer.trained / shards * (1 - 1 / replicas)
+
+
+def _from_others(trainer: Trainer) -> float:
+    """Parameters that a worker gets from others when all weights are gathered: of experts that are shared out, parts of
+    its own."""
+    shape, shards, size = trainer.shape, trainer.shards, trainer.train.expert_parallel
+    experts = shape.layers * shape.expert_parameters
+    return (shape.parameters - experts) * (1 - 1 / shards) + experts / size * (1 - size / shards)
+
+
+def routed_bytes(trainer: Trainer, tokens: float, passes: float) -> float:
+    """Bytes that a worker sends for tokens whose experts are elsewhere, loads being even: there and back a pass.
+    ``passes`` 2 is forward and backward, and a checkpointed layer does the first once more."""
+    share, shape = trainer.train.expert_parallel, trainer.shape
+    rows = shape.layers * shape.experts_per_token * tokens * (1 - 1 / share)
+    return passes * 2 * trainer.itemsize * shape.hidden * rows
 
 
 def _exchanged_bytes(trainer: Trainer, tokens: float, passes: float) -> float:
@@ -221,7 +238,7 @@ def generation_seconds(
     at_once = max(1, min(engine.requests(episodes), fits or 1))
     waves = max(1.0, episodes / at_once)
     steps = longest + (waves - 1.0) * response  # a place that is free is filled at once
-    read = engine.weights + at_once * (prompt + response / 2) * engine.of_token
+    read = engine.read_weights(at_once) + at_once * (prompt + response / 2) * engine.of_token
     memory = steps * read / (gpu.bandwidth * known.DECODE_BANDWIDTH)
     tokens = episodes * (prompt + response) / rollout.tensor_parallel
     compute = _products(shape, gpu, tokens, 1.0)

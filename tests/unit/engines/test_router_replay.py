@@ -1,15 +1,12 @@
 """Experts that the embedded engine recorded, and what replaying them does to the gap between engine and trainer."""
 
 import asyncio
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from posttrain.config import RolloutConfig, TrainConfig
+from posttrain.config import RolloutConfig
 from posttrain.core.errors import RunError
 from posttrain.core.types import Sample, SamplingParams
 from posttrain.data.pack import PackedBatch
@@ -19,43 +16,12 @@ from posttrain.engines.external import stored_routing
 from posttrain.engines.hf import HFSampler
 from posttrain.engines.sglang import _experts
 from posttrain.models.experts import RoutingFormat
-from posttrain.models.load import ModelSource
-from posttrain.train.spec import WorkerSpec
-from posttrain.train.worker import TrainWorker
-from tests.helpers.ports import free_ports
-
-STOP = 7
-CONFIG = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 32, "num_experts_per_tok": 4,
-    "norm_topk_prob": True, "tie_word_embeddings": True,
-}  # fmt: skip
+from tests.helpers.mixtures import STOP, batch_of, engine_logprobs, gap, mixture, prompts_of, trainer
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A mixture whose experts matter as much as those of a trained one, in which many are nearly as likely."""
-    folder = tmp_path_factory.mktemp("mixture") / "model"
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**CONFIG))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                spread = 1.0 if ".experts." in name else 0.3
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread / parameter.shape[-1] ** 0.5)
-                if "embed" in name:
-                    parameter.mul_(4.0)
-    model.save_pretrained(folder)
-    return ModelSource(str(folder))
-
-
-@contextmanager
-def trainer(source, dtype):
-    spec = WorkerSpec(source, "cpu", dtype, 0, 1.0, TrainConfig(), threads=1, replays_routing=True)
-    made = TrainWorker(spec, 0, 1)
-    made.setup("127.0.0.1", int(free_ports(1)[0]), 60.0)
-    yield made
-    dist.destroy_process_group()
+    return mixture(tmp_path_factory.mktemp("mixture") / "model")
 
 
 @pytest.fixture
@@ -74,24 +40,6 @@ def sampled(source, dtype, prompts, tokens, **rollout):
             await engine.close()
 
     return asyncio.run(main())
-
-
-def prompts_of(lengths):
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(8, 512, (n,), generator=generator).tolist() for n in lengths]
-
-
-def batch_of(prompts, samples):
-    whole = [[*p, *s.ids] for p, s in zip(prompts, samples, strict=True)]
-    masks = [[False] * len(p) + [True] * len(s.ids) for p, s in zip(prompts, samples, strict=True)]
-    batch = PackedBatch.from_sequences(whole, masks)
-    records = []
-    for prompt, sample in zip(prompts, samples, strict=True):
-        record = Record(prompt)
-        record.sampled(sample)
-        records.append(record.columns()["routing"].reshape(len(record), -1))
-    batch.routing = torch.from_numpy(np.concatenate(records))
-    return batch
 
 
 @pytest.mark.parametrize("kv_tokens", [4096, 384])
@@ -116,8 +64,7 @@ def half_precision(source):
     """What an engine in bfloat16 sampled, in batches of its own: (batch, its log-probabilities)"""
     prompts = prompts_of((12,) * 12)
     samples = sampled(source, "bfloat16", prompts, 48)
-    engine = torch.cat([torch.tensor([0.0] * len(p) + s.logprobs) for p, s in zip(prompts, samples, strict=True)])
-    return batch_of(prompts, samples), engine
+    return batch_of(prompts, samples), engine_logprobs(prompts, samples)
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 1 / 3), ("bfloat16", 1 / 2)])
@@ -125,15 +72,11 @@ def test_replay_takes_away_most_of_the_gap_to_an_engine(source, half_precision, 
     """In float32, and in bfloat16 with the whole batch in one row, where the engine went token by token. Measured:
     0.013 of 0.096, and 0.009 of 0.032."""
     batch, engine = half_precision
-    gaps, divergences = [], []
     with trainer(source, dtype) as worker:
-        for routing in (batch.routing, None):
-            [own] = worker.logprobs([PackedBatch(**{**vars(batch), "routing": routing})])
-            gap = (own - engine)[batch.loss_mask]
-            gaps.append(float(gap.abs().mean()))
-            divergences.append(float((gap.exp() - 1 - gap).mean()))
-    assert 0 < gaps[0] <= gaps[1] * share
-    assert divergences[0] < 5e-4 < divergences[1]
+        replayed, left = gap(worker, batch, engine, replay=True)
+        free, drift = gap(worker, batch, engine, replay=False)
+    assert 0 < replayed <= free * share
+    assert left < 5e-4 < drift
 
 
 def test_a_reference_and_a_run_without_replay_choose_by_themselves(source, worker):
@@ -172,6 +115,21 @@ def test_experts_of_other_engines_are_stored_alike():
     with pytest.raises(RunError, match=r"experts of shape \(2, 2, 2\) for 9 tokens") as error:
         stored_routing(found, FORM, 9)
     assert error.value.hint == "--set rollout.router_replay=off"
+
+
+@pytest.mark.parametrize("wrong", [[0, 0], [3, 8], [-1, 3]])
+def test_experts_that_no_router_chose_are_refused(wrong):
+    """Kernels that choose experts by themselves leave zeros where the engine looks for them."""
+    found = np.array([[[0, 0], [3, 1]], [[0, 0], wrong]])
+    with pytest.raises(RunError, match="experts that are no choice of 2 among 8"):
+        stored_routing(found, FORM, 3)
+
+
+def test_numbers_of_256_experts_do_not_overflow():
+    """vLLM returns them in one byte, and they are stored counted from 1, in two."""
+    form = RoutingFormat((0,), 1, 2, 256)
+    found = np.array([[[255, 0]]], np.uint8)
+    assert stored_routing(found, form, 1).view(np.uint16).tolist() == [[256, 1]]
 
 
 def test_sglangs_answer_is_read_in_both_of_its_forms():
