@@ -30,6 +30,22 @@ class Flops:
         return self.forward * sum(lengths) + self.attention * squares(lengths)
 
 
+@dataclass(frozen=True)
+class TowerFlops:
+    """Model FLOPs of a vision tower's forward pass; its attention is not causal."""
+
+    weights: float
+    """FLOPs of all weights that are multiplied, for a patch."""
+    whole: float
+    """FLOPs of attention over a whole image, for a patch and each patch of its image."""
+    windows: float = 0.0
+    """FLOPs of attention within windows, for a patch."""
+
+    def forward(self, patches: Sequence[float]) -> float:
+        """FLOPs of a forward pass over images of so many patches each."""
+        return (self.weights + self.windows) * sum(patches) + self.whole * sum(n * n for n in patches)
+
+
 def squares(lengths: Sequence[int]) -> int:
     """Sum of the squares."""
     return sum(n * n for n in lengths)
