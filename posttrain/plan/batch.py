@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from posttrain.config import Config
 from posttrain.data.bins import assign
@@ -25,7 +25,7 @@ class Lengths:
     """Mean of those that carry no loss, which are part of ``mean``: in `rl` the prompt"""
     source: str = ""
     """Where the mean comes from, in words"""
-    images: ImageLoad = ImageLoad()
+    images: ImageLoad = field(default_factory=ImageLoad)
 
     @property
     def loss_share(self) -> float:
@@ -135,8 +135,8 @@ def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence
 
 
 def patches_at_most(cfg: Config, lengths: Lengths, tokens: int, merged: int) -> int:
-    """Return the patches of a micro-batch of so many tokens, of which an image has one for each ``merged`` patches. Where
-    the data is not known all tokens may be of images."""
+    """Return the patches of a micro-batch of so many tokens, of which an image has one for each ``merged`` patches.
+    Where the data is not known all tokens may be of images."""
     images = lengths.images
     share = images.count * images.patches / lengths.mean if images.source and lengths.mean else merged
     budget = cfg.train.patches_per_microbatch

@@ -131,8 +131,8 @@ class TowerShape:
             return b * h
         if checkpointing == "selective":  # the input, results of matrix products and of attention
             return b * (h + 3 * h + h + h + i * (2 if self.gated else 1)) + 4 * self.heads
-        # Norms keep input and result, a root mean square also the normalised in float32. Attention keeps queries and keys
-        # that are rotated, the product that values are a part of, its result, and a float32 for each head.
+        # Norms keep input and result, a root mean square also the normalised in float32. Attention keeps queries and
+        # keys that are rotated, the product that values are a part of, its result, and a float32 for each head.
         norms = 2 * ((4 + 2 * b) * h + 4) if self.gated else 2 * (2 * b * h + 2 * b)
         return norms + b * 7 * h + 4 * self.heads + b * (4 if self.gated else 2) * i
 
