@@ -30,6 +30,9 @@ class ImageLoad:
     """Where these come from, in words; "": not known"""
 
 
+NO_IMAGES = ImageLoad()
+
+
 @dataclass(frozen=True)
 class PixelLimits:
     """Between how many pixels a model reads an image."""

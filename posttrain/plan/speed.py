@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from posttrain.core.flops import squares
 from posttrain.core.machines import Gpu, Machine
 from posttrain.plan import calibration as known
-from posttrain.plan.images import ImageLoad
+from posttrain.plan.images import NO_IMAGES, ImageLoad
 from posttrain.plan.memory import EngineMemory, Trainer
 from posttrain.plan.shape import ModelShape
 
@@ -233,7 +233,7 @@ def generation_seconds(
     prompt: float,
     response: float,
     longest: float,
-    images: ImageLoad,
+    images: ImageLoad = NO_IMAGES,
 ) -> Seconds:
     """One engine samples ``episodes`` answers, side by side as far as they fit.
 

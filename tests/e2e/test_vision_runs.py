@@ -114,7 +114,7 @@ def test_the_quickstart_on_pictures(tmp_path, monkeypatch):
     few = {"sft": {"train.steps": 2, "data.batch_size": 4}, "generate": {"rollout.n": 5}}
     few["rl"] = {"train.steps": 2, "data.batch_size": 2, "rollout.n": 2}
     whole = quickstart.resolve
-    monkeypatch.setattr(quickstart, "resolve", lambda c, name, flags: whole(c, name, flags={**flags, **few[c]}))
+    monkeypatch.setattr(quickstart, "resolve", lambda c, name, flags={}: whole(c, name, flags={**flags, **few[c]}))
     monkeypatch.setattr(Shapes, "default_rows", {"train": 12, "test": 4})
     result = quickstart.run(0, tmp_path / "out", False, False, quickstart.VISION)
     assert list(result["stages"]) == ["base", "sft", "rl"]

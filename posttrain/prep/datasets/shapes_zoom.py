@@ -45,7 +45,7 @@ class Square(Scene):
     def quarter(self) -> int:
         """Return the number of its quarter, by rows."""
         _, _, row, column = self.things[0]
-        return 2 * (row // QUARTER) + column // QUARTER
+        return int(2 * (row // QUARTER) + column // QUARTER)
 
     def draw(self) -> bytes:
         from PIL import Image
