@@ -39,11 +39,14 @@ class TowerFlops:
     whole: float
     """FLOPs of attention over a whole image, for a patch and each patch of its image."""
     windows: float = 0.0
-    """FLOPs of attention within windows, for a patch."""
+    """FLOPs of attention within windows, for a patch and each patch of its window."""
+    window: int = 0
+    """Patches of a window."""
 
     def forward(self, patches: Sequence[float]) -> float:
         """FLOPs of a forward pass over images of so many patches each."""
-        return (self.weights + self.windows) * sum(patches) + self.whole * sum(n * n for n in patches)
+        attention = sum(n * (self.whole * n + self.windows * min(n, self.window)) for n in patches)
+        return self.weights * sum(patches) + attention
 
 
 def squares(lengths: Sequence[int]) -> int:

@@ -104,7 +104,8 @@ class TowerShape:
         return TowerFlops(
             2.0 * (self.values * self.hidden + blocks + merging),
             each * self.whole_layers,
-            each * (self.layers - self.whole_layers) * self.window**2,
+            each * (self.layers - self.whole_layers),
+            self.window**2,
         )
 
     # ------------------------------------------------------------------ bytes a patch

@@ -65,7 +65,7 @@ def tower_forward(seeing: nn.Module, config: Any) -> TowerFlops:
     window = (getattr(config, "window_size", None) or 0) // config.patch_size
     layers = config.depth if whole is None else len(whole)
     each = 4.0 * config.hidden_size
-    return TowerFlops(weights, each * layers, each * (config.depth - layers) * window**2)
+    return TowerFlops(weights, each * layers, each * (config.depth - layers), window**2)
 
 
 def sharing_cost(model: PreTrainedModel) -> float:
