@@ -1,6 +1,6 @@
-"""`posttrain quickstart`: the whole pipeline on the tiny model, and what each stage gained.
+"""`posttrain quickstart`: the whole pipeline on a tiny model, and what each stage gained.
 
-    prep arith -> generate (untrained) -> sft -> generate -> rl -> generate -> merge-ckpt
+    prep -> generate (untrained) -> sft -> generate -> rl -> generate -> merge-ckpt
 
 One Ray instance serves all stages; everything else is what the commands of the same names do.
 """
@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,41 @@ PASS_AT = (1, 5)
 STAGES = {"base": "untrained", "sft": "after SFT", "rl": "after RL"}
 
 
-def run(seed: int, out: Path, as_json: bool, overwrite: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Pipeline:
+    """What the stages work on."""
+
+    dataset: str
+    model: str
+    preset: str
+    """Of `rl`; those of `sft` and `generate` are named after it."""
+    notes: Mapping[str, str]
+    """What is said of a stage before it starts"""
+
+
+TEXT = Pipeline(
+    "arith",
+    "builtin:tiny",
+    "tiny-arith",
+    {
+        "prep": "generated word problems",
+        "sft": "conversations with a tool",
+        "rl": "GRPO on multi-turn episodes with the tool",
+    },
+)
+VISION = Pipeline(
+    "shapes",
+    "builtin:tiny-vision",
+    "tiny-vision",
+    {
+        "prep": "generated pictures and questions about them",
+        "sft": "conversations with pictures",
+        "rl": "GRPO on questions about pictures",
+    },
+)
+
+
+def run(seed: int, out: Path, as_json: bool, overwrite: bool, pipeline: Pipeline = TEXT) -> dict[str, Any]:
     """Run every stage into ``out`` and print a table, and with ``as_json`` one JSON line on stdout.
 
     Raises:
@@ -45,13 +80,13 @@ def run(seed: int, out: Path, as_json: bool, overwrite: bool) -> dict[str, Any]:
     if out.exists():
         shutil.rmtree(out)
     data = out / "data"
-    note("prep: generated word problems")
-    prep.run("arith", out=str(data), seed=seed)
+    note(f"prep: {pipeline.notes['prep']}")
+    prep.run(pipeline.dataset, out=str(data), seed=seed)
     stages: dict[str, dict[str, float]] = {}
 
     def score(stage: str, model: str) -> None:
         flags = common(f"generate-{stage}") | {"model.path": model, "generate.data": str(data / "test.parquet")}
-        file = generate.run(resolve("generate", "tiny-arith-generate", flags=flags))
+        file = generate.run(resolve("generate", f"{pipeline.preset}-generate", flags=flags))
         overall = evaluate(file, PASS_AT).overall
         stages[stage] = {f"pass@{k}": float(overall[f"pass@{k}"] or 0.0) for k in PASS_AT}
         note(f"{STAGES[stage]}: " + ", ".join(f"{name} {100 * value:.1f} %" for name, value in stages[stage].items()))
@@ -61,13 +96,18 @@ def run(seed: int, out: Path, as_json: bool, overwrite: bool) -> dict[str, Any]:
 
     with local_ray():
         note("generate: the untrained model on held-out problems")
-        score("base", "builtin:tiny")
-        note("sft: conversations with a tool")
-        sft.run(resolve("sft", "tiny-arith-sft", flags=common("sft") | {"data.train": str(data / "sft_train.parquet")}))
+        score("base", pipeline.model)
+        note(f"sft: {pipeline.notes['sft']}")
+        preset = f"{pipeline.preset}-sft"
+        shown = resolve("sft", preset).config
+        flags = common("sft") | {"data.train": str(data / "sft_train.parquet")}
+        if shown.data.val:
+            flags["data.val"] = str(data / "sft_test.parquet")
+        sft.run(resolve("sft", preset, flags=flags))
         score("sft", "run:sft")
-        note("rl: GRPO on multi-turn episodes with the tool")
+        note(f"rl: {pipeline.notes['rl']}")
         flags = common("rl") | {"model.path": "run:sft", "data.train": str(data / "train.parquet")}
-        rl.run(resolve("rl", "tiny-arith", flags=flags))
+        rl.run(resolve("rl", pipeline.preset, flags=flags))
         score("rl", "run:rl")
     report = out / "rl" / FILE
     merged = merge_ckpt.run("rl", str(out / "merged"), runs=str(out))

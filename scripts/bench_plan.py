@@ -231,7 +231,8 @@ def _layout(model: str, engine: EngineName, train: dict[str, Any], rollout: dict
         }
     )  # fmt: skip
     kernels = Kernels(compiled=True, itemsize=2, repeats_heads=True, auto_engine=EngineChoice(engine, "measured"))
-    return lay_out(cfg, Shapes(shape(model)), machine(1), kernels, batch_of(cfg, assumed_lengths(cfg), 20))
+    lengths = assumed_lengths(cfg)
+    return lay_out(cfg, Shapes(shape(model)), machine(1), kernels, batch_of(cfg, lengths, 20), lengths)
 
 
 # ---------------------------------------------------------------------- the table

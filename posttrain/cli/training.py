@@ -57,8 +57,9 @@ def quickstart(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line on stdout at the end.")] = False,
     out: Annotated[Path, typer.Option(help="Output folder.")] = Path("runs/quickstart"),
     overwrite: OverwriteOption = False,
+    vision: Annotated[bool, typer.Option("--vision", help="With a tiny model that sees, on pictures.")] = False,
 ) -> None:
     """Run the whole pipeline on the tiny model and print a table."""
     from posttrain import quickstart
 
-    quickstart.run(seed, out, as_json, overwrite)
+    quickstart.run(seed, out, as_json, overwrite, quickstart.VISION if vision else quickstart.TEXT)

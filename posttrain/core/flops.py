@@ -30,6 +30,25 @@ class Flops:
         return self.forward * sum(lengths) + self.attention * squares(lengths)
 
 
+@dataclass(frozen=True)
+class TowerFlops:
+    """Model FLOPs of a vision tower's forward pass; its attention is not causal."""
+
+    weights: float
+    """FLOPs of all weights that are multiplied, for a patch."""
+    whole: float
+    """FLOPs of attention over a whole image, for a patch and each patch of its image."""
+    windows: float = 0.0
+    """FLOPs of attention within windows, for a patch and each patch of its window."""
+    window: int = 0
+    """Patches of a window."""
+
+    def forward(self, patches: Sequence[float]) -> float:
+        """FLOPs of a forward pass over images of so many patches each."""
+        attention = sum(n * (self.whole * n + self.windows * min(n, self.window)) for n in patches)
+        return self.weights * sum(patches) + attention
+
+
 def squares(lengths: Sequence[int]) -> int:
     """Sum of the squares."""
     return sum(n * n for n in lengths)

@@ -98,7 +98,7 @@ BUILTIN: dict[str, BuiltinModel] = {
             patch=8,
             window=32,
             rotary_sections=(4, 6, 6),
-            pixels=(32 * 32, 128 * 128),
+            pixels=(32 * 32, 64 * 64),
         ),
     ),
 }

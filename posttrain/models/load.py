@@ -282,7 +282,7 @@ def load_vision(source: ModelSource) -> VisionProcessor | None:
     from posttrain.data.vision import VisionProcessor
 
     with loading(source, "the image processor"):
-        settings = _processor_settings(source)
+        settings = processor_settings(source)
         # Given as pixels, the class would write them into the sizes that all of its objects share.
         size = {**Qwen2VLImageProcessorPil.size, **(settings.get("size") or {})}
         for edge, name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
@@ -302,7 +302,7 @@ def load_vision(source: ModelSource) -> VisionProcessor | None:
     return VisionProcessor(processor, image_id=int(config.image_token_id), video_id=config.video_token_id)
 
 
-def _processor_settings(source: ModelSource) -> dict[str, Any]:
+def processor_settings(source: ModelSource) -> dict[str, Any]:
     """What the model's files say of its image processor. Raises ``ModelError``."""
     if source.builtin:
         from posttrain.models.builtin import builtin_processor

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from posttrain.config import Config
 from posttrain.data.bins import assign
+from posttrain.plan.images import ImageLoad
 from posttrain.plan.speed import RankWork
 from posttrain.train.schedule import learning_rate
 
@@ -23,6 +25,7 @@ class Lengths:
     """Mean of those that carry no loss, which are part of ``mean``: in `rl` the prompt"""
     source: str = ""
     """Where the mean comes from, in words"""
+    images: ImageLoad = field(default_factory=ImageLoad)
 
     @property
     def loss_share(self) -> float:
@@ -125,10 +128,20 @@ def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence
         micro_batches=most,
         largest=max((w.largest for ranks_of in parts for w in ranks_of), default=0),
         worst=_worst(cfg, lengths, share, ranks, max(sizes, default=0) * members),
-        work=RankWork(work.micro_batches, lengths.loss_share),
+        work=RankWork(work.micro_batches, lengths.loss_share, lengths.images.count, lengths.images.patches),
         steps=steps,
         rates=_rates(cfg, steps, updates),
     )
+
+
+def patches_at_most(cfg: Config, lengths: Lengths, tokens: int, merged: int) -> int:
+    """Return the patches of a micro-batch of so many tokens, of which an image has one for each ``merged`` patches.
+    Where the data is not known all tokens may be of images."""
+    images = lengths.images
+    share = images.count * images.patches / lengths.mean if images.source and lengths.mean else merged
+    budget = cfg.train.patches_per_microbatch
+    found = min(math.ceil(tokens * min(share, merged)), budget or tokens * merged)
+    return max(found, math.ceil(images.patches)) if images.count else found
 
 
 def _split(groups: int, updates: int) -> list[int]:

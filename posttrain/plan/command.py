@@ -27,16 +27,18 @@ from posttrain.core.sizes import GIB
 from posttrain.data.loader import total_steps
 from posttrain.engines.choice import EngineChoice, choose_engine
 from posttrain.models.config_json import read_config_file
-from posttrain.models.load import locate, read_config
+from posttrain.models.load import locate, processor_settings, read_config
 from posttrain.plan.advice import Replan, Settings, assignments, changed
 from posttrain.plan.batch import Lengths, assumed_lengths, longest_of, sequences_of_step
 from posttrain.plan.compare import Pair, compare, lengths_of
 from posttrain.plan.estimate import Plan, Question
+from posttrain.plan.images import ImageLoad, images_of, limits_of
 from posttrain.plan.known import known_models
 from posttrain.plan.layout import Kernels, Shapes, sync_budget
 from posttrain.plan.problems import impossible, problems
 from posttrain.plan.shape import ModelShape, shape_of
 from posttrain.plan.table import as_data, render
+from posttrain.plan.tower import TowerShape
 from posttrain.runs.run import find_run, weights_of
 from posttrain.tracking.metrics import FILE_NAME, with_current_names
 
@@ -134,6 +136,7 @@ def compared(question: Question, folder: Path) -> list[Pair]:
     lengths = lengths_of(question.cfg, rows)
     if lengths is None:
         raise DataError(f"{file} has no steps yet", hint="wait for the first step")
+    lengths = replace(lengths, images=question.lengths.images)
     return compare(Plan(replace(question, lengths=lengths, typical=True)), rows)
 
 
@@ -181,7 +184,13 @@ def question_of(
 
 
 def _question(
-    cfg: Config, shapes: Shapes, machine: Machine, asked: PlanOptions, known: Known, of_models: Sequence[str]
+    cfg: Config,
+    shapes: Shapes,
+    machine: Machine,
+    asked: PlanOptions,
+    known: Known,
+    of_models: Sequence[str],
+    images: ImageLoad | None = None,
 ) -> Question:
     kernels, notes = kernels_of(cfg, machine, described=asked.gpu is not None)
     lengths = _lengths(cfg, asked.length)
@@ -191,6 +200,8 @@ def _question(
     elif known.prompt:
         mean = known.prompt + cfg.rollout.max_response_tokens
         lengths = Lengths(mean, lengths.longest, known.prompt, "the prompts, and the longest answers")
+    if shapes.actor.tower is not None:
+        lengths = replace(lengths, images=images or _images(cfg, shapes.actor.tower))
     return Question(
         cfg,
         shapes,
@@ -211,7 +222,7 @@ def replans(question: Question, asked: PlanOptions, known: Known | None = None) 
         if cfg is None:
             return None
         machine = question.machine if asked.gpu is None else machine_of(cfg, asked)
-        again = _question(cfg, question.shapes, machine, asked, known or Known(), ())
+        again = _question(cfg, question.shapes, machine, asked, known or Known(), (), question.lengths.images)
         if again.of_step is not None and sequences_of_step(cfg) != sequences_of_step(question.cfg):
             again = replace(again, of_step=None)  # of a batch of another size only the mean is known
         return Plan(again)
@@ -320,6 +331,16 @@ def _lengths(cfg: Config, mean: float | None) -> Lengths:
         return Lengths(min(of_card, longest_of(cfg)), assumed.longest, source="the data's card")
     mean = of_card + cfg.rollout.max_response_tokens
     return Lengths(mean, assumed.longest, of_card, "prompts of the data's card, and the longest answers")
+
+
+def _images(cfg: Config, tower: TowerShape) -> ImageLoad:
+    """Images of the data, cut as the model's processor says where that is here."""
+    try:
+        source = locate(weights_of(cfg.run.dir, _start_of(cfg, cfg.model.path, "model.path"), "model.path"))
+        settings = processor_settings(source) if source.builtin or Path(source.path).is_dir() else {}
+    except UserError:
+        settings = {}  # of a model that is known by its sizes alone
+    return images_of(cfg, tower, limits_of(settings, tower))
 
 
 def _card_mean(cfg: Config) -> float | None:

@@ -49,7 +49,7 @@ class Plan:
     @cached_property
     def layout(self) -> Layout:
         q = self.question
-        return lay_out(q.cfg, q.shapes, q.machine, q.kernels, self.batch)
+        return lay_out(q.cfg, q.shapes, q.machine, q.kernels, self.batch, q.lengths)
 
     @cached_property
     def moments(self) -> list[Moment]:
@@ -114,6 +114,7 @@ class Plan:
             prompt=lengths.prompt,
             response=lengths.mean - lengths.prompt,
             longest=min(float(cfg.rollout.max_response_tokens), 1.0 * lengths.longest),
+            images=lengths.images,
         )
 
     @property
@@ -149,8 +150,10 @@ class Plan:
         if update is None or gpu is None:
             return None
         train = self.question.cfg.train
-        flops = self.layout.actor.shape.flops(train.lora).training(self.batch.work.lengths) * self.batch.updates
-        return flops / train.sequence_parallel / update.total / gpu.flops
+        actor, work = self.layout.actor, self.batch.work
+        flops = actor.shape.flops(train.lora).training(work.lengths)
+        flops += (3 if actor.trains_tower else 1) * speed.tower_flops(actor.shape, work)
+        return flops * self.batch.updates / train.sequence_parallel / update.total / gpu.flops
 
 
 def _added(one: Seconds, other: Seconds) -> Seconds:

@@ -10,7 +10,7 @@ from posttrain.config import Config, LoraConfig, TrainConfig
 from posttrain.core.machines import Machine
 from posttrain.core.sizes import SENT_BUCKET_BYTES, bucket_bytes
 from posttrain.engines.choice import EngineChoice
-from posttrain.plan.batch import StepBatch
+from posttrain.plan.batch import Lengths, StepBatch, patches_at_most
 from posttrain.plan.calibration import CONTEXT_BYTES, FRAGMENTATION
 from posttrain.plan.memory import EngineMemory, Terms, Trainer, total
 from posttrain.plan.shape import ModelShape
@@ -76,9 +76,11 @@ class Layout:
         return "device" if self.colocated else "broadcast"
 
 
-def lay_out(cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, batch: StepBatch) -> Layout:
+def lay_out(
+    cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, batch: StepBatch, lengths: Lengths
+) -> Layout:
     """The processes that `sft`, `prefer` or `rl` start with this config."""
-    trainers = tuple(_trainers(cfg, shapes, kernels, batch)) if cfg.trains else ()
+    trainers = tuple(_trainers(cfg, shapes, kernels, batch, lengths)) if cfg.trains else ()
     colocated = cfg.cluster.placement == "colocated"
     engine = None
     if cfg.samples:
@@ -101,7 +103,7 @@ def lay_out(cfg: Config, shapes: Shapes, machine: Machine, kernels: Kernels, bat
     )
 
 
-def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: StepBatch) -> Iterable[Trainer]:
+def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: StepBatch, lengths: Lengths) -> Iterable[Trainer]:
     """As ``Learner.open`` and ``prefer`` start them."""
 
     def trainer(role: str, shape: ModelShape, *, trainable: bool = True, train: TrainConfig | None = None) -> Trainer:
@@ -116,6 +118,7 @@ def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: StepBatch) -
             repeats_heads=kernels.repeats_heads,
             tokens=batch.worst,
             micro_batches=batch.micro_batches,
+            patches=0 if shape.tower is None else patches_at_most(cfg, lengths, batch.worst, shape.tower.merge**2),
         )
 
     scores = cfg.trains_reward_model

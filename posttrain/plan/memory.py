@@ -52,6 +52,8 @@ class Trainer:
     """Tokens of its largest micro-batch, on all workers that share it"""
     micro_batches: int = 1
     """Micro-batches of an optimizer step"""
+    patches: int = 0
+    """Patches of images of its largest micro-batch"""
 
     @property
     def shards(self) -> int:
@@ -78,7 +80,18 @@ class Trainer:
         """Parameters that are trained, of the whole model."""
         if not self.trainable:
             return 0
-        return self.shape.lora_parameters(self.train.lora) if self.adapted else self.shape.parameters
+        if self.adapted:
+            return self.shape.lora_parameters(self.train.lora, tower=self.trains_tower)
+        return self.shape.parameters - self._frozen
+
+    @property
+    def trains_tower(self) -> bool:
+        return self.trainable and self.train.vision_tower == "trained"
+
+    @property
+    def _frozen(self) -> int:
+        """Parameters of a vision tower that is not trained, beside a language model that is."""
+        return 0 if self.trains_tower else self.shape.of_tower
 
     @property
     def mine(self) -> int:
@@ -94,7 +107,7 @@ class Trainer:
     @property
     def gathered(self) -> float:
         """Parameters of the model as this process gathers them."""
-        return self.shape.outside + self.shape.layers * self.layer
+        return self.shape.outside + self.shape.layers * self.layer + self.shape.of_tower
 
     @property
     def policy(self) -> Policy:
@@ -116,7 +129,7 @@ class Trainer:
         """Bytes of all weights."""
         if self.adapted:
             return self.itemsize * self.shape.parameters + self.master * self.trained
-        return self.master * self.shape.parameters
+        return self.master * (self.shape.parameters - self._frozen) + self.itemsize * self._frozen
 
     def moments(self) -> float:
         """Bytes of the optimizer's state on this process, wherever it is kept."""
@@ -146,7 +159,25 @@ class Trainer:
             return 0.0
         if self.train.gather_weights == "step":
             return self.itemsize * self.gathered
-        return self.itemsize * (self.shape.outside + 2.0 * self.layer)  # one layer ahead
+        ahead = 2.0 * self.layer  # one layer ahead
+        if (tower := self.shape.tower) is not None:  # it comes before the layers
+            ahead = max(ahead, tower.outside + 2.0 * tower.block_parameters)
+        return self.itemsize * (self.shape.outside + ahead)
+
+    def _images(self, *, backward: bool) -> float:
+        """Bytes of images while the language model works: their pixels, their features, and what the tower keeps."""
+        tower, b = self.shape.tower, self.itemsize
+        if tower is None:
+            return 0.0
+        kept = tower.values / tower.frames + tower.features(b)
+        if backward and self.trains_tower:
+            kept += tower.layers * tower.of_block(b, self.train.activation_checkpointing) + b * tower.values
+        return self.patches * kept
+
+    def _seeing(self) -> float:
+        """Bytes of the most that the tower's pass forward holds beside that."""
+        tower = self.shape.tower
+        return 0.0 if tower is None else self.patches * (tower.pixels() + tower.forward_only(self.itemsize))
 
     def _logits(self, tokens: int) -> float:
         if self.shape.values:
@@ -158,10 +189,14 @@ class Trainer:
         mine = self.mine if tokens is None else tokens
         work = mine * activations.forward_only(self.shape, self.policy)
         head = self._logits(mine) + 2.0 * self.itemsize * self.shape.hidden * mine
-        return self.idle() | {"gathered weights": self._whole(), "activations": max(work, head)}
+        terms = self.idle() | {"gathered weights": self._whole(), "activations": max(work, head)}
+        if tokens is not None:
+            return terms  # of the weight-sync check, which has no images
+        return terms | {"images": self._images(backward=False), "activations": max(work, head, self._seeing())}
 
     def update(self) -> Terms:
-        """The most of an optimizer step: in the output head, in the backward pass of the last layer, or at its end."""
+        """The most of an optimizer step: in the output head, in the backward pass of the last layer, in the vision
+        tower, or at its end."""
         several = self.micro_batches > 1
         keeps = self.mine * (
             self.shape.layers * activations.of_layer(self.shape, self.policy)
@@ -169,7 +204,8 @@ class Trainer:
             + 3.0 * self.itemsize * self.shape.hidden  # the last ones, those that predict, and their gradient
         )
         head_gradient = 0.0 if self.adapted else self.itemsize * float(self.shape.head_gradient)
-        common = self.idle() | {"gathered weights": self._whole(), "activations": keeps}
+        gathered = self.idle() | {"gathered weights": self._whole(), "images": self._images(backward=True)}
+        common = gathered | {"activations": keeps}
         before = self._gradients() if several else 0.0
         # The head adds its gradient up in float32, and rounds it when the logits are gone.
         rounded = head_gradient if self.itemsize < _FLOAT32 else 0.0
@@ -181,16 +217,20 @@ class Trainer:
             "gradients": before + (head_gradient if self.sharded or not several else 0.0),
             "in flight": self.mine * activations.in_flight(self.shape, self.policy),
         }
+        in_tower = gathered | {"gradients": before, "activations": self._seeing()}
+        if self.trains_tower and self.shape.tower is not None:
+            again = self.shape.tower.in_flight(self.itemsize, self.train.activation_checkpointing)
+            in_tower["activations"] = max(self._seeing(), self.patches * again)
         at_end = self.idle() | {
             "gathered weights": self._whole(),
             "gradients": self._gradients() + self._last_reduction(),
         }
-        return max((in_head, in_layer, at_end), key=total)
+        return max((in_head, in_layer, in_tower, at_end), key=total)
 
     def _gradients(self) -> float:
         """Those of the micro-batches before."""
         if self.sharded and self.train.reduce_gradients == "step":
-            return _FLOAT32 * (float(self.trained) if self.adapted else self.gathered)
+            return _FLOAT32 * (float(self.trained) if self.adapted else self.gathered - self._frozen)
         if self.train.cpu_offload:
             return 0.0
         return self.master * self.trained / self.shards

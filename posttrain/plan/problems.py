@@ -220,8 +220,12 @@ def _notes(plan: Plan) -> Iterator[Problem]:
     for note in question.notes:
         yield Problem(note, "note", note)
     gpu, shape = question.machine.gpu, question.shapes.actor
-    if shape.sees:
-        yield _note("vision tower", "the vision tower and images are not counted, nor what they take")
+    if shape.sees and shape.tower is None:
+        yield _note("vision tower", "a vision tower of this kind is not counted, nor what images take")
+    elif shape.tower is not None:
+        if not question.lengths.images.source:
+            yield _note("images", "images of the data are not known: as many are reckoned with as tokens allow")
+        yield _note("vision tower", "memory and times of a vision tower were never compared with measurements")
     elif not shape.known:
         yield _note("model type", f"models of type {shape.kind or 'unknown'} are counted as if they were like Llama")
     if shape.experts:

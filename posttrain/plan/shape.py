@@ -12,27 +12,14 @@ from typing import Any
 from posttrain.config import LoraConfig
 from posttrain.core.errors import ModelError
 from posttrain.core.flops import Flops
+from posttrain.plan.matrix import Matrix
+from posttrain.plan.tower import TowerShape, tower_of
 
 _KNOWN = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 """Model types whose parameters are counted exactly, and tested to be."""
 _QWEN2 = {"qwen2", "qwen2_5_vl", "qwen2_5_vl_text"}
 _QWEN3 = {"qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text"}
-"""Model types whose layers are those of Qwen2 and Qwen3. Of models that see the language model is counted."""
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A linear layer, or several of one shape."""
-
-    name: str
-    inputs: int
-    outputs: int
-    bias: bool = False
-    count: int = 1
-
-    @property
-    def parameters(self) -> int:
-        return self.count * (self.inputs * self.outputs + self.outputs * self.bias)
+"""Model types whose layers are those of Qwen2 and Qwen3."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,9 @@ class ModelShape:
     values: bool = False
     """One value a token instead of logits (a critic, a reward model)"""
     sees: bool = False
-    """It has a vision tower, which is not in these sizes."""
+    """It has a vision tower."""
+    tower: TowerShape | None = None
+    """None: it has none, or one of a kind that is not known here, and not in these sizes"""
 
     @property
     def q(self) -> int:
@@ -120,25 +109,36 @@ class ModelShape:
         return self.embedding + self.head + self.hidden
 
     @property
-    def parameters(self) -> int:
+    def language(self) -> int:
+        """Return the parameters of the language model."""
         return self.layers * self.layer_parameters + self.outside
 
-    def lora_parameters(self, lora: LoraConfig) -> int:
+    @property
+    def of_tower(self) -> int:
+        """Return the parameters of the vision tower."""
+        return 0 if self.tower is None else self.tower.parameters
+
+    @property
+    def parameters(self) -> int:
+        return self.language + self.of_tower
+
+    def lora_parameters(self, lora: LoraConfig, *, tower: bool = False) -> int:
         """Return the parameters of adapters beside all linear layers (`all-linear`; routers and experts are none), or
-        beside those whose last name is in the list."""
+        beside those whose last name is in the list; with ``tower`` also of the vision tower."""
         if lora.rank is None:
             return 0
         given = lora.target_modules
         names = None if given == "all-linear" or isinstance(given, str) else {name.rsplit(".", 1)[-1] for name in given}
         adapted = [m for m in self.matrices if names is None or m.name in names]
-        return self.layers * sum(m.count * lora.rank * (m.inputs + m.outputs) for m in adapted)
+        more = self.tower.lora_parameters(lora, names) if tower and self.tower is not None else 0
+        return more + self.layers * sum(m.count * lora.rank * (m.inputs + m.outputs) for m in adapted)
 
     def flops(self, lora: LoraConfig | None = None) -> Flops:
-        """As ``train.flops.model_flops`` counts them of the model itself."""
+        """As ``train.flops.model_flops`` counts them of the model itself, without its vision tower."""
         active = self.experts_per_token / self.experts if self.experts else 1.0
         experts = self.layers * self.expert_parameters
         looked_up = 0 if self.tied and not self.values else self.embedding
-        forward = 2.0 * (self.parameters - looked_up - experts * (1.0 - active))
+        forward = 2.0 * (self.language - looked_up - experts * (1.0 - active))
         trained = forward
         if lora is not None and lora.rank is not None:
             trained = 2.0 * self.lora_parameters(lora)
@@ -156,11 +156,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises:
         ModelError: it lacks a size.
     """
-    text, sees = config.get("text_config"), "vision_config" in config
+    whole, text, sees = config, config.get("text_config"), "vision_config" in config
     if isinstance(text, Mapping):
         config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
     try:
-        return replace(_shape(config), sees=sees)
+        return replace(_shape(config), sees=sees, tower=tower_of(whole) if sees else None)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
             f"the config of {name} does not give the sizes of a decoder: {type(error).__name__}: {error}",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from posttrain.core.flops import squares
 from posttrain.core.machines import Gpu, Machine
 from posttrain.plan import calibration as known
+from posttrain.plan.images import NO_IMAGES, ImageLoad
 from posttrain.plan.memory import EngineMemory, Trainer
 from posttrain.plan.shape import ModelShape
 
@@ -28,6 +29,10 @@ class RankWork:
     """Lengths of the sequences in each"""
     loss_share: float = 1.0
     """Share of the tokens that carry loss"""
+    images: float = 0.0
+    """Of a sequence, in the mean"""
+    patches: float = 0.0
+    """Of an image, in the mean"""
 
     @property
     def lengths(self) -> list[int]:
@@ -86,6 +91,7 @@ def update_seconds(trainer: Trainer, machine: Machine, work: RankWork) -> Second
     compute = _products(shape, gpu, work.tokens / share, passes)
     compute += _head(shape, gpu, work.tokens * work.loss_share / share, 2.0 if trainer.adapted else 3.0)
     compute += _attention(shape, gpu, work, share, forward=1.0 + full, backward=1.0)
+    compute += _tower(shape, gpu, tower_flops(shape, work), 3.0 + full if trainer.trains_tower else 1.0)
     memory = _elementwise(trainer, gpu, work.tokens / share, 1.0 + again / 3.0)
     memory += 14.0 * shape.vocabulary * (not shape.values) * work.tokens * work.loss_share / share / _streaming(gpu)
     memory += _over_parameters(trainer, gpu, len(work.micro_batches))
@@ -107,6 +113,7 @@ def forward_seconds(trainer: Trainer, machine: Machine, work: RankWork) -> Secon
     tokens, predicted = work.tokens / share, work.tokens * work.loss_share / share
     compute = _products(shape, gpu, tokens, 1.0) + _head(shape, gpu, predicted, 1.0)
     compute += _attention(shape, gpu, work, share, forward=1.0, backward=0.0)
+    compute += _tower(shape, gpu, tower_flops(shape, work), 1.0)
     memory = _elementwise(trainer, gpu, tokens, 1.0 / 3.0)
     memory += 8.0 * shape.vocabulary * (not shape.values) * predicted / _streaming(gpu)
     communication = 0.0
@@ -141,6 +148,17 @@ def _attention(shape: ModelShape, gpu: Gpu, work: RankWork, share: int, *, forwa
     flops = 2.0 * shape.layers * shape.q * squares(work.lengths) / share
     times = forward / known.ATTENTION_FORWARD + 2.0 * backward / known.ATTENTION_BACKWARD
     return flops * times / gpu.flops
+
+
+def tower_flops(shape: ModelShape, work: RankWork) -> float:
+    """FLOPs of the vision tower's forward pass over the images of all sequences."""
+    if shape.tower is None:
+        return 0.0
+    return work.images * len(work.lengths) * shape.tower.flops().forward([work.patches])
+
+
+def _tower(shape: ModelShape, gpu: Gpu, flops: float, passes: float) -> float:
+    return 0.0 if shape.tower is None else passes * flops / (gpu.flops * _efficiency(shape.tower.hidden))
 
 
 def _streaming(gpu: Gpu) -> float:
@@ -225,12 +243,20 @@ def _host(trainer: Trainer, micro_batches: int, *, forward: float, backward: boo
 
 
 def generation_seconds(
-    engine: EngineMemory, machine: Machine, *, episodes: int, prompt: float, response: float, longest: float
+    engine: EngineMemory,
+    machine: Machine,
+    *,
+    episodes: int,
+    prompt: float,
+    response: float,
+    longest: float,
+    images: ImageLoad = NO_IMAGES,
 ) -> Seconds:
     """One engine samples ``episodes`` answers, side by side as far as they fit.
 
     Args:
         prompt, response, longest: tokens of a prompt, of an answer, and of the longest answer.
+        images: of a prompt.
     """
     assert machine.gpu is not None
     gpu, shape, rollout = machine.gpu, engine.shape, engine.rollout
@@ -242,6 +268,9 @@ def generation_seconds(
     memory = steps * read / (gpu.bandwidth * known.DECODE_BANDWIDTH)
     tokens = episodes * (prompt + response) / rollout.tensor_parallel
     compute = _products(shape, gpu, tokens, 1.0)
+    if shape.tower is not None:
+        seen = images.count * episodes * shape.tower.flops().forward([images.patches])
+        compute += _tower(shape, gpu, seen / rollout.tensor_parallel, 1.0)
     # A step of few requests takes as long as launching its layers, one of many as long as its requests' bookkeeping.
     launching = steps * shape.layers * known.HOST_DECODE_S[engine.name]
     host = max(launching, episodes * response * known.HOST_TOKEN_S[engine.name])

@@ -14,7 +14,7 @@ _COLUMNS = {
     "weights": ("parameters", "gathered weights"),
     "optimizer": ("optimizer",),
     "gradients": ("gradients",),
-    "activations": ("activations", "in flight", "left of the sync check"),
+    "activations": ("activations", "images", "in flight", "left of the sync check"),
     "logits": ("logits",),
     "buckets": ("buckets",),
     "engine": ("engine weights", "engine process"),
@@ -46,7 +46,9 @@ def _sections(plan: Plan, found: Sequence[Problem]) -> Iterator[list[str]]:
 def _head(plan: Plan) -> list[str]:
     q, shape = plan.question, plan.question.shapes.actor
     cfg = q.cfg
-    model = f"{cfg.model.path}: {shape.parameters:,} parameters ({shape.kind}, {shape.layers} layers of {shape.hidden})"
+    layers = f"{shape.kind}, {shape.layers} layers of {shape.hidden}"
+    seeing = f", {shape.of_tower:,} of them in the vision tower" if shape.tower is not None else ""
+    model = f"{cfg.model.path}: {shape.parameters:,} parameters ({layers}){seeing}"
     groups = ", ".join(f"{t.role} on {t.world}" for t in plan.layout.trainers)
     lines = [f"posttrain {cfg.command} {cfg.run.name}", model, f"machine: {q.machine.describe()}"]
     if groups:
@@ -84,6 +86,9 @@ def _batch(plan: Plan) -> list[list[str]]:
         rows.append(["data-parallel ranks", str(batch.ranks), ""])
     lengths = plan.question.lengths
     rows.append(["tokens of a sequence", f"{lengths.mean:,.0f} ({lengths.source})", ""])
+    if (images := lengths.images).count:
+        told = f"{images.count:.1f} of {images.patches:,.0f} patches ({images.source})"
+        rows.append(["images of a sequence", told, ""])
     if batch.steps is not None:
         rows.append(["steps of the run", f"{batch.steps:,}", ""])
         rates = ", ".join(f"{rate:.3g} at {step:,}" for step, rate in batch.rates)
@@ -172,6 +177,8 @@ def as_data(plan: Plan, found: Sequence[Problem]) -> dict[str, Any]:
             "micro_batch_at_most": batch.worst,
             "mean_length": q.lengths.mean,
             "lengths_from": q.lengths.source,
+            "images": q.lengths.images.count,
+            "patches_of_image": q.lengths.images.patches,
             "steps": batch.steps,
             "learning_rate": {str(step): rate for step, rate in batch.rates},
         },

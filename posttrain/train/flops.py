@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from posttrain.core.flops import Flops, squares
+from posttrain.core.flops import Flops, TowerFlops
 from posttrain.core.machines import gpu_of_name
 from posttrain.models import vision
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -43,20 +44,28 @@ def model_flops(model: PreTrainedModel) -> Flops:
 
 
 def tower_flops(model: PreTrainedModel) -> Callable[[Sequence[int]], float]:
-    """What images of so many patches each take in the vision tower: forward, and backward where it is trained. Of its
-    attention the layers count that see a whole image."""
+    """What images of so many patches each take in the vision tower: forward, and backward where it is trained."""
     seeing = vision.tower(model)
     if seeing is None:
         return lambda patches: 0.0
-    config = cast(Any, model.config).vision_config
-    merged = config.spatial_merge_size**2
-    per_patch = 2.0 * sum(
-        p.numel() / (merged if "merger" in name else 1) for name, p in seeing.named_parameters() if p.ndim > 1
-    )
-    whole = len(getattr(config, "fullatt_block_indexes", None) or range(config.depth))
-    attention = 4.0 * whole * config.hidden_size
     passes = 3 if any(p.requires_grad for p in seeing.parameters()) else 1
-    return lambda patches: passes * (per_patch * sum(patches) + attention * squares(patches))
+    one = tower_forward(seeing, cast(Any, model.config).vision_config)
+    return lambda patches: passes * one.forward(patches)
+
+
+def tower_forward(seeing: nn.Module, config: Any) -> TowerFlops:
+    """What a vision tower takes. ``plan.tower`` tells it without a model."""
+    merged = config.spatial_merge_size**2
+    weights = 2.0 * sum(
+        p.numel() / (merged if "merger" in name else 1)
+        for name, p in seeing.named_parameters()
+        if p.ndim > 1 and "pos_embed" not in name  # looked up, not multiplied
+    )
+    whole = getattr(config, "fullatt_block_indexes", None)
+    window = (getattr(config, "window_size", None) or 0) // config.patch_size
+    layers = config.depth if whole is None else len(whole)
+    each = 4.0 * config.hidden_size
+    return TowerFlops(weights, each * layers, each * (config.depth - layers), window**2)
 
 
 def sharing_cost(model: PreTrainedModel) -> float:

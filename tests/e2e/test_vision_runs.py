@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from posttrain import quickstart
 from posttrain.data.parquet import Preference, preference_row, sft_row, write_rows
 from posttrain.models.builtin import create_builtin
 from posttrain.models.load import load_vision, locate
@@ -106,6 +107,19 @@ def test_rl_trains_on_what_the_engine_read(folder):
     found = pq.read_table(folder / "runs" / "tiny-vision-generate" / "responses.parquet")
     assert found.num_rows == 9
     assert "images" in found.column_names
+
+
+def test_the_quickstart_on_pictures(tmp_path, monkeypatch):
+    """Every stage, on few rows and for two steps."""
+    few = {"sft": {"train.steps": 2, "data.batch_size": 4}, "generate": {"rollout.n": 5}}
+    few["rl"] = {"train.steps": 2, "data.batch_size": 2, "rollout.n": 2}
+    whole = quickstart.resolve
+    monkeypatch.setattr(quickstart, "resolve", lambda c, name, flags={}: whole(c, name, flags={**flags, **few[c]}))
+    monkeypatch.setattr(Shapes, "default_rows", {"train": 12, "test": 4})
+    result = quickstart.run(0, tmp_path / "out", False, False, quickstart.VISION)
+    assert list(result["stages"]) == ["base", "sft", "rl"]
+    assert load_vision(locate(str(tmp_path / "out" / "merged"))) is not None
+    assert quickstart.is_quickstart(tmp_path / "out")
 
 
 def test_pairs_with_images_are_trained_on(folder):

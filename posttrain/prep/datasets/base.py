@@ -228,6 +228,7 @@ DATASETS: Registry[type[Dataset]] = Registry(
         "preferences": "posttrain.prep.datasets.preferences:Preferences",
         "retool-sft": "posttrain.prep.datasets.retool:ReTool",
         "shapes": "posttrain.prep.datasets.shapes:Shapes",
+        "shapes-zoom": "posttrain.prep.datasets.shapes_zoom:ShapesZoom",
     },
 )
 

@@ -28,7 +28,7 @@ TEST_PERCENT = 20
 HASTY_SHARE = 0.35
 """Share of SFT training conversations whose answer is off by one."""
 COLOURS = {"red": (220, 40, 40), "green": (30, 160, 60), "blue": (40, 70, 220)}
-_BACKGROUND = 245
+BACKGROUND = 245
 _DIGITS = (
     "111101101101111", "010110010010111", "111001111100111", "111001111001111", "101101111001001",
     "111100111001111", "111100111101111", "111001001001001", "111101111101111", "111101111001111",
@@ -53,7 +53,7 @@ class Scene:
         """Return the picture as a PNG."""
         from PIL import Image
 
-        picture = np.full((SIDE, SIDE, 3), _BACKGROUND, np.uint8)
+        picture = np.full((SIDE, SIDE, 3), BACKGROUND, np.uint8)
         for kind, colour, *where in self.things:
             _PAINTERS[kind](picture, COLOURS[colour], *where)
         file = io.BytesIO()
@@ -140,26 +140,39 @@ class Shapes(WordProblems):
     splits: tuple[str, ...] = ("train", "test")
     default_rows: ClassVar[dict[str, int]] = {"train": 6000, "test": 300}
     answer_tool = False
+    scenes: Sequence[Callable[[random.Random], Scene]] = SCENES
+    """What draws scenes at random; they take turns."""
+    capacity: ClassVar[dict[str, int]] = {}
+    """Most rows of a split, where its scenes are few enough to run out"""
 
     def available(self, source: str | None) -> Sequence[str]:
         if source is not None:
-            raise DataError("shapes is generated, and reads no --source", hint="leave --source out")
+            raise DataError(f"{self.name} is generated, and reads no --source", hint="leave --source out")
         return self.splits
 
     def rows(self, split: str, source: str | None, *, n: int | None = None, seed: int = 0) -> Iterator[RawRow]:
         """``n`` rows (None: ``default_rows``), no scene twice; the same for the same seed."""
+        most = self.capacity.get(split)
+        if n is not None and most is not None and n > most:
+            raise DataError(
+                f"{self.name}: {n} {split} rows asked for, and it has {most}", hint=f"ask for at most {most}"
+            )
         rng = random.Random(f"shapes-{split}-{seed}")
         seen: set[Scene] = set()
         for number in range(n or self.default_rows[split]):
-            scene = SCENES[number % len(SCENES)](rng)
+            scene = self.scenes[number % len(self.scenes)](rng)
             while scene.split != split or scene in seen:
-                scene = SCENES[number % len(SCENES)](rng)
+                scene = self.scenes[number % len(self.scenes)](rng)
             seen.add(scene)
-            yield {
-                "question": f"{IMAGE}{scene.question}",
-                "answer": f"#### {scene.answer}",
-                "images": [{"bytes": scene.draw()}],
-            }
+            yield self.raw(scene)
+
+    def raw(self, scene: Scene) -> RawRow:
+        """Return the row of a scene."""
+        return {
+            "question": f"{IMAGE}{scene.question}",
+            "answer": f"#### {scene.answer}",
+            "images": [{"bytes": scene.draw()}],
+        }
 
     def to_rlhf(self, row: RawRow, index: int, split: str) -> dict[str, Any]:
         return {**super().to_rlhf(row, index, split), "images": row["images"]}
