@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from posttrain.config import RolloutConfig
 from posttrain.core.errors import WorkerError
@@ -14,6 +13,7 @@ from posttrain.engines.base import EngineSpec
 from posttrain.engines.hf import BLOCK, HFSampler
 from posttrain.models.load import ModelSource, load_model
 from posttrain.weight_sync.sender import WeightSender
+from tests.helpers.kept_cache import by_hand
 
 SOURCE = ModelSource("builtin:tiny")
 STOP = 0
@@ -81,29 +81,11 @@ async def update(engine, version, stopped):
     stopped.set()
     check = prompt(20, seed=9)
     [scores] = await engine.finish_update(version, [check])
-    assert scores == close_to(by_hand(check, [], {0: version})[1:], first=[0.0])
+    assert scores == close_to([0.0, *by_hand(check[:1], check[1:], {0: MODELS[version]})])
 
 
-def by_hand(given, ids, models):
-    """Log-probabilities of ``ids`` after ``given``; without ids of ``given`` itself, after its first token.
-
-    Args:
-        models: {tokens of ``ids`` that others have sampled: index of the model that samples the next ones}
-    """
-    cache, done = DynamicCache(), 0
-    whole, rows = [*given, *ids], []
-    ends = [len(given) + count - 1 for count in [*models][1:]] + [len(whole)]
-    with torch.no_grad():
-        for model, end in zip(models.values(), ends, strict=True):
-            out = MODELS[model](torch.tensor([whole[done:end]]), past_key_values=cache, use_cache=True)
-            cache, done = out.past_key_values, end
-            rows.append(out.logits[0].log_softmax(-1))
-    found = torch.cat(rows)[:-1].gather(1, torch.tensor(whole)[1:, None]).flatten().tolist()
-    return found[len(given) - 1 :] if ids else [0.0, *found]
-
-
-def close_to(expected, first=()):
-    return pytest.approx([*first, *expected], abs=2e-5)
+def close_to(expected):
+    return pytest.approx(expected, abs=2e-5)
 
 
 def sampling(seed):
@@ -122,8 +104,8 @@ def test_a_request_goes_on_with_its_kv_cache_and_each_token_has_its_version():
     sample = run(work)
     assert (sample.finish_reason, len(sample.ids)) == ("length", TOKENS)
     assert sample.versions == [0] * 30 + [1] * 20 + [2] * 30
-    assert sample.logprobs == close_to(by_hand(given, sample.ids, {0: 0, 30: 1, 50: 2}))
-    anew = by_hand(given, sample.ids, {0: 2})  # what it would be with a cache that is computed anew
+    assert sample.logprobs == close_to(by_hand(given, sample.ids, {0: MODELS[0], 30: MODELS[1], 50: MODELS[2]}))
+    anew = by_hand(given, sample.ids, {0: MODELS[2]})  # what it would be with a cache that is computed anew
     assert max(abs(a - b) for a, b in zip(sample.logprobs[50:], anew[50:], strict=True)) > 0.01
 
 
@@ -138,7 +120,7 @@ def test_a_request_that_waited_for_its_turn_is_sampled_by_the_new_weights_alone(
     first, second = run(work, max_concurrent=1)
     assert set(first.versions) == {0, 1}
     assert second.versions == [1] * TOKENS
-    assert second.logprobs == close_to(by_hand(givens[1], second.ids, {0: 1}))
+    assert second.logprobs == close_to(by_hand(givens[1], second.ids, {0: MODELS[1]}))
 
 
 def test_no_request_takes_a_prefix_that_older_weights_computed():
@@ -161,7 +143,7 @@ def test_no_request_takes_a_prefix_that_older_weights_computed():
     assert kept.versions == [0] * 2 * BLOCK + [1] * (TOKENS - 2 * BLOCK)
     for ids, sample in later:
         assert set(sample.versions) == {1}
-        assert sample.logprobs == close_to(by_hand(ids, sample.ids, {0: 1}))
+        assert sample.logprobs == close_to(by_hand(ids, sample.ids, {0: MODELS[1]}))
     # What the new weights have computed is shared: the prompt by the third, all of the third by the fourth.
     assert shared == 2 * BLOCK + (2 * BLOCK + TOKENS) // BLOCK * BLOCK
     assert cache.get_num_free_blocks() == cache.num_blocks
@@ -187,7 +169,7 @@ def test_requests_that_share_their_prompt_keep_it_and_free_it_once():
         [(cut, version)] = sample.updates
         assert 0 < cut < TOKENS
         assert version == 1
-        assert sample.logprobs == close_to(by_hand(given, sample.ids, {0: 0, cut: 1}))
+        assert sample.logprobs == close_to(by_hand(given, sample.ids, {0: MODELS[0], cut: MODELS[1]}))
     assert cache.get_num_free_blocks() == cache.num_blocks
 
 
