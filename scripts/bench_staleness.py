@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from bench_async import UNCORRECTED
+
 from posttrain.cluster.cluster import local_ray
 from posttrain.config.presets import resolve
 from posttrain.evaluation.command import evaluate
@@ -26,21 +28,14 @@ from posttrain.rl import command as rl
 from posttrain.runs.run import weights_of
 from posttrain.sft import command as sft
 
-# A rejection that rejects nothing: ratios are taken to the policy before the update, and no weight makes up for the
-# older one that sampled.
-UNCORRECTED = [
-    "algo.correction.weight=none",
-    "algo.correction.reject=geometric_mean",
-    "algo.correction.reject_above=1e6",
-]
 MODES: dict[str, list[str]] = {
     "k = 0": [],
     "k = 1": ["rollout.staleness=1"],
     "k = 4": ["rollout.staleness=4"],
-    "k = 4, ratios to the engine": ["rollout.staleness=4", "algo.correction.weight=none"],
+    "k = 4, ratios to the engine": ["rollout.staleness=4", "algo.correction.weight='none'"],
     "k = 4, no correction": ["rollout.staleness=4", *UNCORRECTED],
 }
-PROBLEMS, ANSWERS = 400, 5
+PROBLEMS, ANSWERS = 400, 3
 LAST = 5
 """Steps whose mean reward is reported."""
 
