@@ -212,12 +212,13 @@ class VLLMEngine:
             if self.asleep and self.spec.device == "cuda":
                 await self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
-            if self.keeps:  # while requests hold blocks of the cache vLLM drops none
+            # vLLM drops no block of its cache while requests hold some: other prompts are told apart by their salt.
+            if self.keeps:
                 self.salt = {"cache_salt": f"weights {version}"}
                 await self.llm.update_weight_version(str(version))
             elif not await self.llm.reset_prefix_cache():
                 raise WeightSyncError("vLLM did not drop the prefixes that it computed with the old weights")
-            await self.llm.resume_generation()
+            await self.llm.resume_generation()  # requests that were kept go on beside the check
             return await self._score(check)
 
     async def close(self) -> None:
