@@ -42,7 +42,7 @@ class Pipeline:
     dataset: str
     model: str
     preset: str
-    """Of `rl`; those of `sft` and `generate` are named after it."""
+    """The preset of `rl`; those of `sft` and `generate` are named after it."""
     notes: Mapping[str, str]
     """What is said of a stage before it starts"""
 

@@ -22,11 +22,19 @@ from posttrain.config.presets import resolve
 from posttrain.data.parquet import write_rows
 from posttrain.rl import command as rl
 
+UNCORRECTED = [
+    "algo.correction.weight='none'",
+    "algo.correction.reject='geometric_mean'",
+    "algo.correction.reject_above=1e6",
+]
+"""A rejection that rejects nothing: ratios are taken to the policy before the update, and no weight makes up for the
+older one that sampled."""
 MODES: dict[str, list[str]] = {
     "synchronous": [],
     "over-sampling": ["rollout.over_sample_rate=0.25", "rollout.partial_rollouts=true"],
     "k = 1": ["rollout.staleness=1"],
     "k = 4": ["rollout.staleness=4"],
+    "k = 4, no correction": ["rollout.staleness=4", *UNCORRECTED],
 }
 PLUGIN = '''
 import asyncio

@@ -77,6 +77,9 @@ class RolloutConfig(Section):
     in_flight_updates: bool = True
     """With `staleness`: engines take new weights amid their requests, which then go on with these; false: the turns in
     progress end with the old weights first."""
+    keep_kv: bool = False
+    """With `in_flight_updates`: requests go on with the KV cache that the old weights computed; false: it is computed
+    anew with the new weights. Engines: hf, and vllm from 0.32 on."""
     over_sample_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """`rl`: share of additional groups to start; the slowest groups are cancelled once enough have finished. A
     cancelled group comes first in the next step and is not cancelled again, so no prompt is skipped."""
@@ -197,9 +200,18 @@ class RolloutConfig(Section):
 
     def _check_staleness(self) -> None:
         if not self.staleness:
-            if unused := self.changed & {"window", "in_flight_updates"}:
+            if unused := self.changed & {"window", "in_flight_updates", "keep_kv"}:
                 raise ValueError(f"rollout.{min(unused)} has no effect without rollout.staleness")
             return
+        if self.keep_kv and not self.in_flight_updates:
+            raise ValueError(
+                "rollout.keep_kv has no effect with rollout.in_flight_updates = false: no request is amid its tokens "
+                "when weights change"
+            )
+        if self.keep_kv and self.record_schedule:
+            raise ValueError(
+                "rollout.keep_kv with rollout.record_schedule: a replay computes the KV cache anew at each update"
+            )
         if self.over_sample_rate:
             raise ValueError(
                 "rollout.over_sample_rate with rollout.staleness: slow groups go on while others are trained, and "

@@ -127,10 +127,20 @@ class Sample:
     logprobs: list[float]
     finish_reason: FinishReason
     version: int
-    """Version of the weights that sampled these tokens, all of them."""
+    """Version of the weights that sampled these tokens, up to the first of ``updates``."""
     routing: npt.NDArray[np.uint8] | None = None
     """[up to T, bytes of a token] the experts that the first tokens of prompt and sample went to; None: not asked
     for."""
+    updates: tuple[tuple[int, int], ...] = ()
+    """(tokens sampled before it, its version) of each weight update amid these tokens (`rollout.keep_kv`), in order."""
+
+    @property
+    def versions(self) -> list[int]:
+        """Return the version of the weights that sampled each token."""
+        found = [self.version] * len(self.ids)
+        for start, version in self.updates:
+            found[start:] = [version] * len(found[start:])
+        return found
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Record:
             turn = slice(start, start + len(sample.ids))
             mask[turn] = True
             logprobs[turn] = sample.logprobs
-            versions[turn] = sample.version
+            versions[turn] = sample.versions
         return {
             "tokens": self.ids.copy(),
             "loss_mask": mask,

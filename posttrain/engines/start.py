@@ -10,7 +10,7 @@ from posttrain.config import EngineName
 from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.errors import ConfigError
 from posttrain.engines.base import Engine, EngineSpec
-from posttrain.engines.choice import ENGINES, check_engine, choose_engine
+from posttrain.engines.choice import ENGINES, check_engine, check_keeps_kv, choose_engine
 
 NO_BATCH_INVARIANCE = "rollout.batch_invariant needs a GPU: engines have batch-invariant kernels there only"
 
@@ -29,11 +29,14 @@ async def open_engine(spec: EngineSpec) -> Engine:
     """Start the engine that ``spec`` describes in this process, with the model's own weights as version 0.
 
     Raises:
-        ConfigError: the engine is not installed, or has no batch-invariant kernels on this device.
+        ConfigError: the engine is not installed, has no batch-invariant kernels on this device, or cannot do
+            `rollout.keep_kv`.
         RunError, ModelError: the engine does not start.
     """
     name = choose_engine(spec.rollout.engine, gpu=spec.device == "cuda").name
     check_engine(name)
+    if spec.rollout.keep_kv:
+        check_keeps_kv(name)
     if spec.rollout.batch_invariant and spec.device == "cpu" and name != "hf":
         raise ConfigError(NO_BATCH_INVARIANCE, hint="--set rollout.batch_invariant=false")
     with rare_cycle_search():

@@ -64,7 +64,10 @@ class VLLMEngine:
         self.max_concurrent = concurrent_requests("vllm", spec.rollout, cache_tokens(spec), spec.episodes)
         self.request_ids = itertools.count()
         self.asleep = False
-        self.guard = UpdateGuard("vLLM", shapes(spec), lambda: self.llm.pause_generation(mode="abort"))
+        self.keeps = spec.rollout.keep_kv
+        self.guard = UpdateGuard("vLLM", shapes(spec), self._pause, keeps=self.keeps)
+        self.salt: dict[str, str] = {}
+        """Part of every prompt: prefixes of prompts with different salts are not shared."""
         self.routing = routing_format(spec)
         with readable_model(spec) as (path, load_format):
             ours = dict(
@@ -111,6 +114,12 @@ class VLLMEngine:
             "max_num_batched_tokens": max(2048, self.spec.max_tokens),
         }
 
+    async def _pause(self) -> None:
+        if self.keeps:
+            await self.llm.pause_generation(mode="keep", clear_cache=False)
+        else:
+            await self.llm.pause_generation(mode="abort")
+
     async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
         given_to_none(images, "vLLM")
         async with self.guard.request() as version:
@@ -133,7 +142,11 @@ class VLLMEngine:
             if done.routed_experts is None:
                 raise RunError("vLLM gave no experts of a request", hint="--set rollout.router_replay=off")
             routing = stored_routing(done.routed_experts, self.routing, len(prompt_ids) + len(ids))
-        return Sample(ids, logprobs, reasons[done.finish_reason], version, routing)
+        updates: tuple[tuple[int, int], ...] = ()
+        if self.keeps:
+            spans = [(span.start, int(span.version)) for span in done.weight_versions or ()]
+            updates = tuple(span for span in spans if span != (0, version))
+        return Sample(ids, logprobs, reasons[done.finish_reason], version, routing, updates)
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
         async with self.guard.request():
@@ -158,7 +171,7 @@ class VLLMEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         request = Params(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params)
-        prompt = TokensPrompt(prompt_token_ids=np.asarray(ids).tolist())
+        prompt = TokensPrompt(prompt_token_ids=np.asarray(ids).tolist(), **self.salt)
         try:
             outputs = [output async for output in self.llm.generate(prompt, request, f"r{next(self.request_ids)}")]
         except EngineDeadError as error:
@@ -201,9 +214,13 @@ class VLLMEngine:
             if self.asleep and self.spec.device == "cuda":
                 await self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
-            if not await self.llm.reset_prefix_cache():
+            # vLLM drops no block of its cache while requests hold some: other prompts are told apart by their salt.
+            if self.keeps:
+                self.salt = {"cache_salt": f"weights {version}"}
+                await self.llm.update_weight_version(str(version))
+            elif not await self.llm.reset_prefix_cache():
                 raise WeightSyncError("vLLM did not drop the prefixes that it computed with the old weights")
-            await self.llm.resume_generation()
+            await self.llm.resume_generation()  # requests that were kept go on beside the check
             return await self._score(check)
 
     async def close(self) -> None:

@@ -25,7 +25,7 @@ class ImageLoad:
     count: float = 0.0
     """Mean of a sequence"""
     patches: float = 0.0
-    """Of an image, in the mean"""
+    """The mean of an image"""
     source: str = ""
     """Where these come from, in words; "": not known"""
 

@@ -30,9 +30,9 @@ class RankWork:
     loss_share: float = 1.0
     """Share of the tokens that carry loss"""
     images: float = 0.0
-    """Of a sequence, in the mean"""
+    """The mean of a sequence"""
     patches: float = 0.0
-    """Of an image, in the mean"""
+    """The mean of an image"""
 
     @property
     def lengths(self) -> list[int]:

@@ -2,7 +2,8 @@
 
 With `rollout.staleness` = k, groups of the next k steps are played while trainers work. Pacing keeps the bound, and
 nothing is discarded for it: a group is started only if the step that trains it in the worst case is at most k steps
-away from the weights that sample its first token. ``TrainingBatches.capacity`` is that rule.
+away from the weights that sample its first token. ``TrainingBatches.capacity`` is that rule. Of what it allows, no more
+is started ahead than trainers need not to wait: what waits for its step grows old for nothing.
 
 Two things let a batch pass over a group that is still played. Long episodes are the slow ones, so what is passed over
 must not be lost, or the policy would learn from short answers only:
@@ -79,6 +80,8 @@ class TrainingBatches:
         """Groups that are played or ready, in draw order."""
         self._places = itertools.count()
         self._capacity = self._limit = 0
+        self._pace = 0
+        """What the capacity is kept at, where less than all of it keeps trainers busy."""
         self._stats = RolloutStats()
         self._news = asyncio.Event()
 
@@ -107,16 +110,26 @@ class TrainingBatches:
             RunError: with `rollout.filter_groups`, not one group of the allowed draws has a signal.
         """
         ahead = self._cfg.staleness if later is None else min(self._cfg.staleness, later)
-        self._capacity = self.capacity(ahead)
+        most = self.capacity(ahead)
+        # Twice a batch: with nothing to wait for, one is played while the other is trained. The rest is for waits.
+        least = most if self._schedule.repeats else min(most, 2 * self._size)
+        self._pace = max(self._pace, least, len(self._drawn))
+        self._capacity = min(self._pace, most)
         if self._cfg.filter_groups:
             self._limit = self._size * (self._cfg.filter_max_batches + ahead)
         else:
-            self._limit = self._capacity
+            self._limit = most
+        early = sum(draw.graded is not None for draw in self._drawn) - self._size
+        first, waited = not self._drawn, False
         try:
             for draw in self._drawn:
                 self._start(draw)
             self._fill()
             while (chosen := self._choose()) is None:
+                if not (first or waited):
+                    self._pace = self._capacity = min(most, self._capacity + max(1, self._size // 2))
+                    self._fill()
+                waited = True
                 self._news.clear()
                 await self._news.wait()
                 self._fill()
@@ -124,6 +137,8 @@ class TrainingBatches:
         except BaseException:
             await self.close()
             raise
+        if not waited and early > 0:  # so many groups wait for two steps
+            self._pace = max(least, self._pace - math.ceil(early / 2))
         self._drawn = [draw for draw in self._drawn if draw not in chosen]
         self._stats.missing_groups = self._size - len(chosen)
         if self._cfg.staleness:

@@ -33,6 +33,8 @@ class Schedule:
 
     seed: int | None = None
     """The run's seed, where episodes are to be sampled with seeds of their own."""
+    repeats = False
+    """Another run has decided when groups are started."""
 
     def drawn(self, number: int, row: int) -> None:
         """Take that the group of a draw may be played from now on."""

@@ -110,6 +110,8 @@ class Replay(Schedule):
         deadline_s: longest wait of an update for what older weights are to sample.
     """
 
+    repeats = True
+
     def __init__(self, recorded: Recorded, seed: int, log: Schedule, deadline_s: float) -> None:
         self.name, self.seed, self._log, self._deadline_s = recorded.name, seed, log, deadline_s
         events = recorded.events

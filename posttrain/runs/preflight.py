@@ -11,7 +11,7 @@ from posttrain.config import Config
 from posttrain.config.presets import Resolved, has_gpu
 from posttrain.core.errors import ConfigError, DataError, ModelError
 from posttrain.core.types import Sampling
-from posttrain.engines.choice import EngineChoice, check_engine, choose_engine
+from posttrain.engines.choice import EngineChoice, check_engine, check_keeps_kv, choose_engine
 from posttrain.engines.classes import check_model_class
 from posttrain.engines.hf import BLOCK
 from posttrain.engines.start import NO_BATCH_INVARIANCE
@@ -122,6 +122,8 @@ def check_packages(cfg: Config) -> None:
     that installs them."""
     if cfg.samples:
         check_engine(engine_of(cfg).name)
+        if cfg.rollout.keep_kv:
+            check_keeps_kv(engine_of(cfg).name)
     optim = cfg.train.optim
     loggers = cfg.run.logger if cfg.command in ("sft", "prefer", "rl") else []
     wanted = {

@@ -25,14 +25,23 @@ class UpdateGuard:
     Args:
         name: of the engine, in messages.
         shapes: of all parameters that an update must load.
-        abort: makes the engine return all requests with what they have sampled.
+        pause: makes the engine return all requests with what they have sampled.
+        keeps: instead ``pause`` holds up all requests as they are, and they go on when the engine has finished the
+            update.
     """
 
-    def __init__(self, name: str, shapes: Mapping[str, tuple[int, ...]], abort: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        pause: Callable[[], Awaitable[Any]],
+        *,
+        keeps: bool = False,
+    ) -> None:
         self.version = 0
         """Version of the engine's weights."""
         self.running: set[asyncio.Task[Any]] = set()
-        self._name, self._shapes, self._abort = name, shapes, abort
+        self._name, self._shapes, self._pause, self._keeps = name, shapes, pause, keeps
         self._loaded: set[str] = set()
         self._update: str | None = None
         """The update whose buckets are loaded; None between updates."""
@@ -52,12 +61,13 @@ class UpdateGuard:
 
     @contextlib.asynccontextmanager
     async def request(self) -> AsyncIterator[int]:
-        """Wrap a request: wait while weights are loaded, and yield the version that samples all of it.
+        """Wrap a request: wait while weights are loaded, and yield the version that samples its first token.
 
         Raises:
             RunError: the last update failed, so that the engine has no complete weights.
         """
-        await self._open.wait()
+        while not self._open.is_set():  # it may be closed again before a task that waits for it runs
+            await self._open.wait()
         if self._broken is not None:
             raise RunError(f"{self._name} has no complete weights: {self._broken}")
         task = asyncio.current_task()
@@ -70,7 +80,7 @@ class UpdateGuard:
 
     @contextlib.asynccontextmanager
     async def loading(self, bucket: Bucket) -> AsyncIterator[None]:
-        """Wrap the load of a bucket. The first bucket of an update aborts all requests; new ones wait until ``finish``.
+        """Wrap the load of a bucket. The first bucket of an update pauses all requests; new ones wait until ``finish``.
 
         Buckets are loaded one at a time, ordered by their numbers: neither Ray nor the engines keep the order of
         calls, and a broadcast goes to whichever load receives next. An update may be given up without a message to
@@ -132,13 +142,17 @@ class UpdateGuard:
             await turn
 
     async def close(self) -> None:
-        """Abort the requests that run, and wait until they have returned. New ones wait until ``finish``."""
+        """Pause the requests that run; unless they are kept, wait until they have returned. New ones wait until
+        ``finish``."""
         async with self._closing:  # a second caller returns after the requests have, too
             if not self._open.is_set():
                 return
             self._open.clear()
+            if self._keeps:
+                await self._pause()
+                return
             if self.running:
-                await self._abort()
+                await self._pause()
             deadline = time.monotonic() + _ABORT_DEADLINE_S
             while self.running:
                 if time.monotonic() > deadline:

@@ -97,7 +97,7 @@ def test_no_token_is_older_than_the_bound_though_an_engine_dies(settings, k, in_
 
 @pytest.mark.slow
 def test_a_driver_that_is_killed_goes_on_with_the_groups_in_flight(settings):
-    sets = settings("rollout.staleness=2", "train.save_every=1", "run.console='plain'")
+    sets = settings("rollout.staleness=2", "rollout.keep_kv=true", "train.save_every=1", "run.console='plain'")
     command = [sys.executable, "-m", "posttrain", "rl", "--preset", "tiny-arith"]
     command += [word for one in sets for word in ("--set", one)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
@@ -107,7 +107,8 @@ def test_a_driver_that_is_killed_goes_on_with_the_groups_in_flight(settings):
     process.communicate(timeout=60)
     saved = checkpoint.find(settings.folder)
     state = saved.read("loader.json")
-    assert len(state["left"]) == 2 * SIZE - 1  # what may be drawn ahead, less the window of a group
+    # What is drawn ahead at least, and what may be, less the window of a group.
+    assert SIZE - 1 <= len(state["left"]) <= 2 * SIZE - 1
     assert (saved.path / "in_flight.parquet").is_file() == bool(state["in_flight"])
     again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr

@@ -28,6 +28,7 @@ from posttrain.weight_sync.buckets import views
 from posttrain.weight_sync.publish import publish
 from posttrain.weight_sync.sender import WeightSender
 from posttrain.weight_sync.transfers import BroadcastTransfer
+from tests.helpers.kept_cache import by_hand
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 vllm = pytest.importorskip("vllm")
@@ -45,6 +46,10 @@ SPREAD = Config.model_validate(
     }
 )
 """An engine of two processes, which get weights by gloo as two GPUs would by NCCL."""
+KEEPING = Config.model_validate(
+    {"command": "rl", "run": {"seed": 1}, "rollout": ROLLOUT | {"staleness": 1, "keep_kv": True}}
+)
+"""An engine whose requests outlive updates."""
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +78,15 @@ def sampler(cluster):
 @pytest.fixture(scope="module")
 def spread_sampler(spread):
     return asyncio.run(spread.sampler(SOURCE, [EOS], 0))
+
+
+@pytest.fixture(scope="module")
+def keeping(cluster):
+    """In the same Ray."""
+    keeping = Cluster(KEEPING)
+    asyncio.run(keeping.__aenter__())
+    yield asyncio.run(keeping.sampler(SOURCE, [EOS], 0))
+    asyncio.run(keeping.__aexit__(None, None, None))
 
 
 def prompt(length, seed=0):
@@ -291,6 +305,40 @@ async def test_an_engine_of_two_processes(spread, spread_sampler):
     sample = await sampler.generate(ids, SamplingParams(32, 1.0))
     assert sample.version == 2
     assert close(sample.logprobs, logprobs_of(MODELS[1], [*ids, *sample.ids])[40:])
+
+
+async def sampled(sampler):
+    """Tokens that vLLM has sampled for the requests that it has at work."""
+
+    def ask(self):
+        states = list(self.engine.llm.output_processor.request_states.values())
+        return sum(state.detokenizer.num_output_tokens() for state in states)
+
+    return await sampler.actor.__ray_call__.remote(ask)
+
+
+async def test_requests_that_keep_their_kv_cache_go_on_after_an_update(keeping):
+    """Each token is of the weights that its version says; requests that begin afterwards take no prefix of older ones,
+    neither from those that have ended nor from those that go on."""
+    prompts = [prompt(120 + n, seed=n) for n in range(4)]
+    await keeping.generate(prompt(200, seed=9), SamplingParams(1, 1.0))
+    tasks = [asyncio.create_task(keeping.generate(ids, SamplingParams(400, 1.0, seed=1))) for ids in prompts]
+    while await sampled(keeping) == 0:
+        await asyncio.sleep(0.01)
+    await send(keeping, 1, weights_of(MODELS[1]))
+    samples = await asyncio.gather(*tasks)
+    for ids, sample in zip(prompts, samples, strict=True):
+        assert sample.finish_reason == "length" or sample.ids[-1] == EOS
+        cut = sample.versions.count(0)
+        assert sample.versions == [0] * cut + [1] * (len(sample.ids) - cut)
+        assert close(
+            sample.logprobs, by_hand(ids, sample.ids, {0: MODELS[0], cut: MODELS[1]} if cut else {0: MODELS[1]})
+        )
+    assert any(0 < sample.versions.count(0) < len(sample.ids) for sample in samples)
+    for ids in (prompt(200, seed=9), prompts[0], [*prompts[0], *samples[0].ids[:100]]):
+        later = await keeping.generate(ids, SamplingParams(8, 1.0))
+        assert later.versions == [1] * len(later.ids)
+        assert close(later.logprobs, by_hand(ids, later.ids, {0: MODELS[1]}))
 
 
 def _title(process):

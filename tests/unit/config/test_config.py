@@ -58,6 +58,17 @@ def test_tree_is_frozen_and_closed() -> None:
         ("rl", {"rollout": {"staleness": 1, "only": True}}, "no effect with rollout.only"),
         ("rl", {"rollout": {"window": 0.5}}, "rollout.window has no effect without rollout.staleness"),
         ("rl", {"rollout": {"in_flight_updates": False}}, "no effect without rollout.staleness"),
+        ("rl", {"rollout": {"keep_kv": True}}, "rollout.keep_kv has no effect without rollout.staleness"),
+        (
+            "rl",
+            {"rollout": {"staleness": 1, "keep_kv": True, "in_flight_updates": False}},
+            "rollout.keep_kv has no effect with rollout.in_flight_updates = false",
+        ),
+        (
+            "rl",
+            {"rollout": {"staleness": 1, "keep_kv": True, "record_schedule": True, "batch_invariant": True}},
+            "a replay computes the KV cache anew",
+        ),
         ("rl", {"critic": {"warmup_steps": 3}}, r"\[critic\] has no effect with algo.advantage = 'grpo'"),
         ("rl", {"algo": {"updates_per_step": 5}, "data": {"batch_size": 8}}, "does not divide"),
         ("rl", {"cluster": {"workers": 5}, "rollout": {"n": 8}, "data": {"batch_size": 8}}, "rollout.n = 64"),

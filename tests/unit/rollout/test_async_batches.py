@@ -183,6 +183,48 @@ def test_groups_without_a_signal_are_replaced_within_the_bound(delays, k):
     assert [len(rows) for rows in world.trained] == [SIZE] * STEPS
 
 
+@pytest.mark.parametrize("repeats", [False, True])
+def test_no_more_is_sampled_ahead_than_trainers_need_not_to_wait(repeats):
+    """At k = 4. What is sampled in a step is ready for the next one; then engines are slow, and quick again. A run that
+    repeats another one samples ahead all that the bound allows: the other one has decided."""
+
+    class Late(Engine):
+        async def generate(self, prompt_ids, params, images=()):
+            await turns(late)
+            return await super().generate(prompt_ids, params, images)
+
+    async def step(batches, world, number):
+        ages = [number - 1 - t.weight_version[t.loss_mask].min() for group in await batches.next() for t in group]
+        left = len(batches.state()["left"])
+        await turns(500)
+        await world.publish(number)
+        return left, max(ages)
+
+    async def play():
+        nonlocal late
+        schedule = Schedule()
+        schedule.repeats = repeats
+        world = World([0], staleness(4), engine=Late, schedule=schedule)
+        batches, found = world.open(), []
+        for number in range(1, 17):
+            late = 3000 if 4 < number <= 8 else 0
+            found.append(await step(batches, world, number))
+        await batches.close()
+        return found
+
+    late = 0
+    left, oldest = zip(*asyncio.run(play()), strict=True)
+    if repeats:
+        assert set(left) == {4 * SIZE - SIZE // 4}
+        assert max(oldest) == 4
+        return
+    assert set(left[:4]) == {SIZE}
+    assert oldest[:4] == (0, 1, 1, 1)
+    assert max(left[4:10]) > SIZE
+    assert left[-1] == SIZE
+    assert oldest[-1] == 1
+
+
 @pytest.mark.parametrize("window", [0.0, 0.5])
 def test_the_window_says_how_many_may_overtake_a_slow_group(window):
     """Row 1 is played for as long as others are; the batch that it is due in waits for it, or the next one."""

@@ -60,6 +60,25 @@ async def test_update_aborts_requests_and_holds_new_ones():
     assert await new == 7
 
 
+async def test_requests_that_are_kept_outlive_updates_and_new_ones_wait_for_their_end():
+    engine = Engine()
+    pauses = []
+    engine.guard = UpdateGuard("it", SHAPES, lambda: asyncio.sleep(0, pauses.append(engine.guard.version)), keeps=True)
+    old = asyncio.create_task(engine.request())
+    await asyncio.sleep(0)
+    for version in (7, 8):
+        async with engine.guard.loading(bucket(0, SHAPES, f"update {version}")):
+            new = asyncio.create_task(engine.request())
+            await asyncio.sleep(0.01)
+            assert len(engine.guard.running) == version - 6  # without the new one
+        async with engine.guard.finish(version):
+            assert not old.done()
+        await asyncio.sleep(0.01)
+    assert pauses == [0, 7]
+    engine.ends.set()
+    assert (await old, await new) == (0, 8)
+
+
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 async def test_loads_buckets_in_order_one_at_a_time(order):
     """Whatever order they come in: the first waits for requests to come back, and a load takes its time."""
