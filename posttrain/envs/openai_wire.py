@@ -71,11 +71,12 @@ class ChatWire:
     def response(self, body: Mapping[str, Any], answers: Answers, name: str) -> dict[str, Any]:
         choices = []
         for index, answer in enumerate(answers.choices):
-            message: dict[str, Any] = {"role": "assistant", "content": answer.message["content"] or None}
+            message: dict[str, Any] = {"role": "assistant", "content": answer.message["content"]}
             if answer.message.get("reasoning_content"):
                 message["reasoning_content"] = answer.message["reasoning_content"]
             if calls := _calls(answer.message):
                 message["tool_calls"] = calls
+                message["content"] = message["content"] or None  # as OpenAI has it; without calls it is a text
             choice = {"index": index, "message": message, "finish_reason": answer.finish}
             choices.append(choice | self._details(body, answer))
         return self._head(body, name, "chat.completion") | {

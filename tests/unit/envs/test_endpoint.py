@@ -101,6 +101,12 @@ async def test_a_stop_text_ends_a_turn_and_what_comes_after_it_is_not_trained_on
         assert len(served.branches) == 1
 
 
+async def test_a_turn_without_words_is_an_empty_text():
+    async with serving("", call("so")) as served:
+        said = [(await served.chat(tools=[TOOL])).json()["choices"][0]["message"]["content"] for _ in range(2)]
+    assert said == ["", None]  # None beside calls alone, as OpenAI has it
+
+
 async def test_max_tokens_cuts_a_turn():
     async with serving("one two three") as served:
         answer = (await served.chat(max_tokens=2)).json()["choices"][0]
