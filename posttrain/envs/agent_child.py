@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.config import RolloutConfig
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import PosttrainError, RunError
 from posttrain.core.plugins import user_code
 from posttrain.core.registry import load_plugins
 from posttrain.core.types import Ids, Prompt, Sample, Sampling, SamplingParams
@@ -140,6 +140,8 @@ async def _agents_loop(pipe: Connection, agent: Agent, renderer: bytes, cfg: Rol
                 await _Sessions(pipe, player, agents).run()
         except PosttrainError as error:
             pipe.send(Started(error))
+        except Exception as error:  # nobody sees what a thread raises: the run's process would wait for its deadline
+            pipe.send(Started(RunError(f"the agent's process cannot serve it: {type(error).__name__}: {error}")))
 
     threading.Thread(target=lambda: asyncio.run(sessions()), name="sessions", daemon=True).start()
     await asyncio.Event().wait()

@@ -162,6 +162,8 @@ class _Child:
 
     def _watch(self) -> None:
         """See that the agent's event loop still runs."""
+        if self.ended:
+            return
         number = next(self._numbers)
         self._pings[number] = seen = self._loop.create_future()
         self._send(Ping(number))

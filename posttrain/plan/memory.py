@@ -110,6 +110,13 @@ class Trainer:
         return self.shape.outside + self.shape.layers * self.layer + self.shape.of_tower
 
     @property
+    def reduced(self) -> float:
+        """Parameters whose gradients this process has before they are reduced."""
+        if self.adapted or not self.trained:
+            return float(self.trained)
+        return self.gathered - self._frozen
+
+    @property
     def policy(self) -> Policy:
         # Exchanges of sequence parallelism break the graph, and a checkpoint around them is then not compiled.
         whole = self.train.sequence_parallel == 1 or self.train.activation_checkpointing == "none"
@@ -230,7 +237,7 @@ class Trainer:
     def _gradients(self) -> float:
         """Those of the micro-batches before."""
         if self.sharded and self.train.reduce_gradients == "step":
-            return _FLOAT32 * (float(self.trained) if self.adapted else self.gathered - self._frozen)
+            return _FLOAT32 * self.reduced
         if self.train.cpu_offload:
             return 0.0
         return self.master * self.trained / self.shards

@@ -184,8 +184,7 @@ def _over_parameters(trainer: Trainer, gpu: Gpu, micro_batches: int) -> float:
     moments = 2.0 if trainer.train.optim.name == "adamw_8bit" else 2.0 * master
     moved = mine * (3 * master + 2 * moments)  # AdamW: read weight, gradient, moments; write all but the gradient
     moved += 3 * master * mine  # the norm, and scaling
-    everything = trainer.shape.parameters
-    whole = float(trainer.trained) if trainer.adapted or not trainer.trained else trainer.gathered
+    everything, whole = trainer.shape.parameters, trainer.reduced
     if not trainer.sharded:
         moved += 3 * master * mine * (micro_batches - 1)
         return moved / (gpu.bandwidth * known.TENSOR_LISTS)

@@ -17,6 +17,8 @@ _CHANNELS = 3
 _QWEN2_5, _QWEN3 = ("qwen2_5_vl_vision", "qwen2_5_vl"), ("qwen3_vl_vision", "qwen3_vl")
 TOWERS = (*_QWEN2_5, *_QWEN3)
 """Kinds of towers that are counted exactly, and tested to be."""
+_QWEN2_5_WHOLE, _QWEN2_5_WINDOW = (7, 15, 23, 31), 112
+"""What transformers takes where a config of Qwen2.5-VL says nothing of windows."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,3 @@ def tower_of(config: Mapping[str, Any]) -> TowerShape | None:
         mergers=1 if gated else 1 + len(c["deepstack_visual_indexes"]),
         positions=0 if gated else int(c["num_position_embeddings"]),
     )
-
-
-_QWEN2_5_WHOLE, _QWEN2_5_WINDOW = (7, 15, 23, 31), 112
-"""What transformers takes where a config of Qwen2.5-VL says nothing of windows."""

@@ -167,13 +167,28 @@ async def test_a_process_that_an_episode_blocks_is_replaced_after_its_deadline(p
         monkeypatch.setattr(agent_processes, "_BLOCKED_S", 0.2)
         late = await played(players, "block")
         assert (late.reason, late.error) == ("deadline", "episode took longer than 1 s (rollout.episode_deadline_s)")
-        behind = await played(players, "wait")
-        assert "blocked the agent's process" in behind.error or behind.reason == "deadline"
+        [child] = players._children
+        async with asyncio.timeout(60):
+            while not child.ended:
+                await asyncio.sleep(0.01)
+        assert players._least_busy() is not child
 
 
 async def test_an_agent_that_cannot_be_opened_is_said(tmp_path):
     async with AgentProcesses(partial(open_agent, f"{tmp_path}/no.py:agent", ""), 1, RENDERER, LIMITS) as players:
         assert re.search(r"ConfigError: .*no\.py", (await played(players, "pid")).error)
+
+
+class Unreadable:
+    """A renderer that no other process can open."""
+
+    def __reduce__(self):
+        return (int, ("none",))
+
+
+async def test_a_process_that_cannot_serve_says_why_at_once(file):
+    async with AgentProcesses(partial(open_agent, f"{file}:agent", ""), 1, Unreadable(), LIMITS) as players:
+        assert "the agent's process cannot serve it: ValueError: " in (await played(players, "pid")).error
 
 
 def test_processes_for_three_of_four_cores(monkeypatch):
