@@ -41,7 +41,8 @@ class ClusterConfig(Section):
     memory on a CPU. host: through host memory. broadcast (with `placement = "separate"`): NCCL from rank 0 to all
     engines, gloo on a CPU."""
     sync_tolerance: PositiveFactor | None = None
-    """Largest mean |log-probability difference| between trainer and engine after a weight update;
+    """Largest mean |log-probability difference| between trainer and engine after a weight update, over the likelier
+    half of the tokens compared;
     none: 1e-3 in float32, 0.1 in bfloat16."""
 
 

@@ -145,8 +145,26 @@ def render_prompt(
     **template_kwargs: Any,
 ) -> list[int]:
     """Return token ids of the conversation so far, ending where the assistant starts to write. Raises ``DataError``."""
+    return encode(tokenizer, prompt_text(messages, tokenizer, tools, **template_kwargs))
+
+
+def prompt_text(
+    messages: Sequence[AnyMessage],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[ToolSchema] | None = None,
+    **template_kwargs: Any,
+) -> str:
+    """Return the text of ``render_prompt``'s token ids. Raises ``DataError``."""
     template = ChatTemplate(tokenizer, template_kwargs)
-    return encode(tokenizer, template.text(normalize_messages(messages), tools, add_generation_prompt=True))
+    return template.text(normalize_messages(messages), tools, add_generation_prompt=True)
+
+
+def encoded_lengths(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
+    """Return how many token ids ``encode`` gives for each text, computed on all cores where the tokenizer can."""
+    if not tokenizer.is_fast:
+        return [len(encode(tokenizer, text)) for text in texts]
+    encode_batch = tokenizer.backend_tokenizer.encode_batch_fast
+    return [len(encoded.ids) for encoded in encode_batch(list(texts), add_special_tokens=False)]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -47,6 +47,15 @@ def token_logprobs(
     return result
 
 
+def likelier_half(logprobs: Tensor) -> Tensor:
+    """Return the indices [ceil(T / 2)] of the likelier half of tokens, from their log-probabilities [T].
+
+    Two programs with the same weights are compared by these. Of unlikely tokens rounding alone changes the
+    log-probability by several times as much, and by different amounts from model to model.
+    """
+    return logprobs.argsort(descending=True)[: (len(logprobs) + 1) // 2]
+
+
 def tokenwise_loss(
     hidden: Tensor,
     head: Tensor,

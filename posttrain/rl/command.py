@@ -60,16 +60,16 @@ def prepare_sampling(resolved: Resolved) -> RlJob:
     budget = None if cfg.rollout.only else check_budget(cfg)
     env = episode_context(cfg, source, tokenizer)
     rows, train_file = read_tasks(cfg, env, "train")
-    prompts, left_out = fitting_prompts(rows, env, train_file, cfg.data.truncation)
+    prompts, left_out, mean_tokens = fitting_prompts(rows, env, train_file, cfg.data.truncation)
     with reading_validation():
         val_rows, val_file = read_tasks(cfg, env, "val", limit=cfg.val.limit)
-    val, val_left_out = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
+    val, val_left_out, _ = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
     failing = check_reward([*prompts, *val], cfg, env, train_file)
     recorded = recorded_schedule(resolved, prompts) if cfg.rollout.replay_schedule else None
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
     crowded = check_batch(len(prompts), cfg.data.batch_size)
     notes = [note for note in (left_out, val_left_out, failing and f"warning: {failing}", crowded) if note]
-    return RlJob(resolved, source, steps, env, prompts, val, notes, budget, recorded)
+    return RlJob(resolved, source, steps, env, prompts, mean_tokens, val, notes, budget, recorded)
 
 
 def recorded_schedule(resolved: Resolved, prompts: Sequence[Prompt]) -> Recorded:
@@ -88,6 +88,8 @@ class RlJob(TrainingJob):
 
     env: EpisodeContext
     prompts: Sequence[Prompt]
+    mean_tokens: float
+    """Mean length of the prompts"""
     val: Sequence[Prompt]
     data_notes: Sequence[str]
     """What the user should know about the data and the reward function"""
@@ -112,9 +114,7 @@ class RlJob(TrainingJob):
         yield from self.data_notes
 
     def known(self) -> Known:
-        """Return the mean length of the prompts."""
-        mean = sum(len(self.env.prompt_ids(prompt)) for prompt in self.prompts) / len(self.prompts)
-        return Known(prompt=mean, steps=self.steps)
+        return Known(prompt=self.mean_tokens, steps=self.steps)
 
     @contextmanager
     def opened(self, tracker: Tracker) -> Iterator[Loop]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.data.parquet import read_prompts, refuse_images
@@ -24,9 +24,13 @@ def check_prompts(prompts: Iterable[Prompt], env: EpisodeContext, file: str) -> 
     Raises:
         DataError: naming the file, the first row that is too long, how many are, and the longest; or a row with images.
     """
-    limit = env.cfg.max_prompt_tokens
-    lengths = ((prompt.index, _prompt_length(prompt, env, file)) for prompt in prompts)
-    if too_long := [(row, length) for row, length in lengths if length > limit]:
+    prompts = list(prompts)
+    _check_lengths(prompts, _lengths(prompts, env, file), env.cfg.max_prompt_tokens, file)
+
+
+def _check_lengths(prompts: Sequence[Prompt], lengths: Sequence[int], limit: int, file: str) -> None:
+    """Raise as ``check_prompts`` does."""
+    if too_long := [(p.index, length) for p, length in zip(prompts, lengths, strict=True) if length > limit]:
         row, length = too_long[0]
         others = "" if len(too_long) == 1 else f"; {_overlong([length for _, length in too_long])}"
         raise DataError(
@@ -58,32 +62,38 @@ def read_tasks(cfg: Config, env: EpisodeContext, split: Split, limit: int | None
     return read_prompts(file, limit), file
 
 
-def fitting_prompts(
-    prompts: Sequence[Prompt], env: EpisodeContext, file: str, truncation: str
-) -> tuple[list[Prompt], str | None]:
-    """Return the prompts of an RL run. ``truncation = "drop"`` leaves out those above `rollout.max_prompt_tokens`.
+class FittingPrompts(NamedTuple):
+    """The prompts of an RL run."""
 
-    Returns:
-        The prompts, and a message about those that are left out (None: none is).
+    prompts: list[Prompt]
+    note: str | None
+    """A message about prompts that are left out; None: none is"""
+    mean_tokens: float
+    """Mean length of the prompts; 0 where there are none"""
+
+
+def fitting_prompts(prompts: Sequence[Prompt], env: EpisodeContext, file: str, truncation: str) -> FittingPrompts:
+    """Return the prompts of an RL run. ``truncation = "drop"`` leaves out those above `rollout.max_prompt_tokens`.
 
     Raises:
         DataError: naming the file and the row of a prompt that is too long, or has images; or none is left.
     """
+    limit, lengths = env.cfg.max_prompt_tokens, _lengths(prompts, env, file)
     if truncation != "drop":
-        check_prompts(prompts, env, file)
-        return list(prompts), None
-    limit = env.cfg.max_prompt_tokens
-    lengths = [_prompt_length(prompt, env, file) for prompt in prompts]
+        _check_lengths(prompts, lengths, limit, file)
     fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
     if prompts and not fitting:
         raise DataError(
             f"{file}: each of its {len(prompts)} prompts has more than rollout.max_prompt_tokens = {limit} tokens",
             hint="raise rollout.max_prompt_tokens",
         )
-    if len(fitting) == len(prompts):
-        return fitting, None
-    said = _overlong([length for length in lengths if length > limit])
-    return fitting, f"{file}: {said}, and left out (rollout.max_prompt_tokens = {limit}, data.truncation = drop)"
+    note = None
+    if too_long := [length for length in lengths if length > limit]:
+        note = (
+            f"{file}: {_overlong(too_long)}, and left out (rollout.max_prompt_tokens = {limit}, data.truncation = drop)"
+        )
+    total = sum(length for length in lengths if length <= limit)
+    return FittingPrompts(fitting, note, total / max(1, len(fitting)))
 
 
 def _overlong(lengths: Sequence[int]) -> str:
@@ -92,16 +102,21 @@ def _overlong(lengths: Sequence[int]) -> str:
     return f"{len(lengths):,} {many} too long, the longest has {max(lengths)} tokens"
 
 
-def _prompt_length(prompt: Prompt, env: EpisodeContext, file: str) -> int:
-    """Return the length of a prompt in tokens. Raises ``DataError`` for one with images that are not read, or cannot
+def _lengths(prompts: Sequence[Prompt], env: EpisodeContext, file: str) -> list[int]:
+    """Return the lengths of prompts in tokens. Raises ``DataError`` for one with images that are not read, or cannot
     be."""
     if env.vision is None or env.world is not None or env.agents is not None:
-        refuse_images(prompt, file, prompt.index)
-        return len(env.prompt_ids(prompt))
-    try:
-        return len(env.prompt_ids(prompt))
-    except DataError as error:
-        raise DataError(f"{file}: row {prompt.index}, {error.message}", hint=error.hint) from error
+        for prompt in prompts:
+            refuse_images(prompt, file, prompt.index)
+    if env.vision is None:
+        return env.text_lengths(prompts)
+    lengths = []
+    for prompt in prompts:
+        try:
+            lengths.append(len(env.prompt_ids(prompt)))
+        except DataError as error:
+            raise DataError(f"{file}: row {prompt.index}, {error.message}", hint=error.hint) from error
+    return lengths
 
 
 def check_reward(prompts: Sequence[Prompt], cfg: Config, env: EpisodeContext, file: str) -> str | None:

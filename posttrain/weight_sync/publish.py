@@ -14,6 +14,7 @@ from torch import Tensor
 from posttrain.core.errors import PosttrainError, WeightSyncError, diverged
 from posttrain.core.sizes import SYNC_CHECK_SEQUENCES, SYNC_CHECK_TOKENS
 from posttrain.core.types import Ids
+from posttrain.models.logprobs import likelier_half
 from posttrain.weight_sync.endpoints import R, Receivers, WeightSource
 from posttrain.weight_sync.transfers import TransferChooser, WeightTransfer
 
@@ -37,7 +38,7 @@ async def publish(
     """Send the trainer's weights to every engine as ``version``, and check them.
 
     The weight-sync check: every engine scores the ``check`` sequences, and its log-probabilities must match the
-    trainer's.
+    trainer's over the likelier half of the tokens (``likelier_half``).
 
     Args:
         tolerance: largest mean absolute difference of an engine's log-probabilities from the trainer's.
@@ -75,7 +76,10 @@ async def publish(
         raise diverged(
             f"the {source.role} gives log-probabilities that are not finite", f"weight version {version} is of no use"
         )
-    gap = _largest_gap(scores, expected, version, tolerance)
+    ranked = expected.clone()
+    ranked[[0, *itertools.accumulate(len(ids) for ids in check[:-1])]] = -torch.inf  # first tokens, which have none
+    counted = likelier_half(ranked)
+    gap = _largest_gap(scores, expected, counted, version, tolerance)
     for receiver, error in targets.lost:
         if replace is None:
             raise error
@@ -83,12 +87,15 @@ async def publish(
     return {"sync/check_gap": gap} | ({"sync/gpu_used_gib": used} if used else {})
 
 
-def _largest_gap(scores: dict[str, list[list[float]]], expected: Tensor, version: int, tolerance: float) -> float:
-    """Return the largest mean absolute difference of an engine's scores from ``expected`` [T]. Raises
-    ``WeightSyncError`` for one above ``tolerance``."""
+def _largest_gap(
+    scores: dict[str, list[list[float]]], expected: Tensor, counted: Tensor, version: int, tolerance: float
+) -> float:
+    """Return the largest mean absolute difference of an engine's scores from ``expected`` [T], over the tokens
+    ``counted``. Raises ``WeightSyncError`` for one above ``tolerance``."""
     gaps = [0.0]
     for name, of_sequences in scores.items():
-        gap = float((torch.tensor([x for s in of_sequences for x in s]) - expected).abs().mean())
+        difference = torch.tensor([x for s in of_sequences for x in s]) - expected
+        gap = float(difference.abs()[counted].mean())
         if not gap <= tolerance:
             raise WeightSyncError(
                 f"{name} does not hold weight version {version}: in the weight-sync check its log-probabilities "

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from posttrain.models import logprobs as module
-from posttrain.models.logprobs import token_logprobs, tokenwise_loss
+from posttrain.models.logprobs import likelier_half, token_logprobs, tokenwise_loss
 
 VOCABULARY, HIDDEN = 37, 8
 
@@ -207,3 +207,10 @@ def test_the_heads_gradient_in_bfloat16_is_as_exact_over_many_chunks_as_over_one
             token_logprobs(plain_hidden, head, targets)[0].sum().backward()
         assert head.grad.dtype == torch.bfloat16
         assert float((head.grad.double() - exact.grad).norm() / exact.grad.norm()) < 0.003, chunks
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "half"), [([-3.0, -1.0, -2.0, -9.0], {1, 2}), ([-3.0, -1.0, -2.0], {1, 2}), ([-1.0], {0})]
+)
+def test_the_likelier_half(logprobs, half):
+    assert set(likelier_half(torch.tensor(logprobs)).tolist()) == half

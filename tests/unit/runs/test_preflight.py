@@ -178,15 +178,23 @@ def test_a_prompt_that_is_too_long_names_its_file_and_row():
     check_prompts(rows[:1], env, "data/x.parquet")
 
 
+@pytest.mark.parametrize("tools", [[], ["gsm8k"]])
+def test_lengths_of_many_prompts_are_those_of_each(tools):
+    env = environment(tools=tools)
+    rows = [prompt(text, index=i) for i, text in enumerate(("word " * 30, "", "<|im_end|> é 123", "one\n\ntwo"))]
+    assert env.text_lengths(rows) == [len(env.prompt_ids(row)) for row in rows]
+
+
 def test_rl_leaves_out_prompts_that_are_too_long_if_asked():
     env = environment(max_prompt_tokens=20)
     rows = [prompt(index=0), prompt("word " * 100, index=1), prompt(index=2)]
-    fitting, said = fitting_prompts(rows, env, "x.parquet", "drop")
+    fitting, said, mean = fitting_prompts(rows, env, "x.parquet", "drop")
     assert [p.index for p in fitting] == [0, 2]
+    assert mean == sum(len(env.prompt_ids(rows[i])) for i in (0, 2)) / 2
     longest = len(env.prompt_ids(rows[1]))
     assert said is not None
     assert said.startswith(f"x.parquet: 1 prompt is too long, the longest has {longest} tokens, and left out")
-    assert fitting_prompts(rows[:1], env, "x", "drop") == (rows[:1], None)
+    assert fitting_prompts(rows[:1], env, "x", "drop")[:2] == (rows[:1], None)
     with pytest.raises(DataError, match="row 1: the prompt has"):
         fitting_prompts(rows, env, "x", "error")
     with pytest.raises(DataError, match="each of its 1 prompts has more than"):
