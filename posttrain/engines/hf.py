@@ -26,9 +26,10 @@ from posttrain.engines.hf_routing import RoutingRecorder
 from posttrain.engines.hf_sampling import SeededSampling
 from posttrain.engines.hf_updates import KeptRequests
 from posttrain.models import attention, vision
-from posttrain.models.load import load_model, load_vision
+from posttrain.models.load import load_model
 from posttrain.models.logprobs import token_logprobs
 from posttrain.models.output_head import LogitRule
+from posttrain.models.processors import load_vision
 from posttrain.models.support import check_embedded
 from posttrain.weight_sync.buckets import Bucket, BucketReader
 from posttrain.weight_sync.guard import UpdateGuard
@@ -214,7 +215,7 @@ class HFSampler:
         if images:
             if self.images is None:
                 raise RunError("the model reads no images", hint="docs/vision.md lists models that do")
-            self.images.add(request_id, len(prompt_ids), images)
+            self.images.add(request_id, prompt_ids, images)
         if self.recorder is not None:
             self.recorder.begin(request_id)
         if self.kept is not None:

@@ -61,7 +61,7 @@ def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype, tower
     left_out = None
     if not tower:
         linear = {name for name in linear if not name.startswith(vision.TOWER)}
-        left_out = re.escape(vision.TOWER) + ".*"
+        left_out = f"(?:{'|'.join(map(re.escape, vision.TOWER))}).*"
     hint = f"what can be adapted in this model: {', '.join(sorted({_last(name) for name in linear}))}"
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     config = peft.LoraConfig(

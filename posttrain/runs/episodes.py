@@ -47,7 +47,8 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
     """
     from posttrain.data.chat import ChatDeltas
     from posttrain.envs.opening import open_world
-    from posttrain.models.load import load_vision, stop_token_ids
+    from posttrain.models.load import stop_token_ids
+    from posttrain.models.processors import load_vision
     from posttrain.rollout.episode import EpisodeContext
     from posttrain.rollout.interaction import open_interaction
     from posttrain.sandbox import configure

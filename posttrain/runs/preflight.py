@@ -17,7 +17,8 @@ from posttrain.engines.hf import BLOCK
 from posttrain.engines.start import NO_BATCH_INVARIANCE
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import VALUE_HEAD, is_classifier
-from posttrain.models.load import ModelSource, build, load_config, load_tokenizer, load_vision, locate
+from posttrain.models.load import ModelSource, build, load_config, load_tokenizer, locate
+from posttrain.models.processors import load_vision
 from posttrain.runs.run import weights_of
 from posttrain.train import checkpoint
 

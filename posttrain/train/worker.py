@@ -27,8 +27,9 @@ from posttrain.data.pack import PackedBatch
 from posttrain.models import attention, lora, vision
 from posttrain.models.batch_invariant import use_invariant_products
 from posttrain.models.experts import Mixture, Seen, check_routers, routers
-from posttrain.models.load import build, dropout_settings, load_vision
+from posttrain.models.load import build, dropout_settings
 from posttrain.models.logprobs import TokenLoss
+from posttrain.models.processors import load_vision
 from posttrain.models.shards import nonfinite
 from posttrain.models.support import check_architecture, check_sequence_parallel
 from posttrain.models.ulysses import SequenceParallel
@@ -124,9 +125,8 @@ class TrainWorker:
         lm.eval()
         lm.requires_grad_(spec.trainable)
         self.vision = load_vision(spec.source)
-        seeing = vision.tower(lm.model)
-        if seeing is not None and train.vision_tower == "frozen":
-            for parameter in seeing.parameters():  # buffers of its rotary embedding stay in float32
+        for part in vision.tower(lm.model) if train.vision_tower == "frozen" else ():
+            for parameter in part.parameters():  # buffers of its rotary embedding stay in float32
                 parameter.requires_grad_(False).data = parameter.data.to(self.dtype)
         if self.adapted:
             lora.inject(lm.model, train.lora, dtype=param_dtype, tower=train.vision_tower == "trained")

@@ -14,7 +14,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from posttrain import quickstart
 from posttrain.data.parquet import Preference, preference_row, sft_row, write_rows
 from posttrain.models.builtin import create_builtin
-from posttrain.models.load import load_vision, locate
+from posttrain.models.load import locate
+from posttrain.models.processors import load_vision
 from posttrain.prep.datasets.shapes import Shapes
 from tests.e2e.run_commands import run_commands
 from tests.helpers.seeing import MIXED, picture
