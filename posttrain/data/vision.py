@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from posttrain.core.types import Ids
 from posttrain.data.images import Grid, ImageError, PlacedImage, RawImage, SizedImage
 from posttrain.data.pack import Images, PackedBatch
 from posttrain.data.turns import IMAGE
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _THREADS = 8
 """Most images that are decoded at the same time."""
@@ -77,6 +80,14 @@ class VisionProcessor(ABC):
     @abstractmethod
     def _patches(self, image: PlacedImage) -> npt.NDArray[np.uint8]:
         """Return [P, C * p * p] the patches of one image. Raises ``ImageError``."""
+
+    def as_read(self, image: PlacedImage) -> Image.Image:
+        """Return an image at the size at which the model reads it, so that nothing changes if it is resized again.
+
+        Raises:
+            ImageError: it can no longer be read, or the family reads no image as one picture.
+        """
+        raise ImageError("the model reads an image in several pictures", "--set rollout.engine=hf")
 
     def positions(self, length: int, images: Sequence[PlacedImage]) -> npt.NDArray[np.int64] | None:
         """Return [T, 3] positions in time, height and width; None: the model counts tokens, whatever they are."""

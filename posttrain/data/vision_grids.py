@@ -6,13 +6,16 @@ Shape legend: T tokens of a sequence after expansion, P patches of an image, C c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from posttrain.data.images import Grid, ImageError, PlacedImage, RawImage
 from posttrain.data.vision import VisionProcessor
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 class GridProcessor(VisionProcessor):
@@ -69,6 +72,16 @@ class GridProcessor(VisionProcessor):
             position += max(cells[1:])
         out[at:] = position + np.arange(length - at)[:, None]
         return out
+
+    def as_read(self, image: PlacedImage) -> Image.Image:
+        from PIL import Image
+
+        _, rows, columns = image.grid
+        m, side = self.merge, int(self.processor.patch_size)
+        # Patches that become one token lie one after another.
+        cut = self._patches(image).reshape(rows // m, columns // m, m, m, -1, side, side)
+        pixels = cut.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, -1)
+        return Image.fromarray(np.ascontiguousarray(pixels))
 
     def _patches(self, image: PlacedImage) -> npt.NDArray[np.uint8]:
         made = self.processor.preprocess(

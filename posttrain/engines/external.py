@@ -6,6 +6,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import numpy.typing as npt
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.machines import this_machine
 from posttrain.engines.base import Engine, EngineSpec
+from posttrain.models import vision
 from posttrain.models.experts import RoutingFormat
+from posttrain.models.export import save_text_side
 from posttrain.models.load import build, load_config, load_model
 from posttrain.models.weights import as_stored
 from posttrain.weight_sync.sender import WeightSender
@@ -29,7 +32,10 @@ def readable_model(spec: EngineSpec) -> Iterator[tuple[str, str]]:
         yield spec.source.path, "auto"
         return
     with tempfile.TemporaryDirectory(prefix="posttrain-engine-") as folder:
-        load_config(spec.source).save_pretrained(folder)
+        if vision.sees(load_config(spec.source)):  # it needs the tokenizer, and how images are read
+            save_text_side(spec.source, Path(folder))
+        else:
+            load_config(spec.source).save_pretrained(folder)
         yield folder, "dummy"
 
 
@@ -120,7 +126,7 @@ def cache_tokens(spec: EngineSpec) -> float:
 
 def cache_bytes_per_token(spec: EngineSpec) -> int:
     """Return the bytes of a token in the KV cache, over all GPUs of an engine."""
-    config = load_config(spec.source)
+    config = load_config(spec.source).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = max(heads, spec.rollout.tensor_parallel)  # GPUs beyond the number of key heads hold copies
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -131,3 +137,12 @@ def shapes(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters, by the names that the trainer sends."""
     model = build(spec.source, dtype=spec.torch_dtype)
     return {name: tuple(tensor.shape) for name, tensor in as_stored(model, model.named_parameters())}
+
+
+def frozen(spec: EngineSpec) -> set[str]:
+    """Return the names, as in ``shapes``, of what training does not change: those of a frozen vision tower."""
+    if not spec.frozen_tower:
+        return set()
+    model = build(spec.source, dtype=spec.torch_dtype)
+    tower = ((name, p) for name, p in model.named_parameters() if name.startswith(vision.TOWER))
+    return {name for name, _ in as_stored(model, tower)}

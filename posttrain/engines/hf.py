@@ -84,8 +84,9 @@ class HFSampler:
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.reader = BucketReader(device=self.device)
         self.kept = KeptRequests() if spec.rollout.keep_kv else None
+        left = [name for name in self.shapes if spec.frozen_tower and name.startswith(vision.TOWER)]
         pause = self._abort_all if self.kept is None else self._pause
-        self.guard = UpdateGuard("the embedded engine", self.shapes, pause, keeps=self.kept is not None)
+        self.guard = UpdateGuard("the embedded engine", self.shapes, pause, keeps=self.kept is not None, frozen=left)
         self.request_ids = itertools.count()
         self.futures: dict[str, asyncio.Future[Any]] = {}
         self.seeded = SeededSampling()
@@ -300,6 +301,7 @@ class HFSampler:
 
     async def sleep(self) -> None:
         await self.guard.close()
+        self.guard.lost_weights()
         await self._stop()
         for parameter in self.parameters.values():
             parameter.data = parameter.data.new_empty(0)

@@ -172,6 +172,7 @@ class SGLangEngine:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self.guard.close()
+        self.guard.lost_weights()
         if not self.released:
             self.released = {"kv_cache", "weights"}
             request = ReleaseMemoryOccupationReqInput(tags=sorted(self.released))

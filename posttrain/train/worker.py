@@ -337,17 +337,18 @@ class TrainWorker:
 
     # ------------------------------------------------------------------ weights
 
-    def open_sender(self, transport: Transport | None, bucket_bytes: int) -> None:
-        """Begin to hand out the whole weights in the compute type, with adapters merged into them. Every rank draws the
-        same weights.
+    def open_sender(self, transport: Transport | None, bucket_bytes: int, frozen: bool = True) -> None:
+        """Begin to hand out the whole weights in the compute type, adapters merged in. Every rank draws the same.
 
         Args:
             transport: of this rank's buckets; None: nobody reads them.
             bucket_bytes: most bytes of a bucket; a bucket of a small model has half of its weights.
+            frozen: a vision tower that is not trained is among them.
         """
         whole = sum(p.numel() for p in self.parameters.values()) * self.dtype.itemsize
         size = sizes.bucket_bytes(whole, bucket_bytes)
-        weights = lora.whole_weights(self.lm.model, self.dtype)
+        left_out = () if frozen or self.spec.train.vision_tower == "trained" else vision.TOWER
+        weights = lora.whole_weights(self.lm.model, self.dtype, left_out)
         if self.spec.stored_names:
             weights = as_stored(self.lm.model, weights)
         self.sender = WeightSender(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.config import TrainConfig
-from posttrain.core.types import Message, ToolCall
+from posttrain.core.types import Message, Prompt, ToolCall
 from posttrain.data.images import PlacedImage
 from posttrain.data.pack import PackedBatch, Placement
 from posttrain.data.parquet import Conversation
@@ -77,8 +78,9 @@ def processor_of(family: str) -> dict[str, Any]:
     return {"image_processor_type": "Any", "size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 36}}
 
 
-def config_of(family: str) -> Any:
-    """Return the config of a tiny model of a family, with the tokens of the built-in one."""
+def config_of(family: str, *, wide: bool = False) -> Any:
+    """Return the config of a tiny model of a family, with the tokens of the built-in one; ``wide``: with heads as large
+    as vLLM needs them on a CPU."""
     from transformers import AutoConfig
 
     if family in TILED:
@@ -100,9 +102,13 @@ def config_of(family: str) -> Any:
     sizes["text_config"] |= {"hidden_size": 32, "intermediate_size": 48, "bos_token_id": None, "eos_token_id": 0}
     sizes["text_config"]["rope_parameters"]["mrope_section"] = [1, 1, 2]
     sizes["vision_config"] |= {"hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
+    if wide:
+        sizes["text_config"] |= {"hidden_size": 128}
+        sizes["text_config"]["rope_parameters"]["mrope_section"] = [4, 6, 6]
+        sizes["vision_config"] |= {"out_hidden_size": 128}
     if family == "qwen3_vl":
         sizes["model_type"] = family
-        sizes["text_config"] |= {"model_type": "qwen3_vl_text", "head_dim": 8}
+        sizes["text_config"] |= {"model_type": "qwen3_vl_text", "head_dim": 32 if wide else 8}
         sizes["text_config"]["rope_parameters"]["mrope_interleaved"] = True
         sizes["vision_config"] |= {
             "model_type": "qwen3_vl_vision", "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
@@ -112,12 +118,12 @@ def config_of(family: str) -> Any:
     return AutoConfig.for_model(**sizes)
 
 
-def save_model(family: str, folder: Path) -> ModelSource:
+def save_model(family: str, folder: Path, *, wide: bool = False) -> ModelSource:
     """Write a random model of a family into ``folder``, with its tokenizer and its image processor's settings."""
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model: Any = AutoModelForImageTextToText.from_config(config_of(family), attn_implementation="eager")
+    model: Any = AutoModelForImageTextToText.from_config(config_of(family, wide=wide), attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():  # far from uniform, so that nothing wrong can hide
         spread = 0.15 if parameter.ndim > 1 else 0.05
@@ -129,7 +135,8 @@ def save_model(family: str, folder: Path) -> ModelSource:
 
 def save_text_side(family: str, folder: Path) -> None:
     """Write all of a model of a family but its weights."""
-    config_of(family).save_pretrained(folder)
+    if not (folder / "config.json").exists():
+        config_of(family).save_pretrained(folder)
     tokenizer_of(family).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor_of(family)))
 
@@ -198,6 +205,26 @@ def as_transformers_reads(source: ModelSource, images: Sequence[PlacedImage]) ->
         return {}
     found = vision.processor([image.raw.decode() for image in images], return_tensors="pt")
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def prompts() -> list[Prompt]:
+    """Of the mixed rows the questions, and one that differs from another in its image alone."""
+    asked = [Prompt(i, chat.messages[:1], "", "", images=chat.images) for i, chat in enumerate(MIXED)]
+    asked = [replace(p, images=p.images[: p.messages[0]["content"].count("<image>")]) for p in asked]
+    return [*asked, replace(asked[0], index=len(asked), images=[{"bytes": picture(48, 48, 99)}])]
+
+
+def trainer_logprobs(source: ModelSource, batch: PackedBatch, model: Any = None) -> torch.Tensor:
+    """Return log-probabilities of sampled tokens under the trainer's model, or another, without tokens of images."""
+    reader = load_vision(source)
+    assert reader is not None
+    micro = MicroBatch.build(batch, torch.device("cpu"), SDPA, vision=reader)
+    model = load_model(source, dtype=torch.float32) if model is None else model
+    with torch.no_grad():
+        hidden = last_hidden(model, micro.input_ids, micro.position_ids, micro.ragged, micro.images)[micro.rows]
+        logits = model.get_output_embeddings()(hidden)
+    logits[:, reader.never_sampled] = -torch.inf
+    return logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
 
 
 # ---------------------------------------------------------------------- two workers

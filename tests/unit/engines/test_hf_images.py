@@ -9,21 +9,19 @@ import transformers
 
 from posttrain.config import RolloutConfig
 from posttrain.core.errors import RunError
-from posttrain.core.types import Prompt, SamplingParams
+from posttrain.core.types import SamplingParams
 from posttrain.data.chat import ChatDeltas
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.hf import HFSampler
 from posttrain.models import vision
-from posttrain.models.load import ModelSource, load_model, load_tokenizer
+from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.models.processors import load_vision
-from posttrain.models.vision import last_hidden
 from posttrain.rl.batch import pack
 from posttrain.rollout.episode import EpisodeContext, run_episode
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn, ToolParser
 from posttrain.tools.zoom import Zoom
-from posttrain.train.microbatch import MicroBatch
-from tests.helpers.seeing import FAMILIES, MIXED, SDPA, picture, save_model
+from tests.helpers.seeing import FAMILIES, picture, prompts, save_model, trainer_logprobs
 
 ROLLOUT = RolloutConfig(engine="hf", max_prompt_tokens=256, max_response_tokens=32)
 STOP = 0
@@ -42,13 +40,6 @@ def context(source):
     )  # fmt: skip
 
 
-def prompts():
-    """Of the mixed rows the questions, and one that differs from another in its image alone."""
-    asked = [Prompt(i, chat.messages[:1], "", "", images=chat.images) for i, chat in enumerate(MIXED)]
-    asked = [replace(p, images=p.images[: p.messages[0]["content"].count("<image>")]) for p in asked]
-    return [*asked, replace(asked[0], index=len(asked), images=[{"bytes": picture(48, 48, 99)}])]
-
-
 def with_engine(source, work, stops=(STOP,)):
     async def run():
         engine = HFSampler(EngineSpec(source, "cpu", "float32", 0, ROLLOUT, list(stops)))
@@ -58,18 +49,6 @@ def with_engine(source, work, stops=(STOP,)):
             await engine.close()
 
     return asyncio.run(run())
-
-
-def trainer_logprobs(source, batch):
-    """Log-probabilities of sampled tokens under the trainer's model, without tokens of images."""
-    reader = load_vision(source)
-    micro = MicroBatch.build(batch, torch.device("cpu"), SDPA, vision=reader)
-    model = load_model(source, dtype=torch.float32)
-    with torch.no_grad():
-        hidden = last_hidden(model, micro.input_ids, micro.position_ids, micro.ragged, micro.images)[micro.rows]
-        logits = model.get_output_embeddings()(hidden)
-    logits[:, reader.never_sampled] = -torch.inf
-    return logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
 
 
 def watched(function, parts):

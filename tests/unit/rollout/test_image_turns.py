@@ -58,7 +58,8 @@ class Writer:
     async def generate(self, prompt_ids, params, images=()):
         self.asked.append((prompt_ids.tolist(), tuple(images)))
         text = self.texts.pop(0)
-        inside = {found.start() + 2 for found in re.finditer(r"<(\||image|fake)", text)}  # tokens of images are never sampled
+        # Tokens of images are never sampled.
+        inside = {found.start() + 2 for found in re.finditer(r"<(\||image|fake|row)", text)}
         places = sorted({min(c, len(text)) for c in self.cuts} | inside | {0, len(text)})
         pieces = [text[a:b] for a, b in itertools.pairwise(places)]
         ids = [i for piece in pieces for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
@@ -97,20 +98,6 @@ def context(tokenizer, reader=None, **cfg):
 
 SPECIAL = ("<|image_pad|>", "<|vision_start|>", "<fake_token_around_image>", "<row_1_col_1>")
 WORDS = st.sampled_from(["\n", "7", "é", "The", "<tool_response>", "{", "'", "🙂", *SPECIAL])
-    [
-        "\n",
-        "7",
-        "é",
-        "The",
-        "<tool_response>",
-        "{",
-        "'",
-        "🙂",
-        "<fake_token_around_image>",
-        "<|image_pad|>",
-        "<|vision_start|>",
-    ]
-)
 TEXTS = st.lists(WORDS, max_size=4).map("".join)
 
 
