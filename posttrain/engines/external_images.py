@@ -1,12 +1,14 @@
-"""Images for engines that expand them by themselves: SGLang and vLLM.
+"""Images for SGLang and vLLM. What they make of them must be what trainers read, to the token and to the pixel.
 
-Such an engine is given ids with one token for each image, and the images beside them. What it makes of both must be
-what trainers read, to the token and to the pixel, so:
+vLLM expands by itself: it is given ids with one token for each image, and the images beside them (``prompt``). These
+come at the size at which the model reads them, from the trainers' own image processor, so that the engine's, which may
+be another class and resize otherwise, finds nothing to resize. vLLM says which tokens it has read, and they are
+compared with the trainers' (``check``).
 
-* Images come at the size at which the model reads them, from the trainers' own image processor. The engine's, which may
-  be another class and resize otherwise, then finds nothing to resize.
-* Where the engine says which tokens it has read, they are compared with the trainers'.
-* Tokens of images are made so unlikely that they are not sampled.
+SGLang makes text of ids, and ids of that text, where it expands by itself, and may come back with others. So it is
+given what trainers read, as the output of a processor: expanded ids, patches, grids and positions (``processed``).
+
+Tokens of images are made so unlikely that they are not sampled (``bias``).
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from posttrain.core.errors import RunError
 from posttrain.core.types import Ids
@@ -24,6 +27,7 @@ from posttrain.data.images import ImageError, PlacedImage, RawImage, given_to_no
 from posttrain.data.vision import VisionProcessor
 from posttrain.engines.base import EngineSpec
 from posttrain.models.processors import load_vision
+from posttrain.models.vision import patches
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -74,6 +78,30 @@ class EngineImages:
             raise RunError(f"an image of the prompt: {error.message}", hint=error.hint) from error
         found: dict[RawImage, Image.Image] = {image.raw: made for image, made in zip(distinct, read, strict=True)}
         return self.reader.one_token_each(ids, images), [found[image.raw] for image in images]
+
+    async def processed(self, ids: Ids, images: Sequence[PlacedImage]) -> dict[str, Any] | None:
+        """Return the images of a prompt as SGLang takes a processor's output beside the expanded ``ids``; None: it has
+        none. Arguments and errors as in ``prompt``."""
+        reader = self.reader
+        if reader is None:
+            given_to_none(images, self.engine)
+        if reader is None or not images:
+            return None
+        try:
+            pixels = await asyncio.to_thread(reader.pixels, images)
+        except ImageError as error:
+            raise RunError(f"an image of the prompt: {error.message}", hint=error.hint) from error
+        found: dict[str, Any] = {
+            "format": "processor_output",
+            "pixel_values": patches(torch.from_numpy(pixels), torch.from_numpy(reader.table), reader.frames),
+            "image_grid_thw": torch.tensor([reader.patch_grid(image.grid) for image in images]),
+            "offsets": [(image.start, image.start + image.tokens - 1) for image in images],  # both are of the image
+        }
+        positions = reader.positions(len(ids) + 1, images)
+        if positions is not None:
+            found["mrope_positions"] = torch.from_numpy(positions[:-1].T.copy())
+            found["mrope_position_delta"] = torch.tensor([[int(positions[-1, 0]) - len(ids)]])
+        return found
 
     def check(self, ids: Ids, expanded: Sequence[int]) -> None:
         """Compare what the engine has read with what trainers read. Raises ``RunError``."""
