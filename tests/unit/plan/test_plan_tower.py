@@ -83,10 +83,13 @@ def test_a_block_keeps_what_autograd_keeps(family):
 
 
 def test_published_sizes():
-    """Parameters as the weights on the hub have them."""
+    """Parameters as those count who load the weights of the hub: mteb's entries of models that are trained from the
+    two of Qwen2.5-VL have the first two numbers, and published logs of runs of Qwen3-VL the third. Sizes are those of
+    the config.json files that several public repositories hold."""
     found = {name: shape_of(sizes, name) for name, sizes in known_models().items() if "-VL-" in name}
     assert {name: shape.parameters for name, shape in found.items()} == {
         "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+        "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
         "Qwen/Qwen3-VL-4B-Instruct": 4_437_815_808,
     }
 
