@@ -1,6 +1,7 @@
 """vLLM with images, on the CPU: it reads what trainers read, also after new weights. See scripts/test_vllm."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,17 +12,20 @@ from posttrain.config import RolloutConfig
 from posttrain.core.errors import RunError, WeightSyncError
 from posttrain.core.types import SamplingParams
 from posttrain.data.chat import ChatDeltas
+from posttrain.data.parquet import write_rows
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.vllm import open_engine
 from posttrain.models import vision
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.processors import load_vision
 from posttrain.models.weights import as_stored
+from posttrain.prep.datasets.shapes import Shapes
 from posttrain.rl.batch import pack
 from posttrain.rollout.episode import EpisodeContext, run_episode
 from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn, ToolParser
 from posttrain.tools.zoom import Zoom
 from posttrain.weight_sync.sender import WeightSender
+from tests.e2e.run_commands import run_commands
 from tests.helpers.seeing import prompts, save_model, trainer_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -149,6 +153,26 @@ def test_vllm_reads_images_as_trainers_do(source):
             await engine.close()
 
     asyncio.run(run())
+
+
+def test_a_run_samples_with_images_and_sends_a_frozen_tower_once(tmp_path):
+    """GRPO from a built-in model, which vLLM cannot read by itself: two updates, and the check after each."""
+    dataset = Shapes()
+    rows = [dataset.to_rlhf(row, i, "train") for i, row in enumerate(dataset.rows("train", None, n=6))]
+    write_rows(tmp_path / "prompts.parquet", rows)
+    values = {
+        "cluster.device": "cpu", "model.path": "builtin:tiny-vision", "data.train": "prompts.parquet", "data.val": "",
+        "data.batch_size": 2, "rollout.n": 2, "rollout.engine": "vllm", "rollout.kv_tokens": 4096,
+        "rollout.max_prompt_tokens": 128, "rollout.max_response_tokens": 12, "train.steps": 2, "run.name": "seen",
+        "train.vision_tower": "frozen", "cluster.start_deadline_s": 600.0,
+    }  # fmt: skip
+    words = [word for key, value in values.items() for word in ("--set", f"{key}={value!r}")]
+    run_commands(tmp_path, [["rl", "--preset", "tiny-vision", *words]])
+    steps = [json.loads(line) for line in (tmp_path / "runs" / "seen" / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in steps if "rollout_gap/mean_abs" in row]
+    assert [row["step"] for row in trained] == [1, 2]
+    # The engine's log-probabilities are without tokens of images, whose probability is about theirs of the vocabulary.
+    assert all(row["rollout_gap/mean_abs"] < 0.01 and row["sync/check_gap"] < 1e-4 for row in trained)
 
 
 def scored(model, ids):

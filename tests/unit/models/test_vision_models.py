@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -136,9 +137,10 @@ def test_a_frozen_tower_has_no_gradients_and_changes_no_other(sources, family):
     close(found, {name: whole[name] for name in found}, logprobs=0, grads=1e-6)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
 @pytest.mark.parametrize("how", ["selective", "full"])
-def test_a_trained_tower_is_checkpointed_too(sources, how):
-    source = sources["qwen2_5_vl"]
+def test_a_trained_tower_is_checkpointed_too(sources, family, how):
+    source = sources[family]
     batch = packed_batch(source, "trained")[0]
     lm = PackedLM(load_model(source, dtype=torch.float32))
     parallelize(lm, None, dtype=torch.float32, activation_checkpointing=how, compiled=False)
@@ -208,14 +210,20 @@ def test_layers_of_the_language_model_are_taken_where_the_tower_has_more(sources
     assert decoder_layers(model) is model.model.language_model.layers
 
 
-def test_adapters_leave_out_a_frozen_tower(sources):
-    for targets in ("all-linear", ["q_proj", "gate_proj"], r".*gate_proj"):
-        for tower in (False, True):
-            model = build(sources["qwen2_5_vl"], dtype=torch.float32)
-            lora.inject(model, LoraConfig(rank=2, target_modules=targets), dtype=torch.float32, tower=tower)
-            adapted = {name for name, _ in model.named_parameters() if lora.base_name(name) is None}
-            assert any("language_model.layers.1.mlp.gate_proj" in name for name in adapted)
-            assert any(name.startswith(vision.TOWER) for name in adapted) == tower
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen2_5_vl", "all-linear"), ("qwen2_5_vl", ["q_proj", "gate_proj"]), ("qwen2_5_vl", r".*gate_proj"),
+        ("smolvlm", "all-linear"), ("smolvlm", ["q_proj", "gate_proj", "fc1"]),
+    ],
+)  # fmt: skip
+def test_adapters_leave_out_a_frozen_tower(sources, family, targets):
+    for tower in (False, True):
+        model = build(sources[family], dtype=torch.float32)
+        lora.inject(model, LoraConfig(rank=2, target_modules=targets), dtype=torch.float32, tower=tower)
+        adapted = {name for name, _ in model.named_parameters() if lora.base_name(name) is None}
+        assert any("_model.layers.1.mlp.gate_proj" in name for name in adapted)
+        assert any(name.startswith(vision.TOWER) for name in adapted) == tower
 
 
 def test_the_tower_is_counted_by_patches_and_not_by_tokens(sources):
@@ -231,6 +239,14 @@ def test_the_tower_is_counted_by_patches_and_not_by_tokens(sources):
     assert frozen == pytest.approx(2 * matrices * 40 + 4 * 32 * (36**2 + 4**2 + windows))
     seeing.requires_grad_(True)
     assert tower_flops(model)([36, 4]) == 3 * frozen
+
+
+def test_a_tower_of_tiles_is_counted_as_torch_counts_it(sources):
+    model = build(sources["smolvlm"], dtype=torch.float32)
+    seeing, connector = vision.tower(model)
+    with FlopCounterMode(display=False) as counted, torch.no_grad(), torch.device("meta"):
+        connector(seeing(pixel_values=torch.zeros(3, 3, 32, 32)).last_hidden_state)
+    assert tower_flops(model)([16, 32]) == 3 * counted.get_total_flops()
 
 
 def test_a_model_without_settings_for_images_is_refused(sources, tmp_path):
