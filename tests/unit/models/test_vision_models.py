@@ -214,7 +214,7 @@ def test_layers_of_the_language_model_are_taken_where_the_tower_has_more(sources
     ("family", "targets"),
     [
         ("qwen2_5_vl", "all-linear"), ("qwen2_5_vl", ["q_proj", "gate_proj"]), ("qwen2_5_vl", r".*gate_proj"),
-        ("smolvlm", "all-linear"), ("smolvlm", ["q_proj", "gate_proj", "fc1"]),
+        ("smolvlm", "all-linear"), ("smolvlm", ["q_proj", "gate_proj"]),
     ],
 )  # fmt: skip
 def test_adapters_leave_out_a_frozen_tower(sources, family, targets):
@@ -242,9 +242,10 @@ def test_the_tower_is_counted_by_patches_and_not_by_tokens(sources):
 
 
 def test_a_tower_of_tiles_is_counted_as_torch_counts_it(sources):
-    model = build(sources["smolvlm"], dtype=torch.float32)
+    model = load_model(sources["smolvlm"], dtype=torch.float32)
     seeing, connector = vision.tower(model)
-    with FlopCounterMode(display=False) as counted, torch.no_grad(), torch.device("meta"):
+    seeing.set_attn_implementation("eager")  # torch counts it
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
         connector(seeing(pixel_values=torch.zeros(3, 3, 32, 32)).last_hidden_state)
     assert tower_flops(model)([16, 32]) == 3 * counted.get_total_flops()
 
