@@ -32,10 +32,15 @@ def readable_model(spec: EngineSpec) -> Iterator[tuple[str, str]]:
         yield spec.source.path, "auto"
         return
     with tempfile.TemporaryDirectory(prefix="posttrain-engine-") as folder:
-        if vision.sees(load_config(spec.source)):  # it needs the tokenizer, and how images are read
+        if vision.sees(load_config(spec.source)):
+            # It needs the tokenizer, and how images are read. With random weights to begin with, vLLM's towers give other
+            # features than these weights do, also after an update of all of them: so it reads the weights, too.
+            model = load_model(spec.source, dtype=spec.torch_dtype, seed=spec.seed)
+            model.save_pretrained(folder)
             save_text_side(spec.source, Path(folder))
-        else:
-            load_config(spec.source).save_pretrained(folder)
+            yield folder, "auto"
+            return
+        load_config(spec.source).save_pretrained(folder)
         yield folder, "dummy"
 
 
