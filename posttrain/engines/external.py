@@ -25,16 +25,16 @@ from posttrain.weight_sync.sender import WeightSender
 
 @contextlib.contextmanager
 def readable_model(spec: EngineSpec) -> Iterator[tuple[str, str]]:
-    """Yield (path, load format) of the model for an engine that reads Hugging Face folders and the hub. Any other
-    model is a temporary folder with its config, from which the engine starts with random weights
-    (``load_initial_weights``)."""
+    """Yield (path, load format) of the model for an engine that reads Hugging Face folders and the hub. Any other model
+    is a temporary folder with its config, from which the engine starts with random weights (``load_initial_weights``);
+    of one that sees the folder is whole."""
     if _reads_directly(spec):
         yield spec.source.path, "auto"
         return
     with tempfile.TemporaryDirectory(prefix="posttrain-engine-") as folder:
         if vision.sees(load_config(spec.source)):
-            # It needs the tokenizer, and how images are read. With random weights to begin with, vLLM's towers give other
-            # features than these weights do, also after an update of all of them: so it reads the weights, too.
+            # It needs the tokenizer, and how images are read. It reads the weights, too: towers of vLLM 0.32 that began
+            # with random ones gave other features after an update of all weights than towers that read these.
             model = load_model(spec.source, dtype=spec.torch_dtype, seed=spec.seed)
             model.save_pretrained(folder)
             save_text_side(spec.source, Path(folder))
