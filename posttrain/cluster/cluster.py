@@ -258,6 +258,7 @@ class Cluster:
             threads=_threads(count),
             replica=index,
             episodes=episodes if cfg.command == "rl" else 0,
+            frozen_tower=cfg.train.vision_tower == "frozen",
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
         )
         if (dead := self._samplers.pop(index, None)) is not None:

@@ -43,6 +43,8 @@ class SyncedSamplers:
         self._working = False
         """``to_trainers`` holds that lock."""
         self.transfers = cluster.transfers()
+        self._complete: list[RemoteSampler] = []
+        """Samplers that have got all weights, and have not slept since."""
 
     async def start(self, source: ModelSource, stop_token_ids: list[int]) -> SamplerPool:
         """Start the samplers with the model's own weights."""
@@ -102,6 +104,7 @@ class SyncedSamplers:
 
     async def _to_trainers(self, samplers: Sequence[RemoteSampler]) -> None:
         if self._sleep:
+            self._complete = []
             await asyncio.gather(*(_if_alive(sampler.sleep()) for sampler in samplers))
         await self._onload()
 
@@ -126,7 +129,8 @@ class SyncedSamplers:
             if lost is not None:
                 lost.append((sampler, error))
 
-        return await publish(
+        complete = all(sampler in self._complete for sampler in samplers)
+        metrics = await publish(
             self._actor,
             samplers,
             self.transfers,
@@ -135,7 +139,10 @@ class SyncedSamplers:
             tolerance=self._cluster.sync_tolerance,
             offload=self._offload_trainers,
             replace=None if lost is None else note,
+            frozen=not complete,
         )
+        self._complete += [sampler for sampler in samplers if sampler not in self._complete]
+        return metrics
 
 
 async def _if_alive(call: Awaitable[None]) -> None:

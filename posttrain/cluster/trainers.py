@@ -184,9 +184,9 @@ class TrainerGroup:
         """Stop the profilers, and write one trace for each rank; see ``TrainWorker.stop_profile``."""
         await self.call("stop_profile", [(folder, step)] * len(self.handles))
 
-    async def open_sender(self, transports: Sequence[Transport | None], bucket_bytes: int) -> None:
+    async def open_sender(self, transports: Sequence[Transport | None], bucket_bytes: int, frozen: bool = True) -> None:
         """Begin to hand out the whole weights, from each rank by its transport; see ``TrainWorker.open_sender``."""
-        await self.call("open_sender", [(transport, bucket_bytes) for transport in transports])
+        await self.call("open_sender", [(transport, bucket_bytes, frozen) for transport in transports])
 
     async def next_bucket(self, slot: int) -> list[Bucket] | None:
         """Return the next bucket of every rank, in buffer ``slot`` of two, which nobody reads any more; None when no

@@ -213,6 +213,7 @@ class ChatDeltas:
         self.eos = str(tokenizer.eos_token)
         self._control = _control_tokens(tokenizer)
         self._frames: dict[tuple[str, ...], list[str] | None] = {}
+        self._shows: dict[str, bool] = {}
         self._with_calls = False
         if tools:  # a template that cannot do it is known before the first episode
             self._with_calls = self._needs_calls()
@@ -258,6 +259,13 @@ class ChatDeltas:
                 hint="multi-turn rollouts need a template that ends turns with the end-of-sequence token",
             )
         return delta
+
+    def shows_images(self, image_id: int, name: str = "f") -> bool:
+        """Return true if the template shows an image in what a tool says as one token. Raises ``DataError``."""
+        if name not in self._shows:
+            probe = {"role": "tool", "name": name, "content": [{"type": "image"}]}
+            self._shows[name] = self.ids([probe]).count(image_id) == 1
+        return self._shows[name]
 
     def without_control_tokens(self, text: str) -> str:
         """Return ``text`` with a space inside whatever would become a control token, such as an end of turn: what tools

@@ -111,7 +111,7 @@ class RawImage:
 
 
 Grid = tuple[int, int, int]
-"""Patches of an image in time, height and width."""
+"""What an image is cut into, as its family counts: patches in time, height and width, or tiles, rows and columns."""
 
 
 SizedImage = tuple[RawImage, Grid]

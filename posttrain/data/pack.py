@@ -5,6 +5,7 @@ Shape legend: T tokens of all sequences, B sequences, I images, P patches of all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
@@ -29,11 +30,13 @@ class Images:
     pixels: Tensor
     """[P, channels * side * side] uint8 patches"""
     grids: Tensor
-    """[I, 3] int64 patches of each image in time, height and width"""
+    """[I, 3] int64 patches of each image: of how many pictures, and in height and width of each"""
     counts: Tensor
     """[B] int64 images of each sequence"""
     merge: int
     """Patches along each side of what becomes one token."""
+    smallest: tuple[int, int, int]
+    """The grid of the smallest image that the model reads."""
 
     @property
     def patches(self) -> list[int]:
@@ -52,17 +55,22 @@ class Images:
             return None
         rows = self.pixels.split(self.patches)
         return Images(
-            torch.cat([rows[image] for image in chosen]), self.grids[chosen], self.counts[list(sequences)], self.merge
+            torch.cat([rows[image] for image in chosen]),
+            self.grids[chosen],
+            self.counts[list(sequences)],
+            self.merge,
+            self.smallest,
         )
 
     def blank(self, sequences: int) -> Images:
         """Return one small image that belongs to none of so many sequences: a worker that has no images computes it
         where others compute theirs, since collectives need every worker."""
         return Images(
-            self.pixels.new_zeros(self.merge**2, self.pixels.shape[1]),
-            torch.tensor([[1, self.merge, self.merge]]),
+            self.pixels.new_zeros(math.prod(self.smallest), self.pixels.shape[1]),
+            torch.tensor([self.smallest]),
             torch.zeros(sequences, dtype=torch.int64),
             self.merge,
+            self.smallest,
         )
 
 

@@ -71,7 +71,7 @@ class ChatTemplate:
     ) -> str:
         """Return the conversation as text. Raises ``DataError`` where the template refuses it."""
         self._check_parts(messages)
-        return self._plain(_without_train(messages), tools, add_generation_prompt)
+        return self._plain(self._shown(messages, tools), tools, add_generation_prompt)
 
     def traced(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None = None) -> Traced:
         """Return the conversation as text, with the origin of its parts.
@@ -80,7 +80,7 @@ class ChatTemplate:
             DataError: the template refuses the conversation, or looks into its own output, so that it cannot be traced.
         """
         self._check_parts(messages)
-        shown = _without_train(messages)
+        shown = self._shown(messages, tools)
         text = self._plain(shown, tools, False)
         fence = next(char for char in map(chr, _FENCES) if char not in text)
         pieces = self._marked(shown, tools, fence).split(fence)
@@ -90,6 +90,15 @@ class ChatTemplate:
                 hint="put {% generation %} marks into the template, around what the assistant writes",
             )
         return _assemble(text, pieces)
+
+    def _shown(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None) -> list[dict[str, Any]]:
+        """Return messages as the template takes them: without what is ours, and in parts where it shows only these."""
+        shown = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        if shows_parts_alone(self.source(tools)):
+            for message in shown:
+                if isinstance(text := message.get("content"), str):
+                    message["content"] = [{"type": "text", "text": text}]
+        return shown
 
     def _plain(
         self, messages: list[dict[str, Any]], tools: Sequence[ToolSchema] | None, add_generation_prompt: bool
@@ -137,8 +146,24 @@ def hidden_tools(text: str, tools: Sequence[ToolSchema]) -> list[str]:
     return [name for name in names if name not in text]
 
 
-def _without_train(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in message.items() if k != "train"} for message in messages]
+@lru_cache(maxsize=32)
+def shows_parts_alone(source: str) -> bool:
+    """Return true for a chat template that shows a message's text only as a part of a list, as SmolVLM's does: a plain
+    text it goes through letter by letter, and shows nothing."""
+    text = "(text)"
+    environment, tree = parse(source)
+    template = environment.from_string(tree)
+
+    def shows(content: Any) -> bool:
+        try:
+            rendered: str = template.render(
+                messages=[{"role": "user", "content": content}], add_generation_prompt=False
+            )
+        except _RAISED:  # it needs something that a real conversation has: then that decides
+            return True
+        return text in rendered
+
+    return not shows(text) and shows([{"type": "text", "text": text}])
 
 
 # ---------------------------------------------------------------------- markers in

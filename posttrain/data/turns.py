@@ -144,6 +144,11 @@ def with_image_parts(messages: Sequence[Message], images: int) -> Sequence[Mappi
     return [_in_parts(message) for message in messages] if images else messages
 
 
+def without_marks(text: str) -> str:
+    """Return a text in which no ``<image>`` stands for an image."""
+    return text.replace(IMAGE, f"{IMAGE[0]} {IMAGE[1:]}")
+
+
 def _in_parts(message: Message) -> dict[str, Any]:
     found: dict[str, Any] = dict(message)
     text = message.get("content", "")

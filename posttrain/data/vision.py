@@ -1,18 +1,20 @@
 """What a vision-language model reads of a conversation with images: its ids, its positions and its pixels.
 
-A chat template writes one image token for each image. A model reads the token as often as the image has features
-(``expand``), positions that follow rows and columns of the image (``positions``), and its pixels (``pixels``).
-Expansion works on ids, once, and never on text.
+A chat template writes one image token for each image. A model reads a block of tokens in its place (``expand``), in
+which the image token stands as often as the image has features; positions, which in some families follow rows and
+columns of the image (``positions``); and its pixels (``pixels``). Expansion works on ids, once, and never on text. What
+a family does with an image is in ``vision_grids`` (Qwen2.5-VL, Qwen3-VL) and ``vision_tiles`` (SmolVLM, Idefics3).
 
 Shape legend: T tokens of a sequence after expansion, P patches of all images, C channels, p side of a patch.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,9 @@ from posttrain.core.types import Ids
 from posttrain.data.images import Grid, ImageError, PlacedImage, RawImage, SizedImage
 from posttrain.data.pack import Images, PackedBatch
 from posttrain.data.turns import IMAGE
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _THREADS = 8
 """Most images that are decoded at the same time."""
@@ -35,25 +40,58 @@ class Expanded:
     ids: npt.NDArray[np.int32]
     """[T]"""
     mask: npt.NDArray[np.bool_]
-    """[T] true where the token carries loss; never at a token of an image"""
+    """[T] true where the token carries loss; never in the block of an image"""
     images: tuple[PlacedImage, ...]
 
 
-class VisionProcessor:
+class VisionProcessor(ABC):
     """The images of one model's conversations. It can be pickled.
 
     Args:
-        processor: an image processor of transformers that cuts images into patches, as Qwen2-VL's does.
-        image_id: the token that stands for an image.
+        processor: the family's image processor of transformers.
+        image_id: the token that stands for an image, and for each of its features.
         video_id: the token that stands for a video, which is refused.
     """
 
+    merge: int
+    """Patches along each side of what becomes one feature."""
+    frames: int
+    """Times that an image is repeated in a patch."""
+    blank: Grid
+    """``patch_grid`` of the smallest image that there is."""
+
     def __init__(self, processor: Any, *, image_id: int, video_id: int | None) -> None:
         self.processor, self.image_id, self.video_id = processor, image_id, video_id
-        self.merge = int(processor.merge_size)
-        """Patches along each side of what becomes one token."""
-        self.frames = int(processor.temporal_patch_size)
-        """Times that an image is repeated in a patch: models take it for a film that stands still."""
+
+    @abstractmethod
+    def grid(self, raw: RawImage) -> Grid:
+        """Decode an image whole, and return into what it is cut: its number of tokens follows from that. Raises
+        ``ImageError``."""
+
+    @abstractmethod
+    def block(self, grid: Grid) -> npt.NDArray[np.int32]:
+        """Return the tokens that take the place of an image's one. Those that are ``image_id`` get a feature each, in
+        the order in which the tower gives them; others are text."""
+
+    @abstractmethod
+    def patch_grid(self, grid: Grid) -> Grid:
+        """Return the patches of an image as its tower takes them: of how many pictures, and along their sides."""
+
+    @abstractmethod
+    def _patches(self, image: PlacedImage) -> npt.NDArray[np.uint8]:
+        """Return [P, C * p * p] the patches of one image. Raises ``ImageError``."""
+
+    def as_read(self, image: PlacedImage) -> Image.Image:
+        """Return an image at the size at which the model reads it, so that nothing changes if it is resized again.
+
+        Raises:
+            ImageError: it can no longer be read, or the family reads no image as one picture.
+        """
+        raise ImageError("the model reads an image in several pictures", "--set rollout.engine=hf")
+
+    def positions(self, length: int, images: Sequence[PlacedImage]) -> npt.NDArray[np.int64] | None:
+        """Return [T, 3] positions in time, height and width; None: the model counts tokens, whatever they are."""
+        return None
 
     @property
     def table(self) -> npt.NDArray[np.float32]:
@@ -64,26 +102,10 @@ class VisionProcessor:
             scaled = self.processor.normalize(scaled, self.processor.image_mean, self.processor.image_std)
         return np.ascontiguousarray(scaled[:, 0], dtype=np.float32)
 
-    def grid(self, raw: RawImage) -> Grid:
-        """Decode an image whole, and return its grid. Raises ``ImageError``."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-        image, size = raw.decode(), self.processor.size
-        side = int(self.processor.patch_size)
-        try:
-            height, width = smart_resize(
-                image.height,
-                image.width,
-                side * self.merge,
-                min_pixels=size["shortest_edge"],
-                max_pixels=size["longest_edge"],
-            )
-        except ValueError as error:
-            raise ImageError(
-                f"the model does not read an image of {image.width} x {image.height} pixels: {error}",
-                "cut it, or leave the row out",
-            ) from None
-        return 1, height // side, width // side
+    @property
+    def never_sampled(self) -> list[int]:
+        """Return the tokens that no engine may sample: they would stand for images that are not there."""
+        return [self.image_id, *([] if self.video_id is None else [self.video_id])]
 
     def sized(self, images: Sequence[Mapping[str, Any]]) -> list[SizedImage]:
         """Return the ``images`` of a row with their grids, each decoded once. Raises ``ImageError`` with the column of
@@ -103,7 +125,7 @@ class VisionProcessor:
         return self.expand(ids, mask, self.sized(images))
 
     def expand(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[SizedImage]) -> Expanded:
-        """Repeat each image token as often as its image has features.
+        """Put the block of each image in the place of its token.
 
         Args:
             ids: as the chat template gives them, with one token for each image.
@@ -122,17 +144,32 @@ class VisionProcessor:
                 f"the text has {len(where)} image tokens, and the row {len(images)} images",
                 f"an image is named by {IMAGE}; no text may hold the model's own image token",
             )
-        counts = np.array([self._tokens(grid) for _, grid in images], np.int64)
+        blocks = [self.block(grid) for _, grid in images]
+        counts = np.array([len(block) for block in blocks], np.int64)
         repeats = np.ones(len(one), np.int64)
         repeats[where] = counts
-        starts = where + np.cumsum(counts - 1) - (counts - 1)
+        starts = (where + np.cumsum(counts - 1) - (counts - 1)).tolist()
         carries = np.asarray(mask, np.bool_) & (one != self.image_id)
-        placed = zip(images, starts.tolist(), counts.tolist(), strict=True)
+        whole = np.repeat(one, repeats)
+        for start, block in zip(starts, blocks, strict=True):
+            whole[start : start + len(block)] = block
+        placed = zip(images, starts, counts.tolist(), strict=True)
         return Expanded(
-            np.repeat(one, repeats),
+            whole,
             np.repeat(carries, repeats),
             tuple(PlacedImage(raw, grid, start, tokens) for (raw, grid), start, tokens in placed),
         )
+
+    def one_token_each(self, ids: Ids, images: Sequence[PlacedImage]) -> list[int]:
+        """Return an expanded sequence with one token for each image: ``expand`` undone. Engines that expand themselves
+        are given these."""
+        out: list[int] = []
+        at = 0
+        every: list[int] = np.asarray(ids).tolist()
+        for image in images:
+            out += [*every[at : image.start], self.image_id]
+            at = image.start + image.tokens
+        return out + every[at:]
 
     def locate(self, ids: Ids, images: Sequence[SizedImage]) -> tuple[PlacedImage, ...]:
         """Return where the images of a sequence stand that is expanded already.
@@ -140,15 +177,18 @@ class VisionProcessor:
         Raises:
             ImageError: its image tokens are not those of these images.
         """
-        where = np.flatnonzero(np.asarray(ids) == self.image_id)
+        given = np.asarray(ids)
+        where = np.flatnonzero(given == self.image_id)
         placed, at = [], 0
         for raw, grid in images:
-            tokens = self._tokens(grid)
-            mine = where[at : at + tokens]
-            if len(mine) < tokens or mine[-1] - mine[0] != tokens - 1:
+            block = self.block(grid)
+            mine = np.flatnonzero(block == self.image_id)
+            if at == len(where) or (start := int(where[at] - mine[0])) < 0:
                 break
-            placed.append(PlacedImage(raw, grid, int(mine[0]), tokens))
-            at += tokens
+            if not np.array_equal(given[start : start + len(block)], block):
+                break
+            placed.append(PlacedImage(raw, grid, start, len(block)))
+            at += len(mine)
         if len(placed) < len(images) or at < len(where):
             raise ImageError(
                 f"a sequence has {len(where)} tokens of images, and not those of its {len(images)} images",
@@ -156,26 +196,14 @@ class VisionProcessor:
             )
         return tuple(placed)
 
-    def _tokens(self, grid: Grid) -> int:
-        return grid[0] * grid[1] * grid[2] // self.merge**2
-
-    def positions(self, length: int, images: Sequence[PlacedImage]) -> npt.NDArray[np.int64]:
-        """Return [T, 3] positions in time, height and width (multimodal rotary embedding, arXiv:2409.12191).
-
-        Text counts on in all three alike. A token of an image has its row and its column, counted from where the text
-        before it ended; what follows goes on after the larger of both.
-        """
-        out = np.empty((length, 3), np.int64)
-        at = position = 0
+    def marked(self, ids: Ids, images: Sequence[PlacedImage]) -> npt.NDArray[np.bool_]:
+        """Return [T] true where a token of a sequence stands for a feature of these images."""
+        given = np.asarray(ids)
+        found = np.zeros(len(given), np.bool_)
         for image in images:
-            out[at : image.start] = position + np.arange(image.start - at)[:, None]
-            position += image.start - at
-            cells = (image.grid[0], image.grid[1] // self.merge, image.grid[2] // self.merge)
-            at = image.start + image.tokens
-            out[image.start : at] = position + np.stack(np.unravel_index(np.arange(image.tokens), cells), axis=1)
-            position += max(cells[1:])
-        out[at:] = position + np.arange(length - at)[:, None]
-        return out
+            part = slice(image.start, image.start + image.tokens)
+            found[part] = given[part] == self.image_id
+        return found
 
     def pixels(self, images: Sequence[PlacedImage]) -> npt.NDArray[np.uint8]:
         """Return [P, C * p * p] the patches of these images, one image after another. Raises ``ImageError``."""
@@ -184,16 +212,6 @@ class VisionProcessor:
         with ThreadPoolExecutor(min(_THREADS, max(1, len(distinct)))) as pool:
             patches = dict(zip(distinct, pool.map(self._patches, distinct.values()), strict=True))
         return np.concatenate([patches[image.raw, image.grid] for image in images])
-
-    def _patches(self, image: PlacedImage) -> npt.NDArray[np.uint8]:
-        made = self.processor.preprocess(
-            [image.raw.decode()], do_rescale=False, do_normalize=False, return_tensors="np"
-        )
-        patches, grid = made["pixel_values"], tuple(int(n) for n in made["image_grid_thw"][0])
-        if grid != image.grid:
-            raise ImageError(f"its grid is {grid}, and was {image.grid}", "was the file changed during the run?")
-        first = patches.reshape(len(patches), 3, self.frames, -1)[:, :, 0]
-        return np.ascontiguousarray(first.reshape(len(patches), -1)).astype(np.uint8)
 
     def attach_read(self, batch: PackedBatch, images: Sequence[Sequence[PlacedImage]]) -> None:
         """``attach`` images of training data that were read before. Raises ``DataError`` for one that cannot be now."""
@@ -207,16 +225,16 @@ class VisionProcessor:
         every = [image for of_sequence in images for image in of_sequence]
         if not every:
             return
-        marked = torch.zeros(batch.num_tokens, dtype=torch.bool)
-        for start, of_sequence in zip(batch.cu_seqlens.tolist(), images, strict=False):
-            for image in of_sequence:
-                marked[start + image.start : start + image.start + image.tokens] = True
-        batch.image_tokens = marked
-        lengths = zip(batch.lengths, images, strict=True)
-        batch.rotary_ids = torch.from_numpy(np.concatenate([self.positions(n, found) for n, found in lengths]))
+        lengths = batch.lengths
+        sequences = zip(batch.input_ids.split(lengths), images, strict=True)
+        batch.image_tokens = torch.from_numpy(np.concatenate([self.marked(ids, found) for ids, found in sequences]))
+        positions = [self.positions(n, found) for n, found in zip(lengths, images, strict=True)]
+        given = [each for each in positions if each is not None]
+        batch.rotary_ids = torch.from_numpy(np.concatenate(given)) if given else None
         batch.images = Images(
             pixels=torch.from_numpy(self.pixels(every)),
-            grids=torch.tensor([image.grid for image in every]),
+            grids=torch.tensor([self.patch_grid(image.grid) for image in every]),
             counts=torch.tensor([len(of_sequence) for of_sequence in images]),
             merge=self.merge,
+            smallest=self.blank,
         )

@@ -33,6 +33,8 @@ class EngineSpec:
     """Requests may ask for top-p or top-k."""
     episodes: int = 0
     """Episodes of a training step on this engine; 0: any number."""
+    frozen_tower: bool = False
+    """Training leaves the vision tower as it is: updates may leave it out."""
 
     @property
     def max_tokens(self) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import numpy.typing as npt
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.machines import this_machine
 from posttrain.engines.base import Engine, EngineSpec
+from posttrain.models import vision
 from posttrain.models.experts import RoutingFormat
+from posttrain.models.export import save_text_side
 from posttrain.models.load import build, load_config, load_model
 from posttrain.models.weights import as_stored
 from posttrain.weight_sync.sender import WeightSender
@@ -22,13 +25,21 @@ from posttrain.weight_sync.sender import WeightSender
 
 @contextlib.contextmanager
 def readable_model(spec: EngineSpec) -> Iterator[tuple[str, str]]:
-    """Yield (path, load format) of the model for an engine that reads Hugging Face folders and the hub. Any other
-    model is a temporary folder with its config, from which the engine starts with random weights
-    (``load_initial_weights``)."""
+    """Yield (path, load format) of the model for an engine that reads Hugging Face folders and the hub. Any other model
+    is a temporary folder with its config, from which the engine starts with random weights (``load_initial_weights``);
+    of one that sees the folder is whole."""
     if _reads_directly(spec):
         yield spec.source.path, "auto"
         return
     with tempfile.TemporaryDirectory(prefix="posttrain-engine-") as folder:
+        if vision.sees(load_config(spec.source)):
+            # It needs the tokenizer, and how images are read. It reads the weights, too: towers of vLLM 0.32 that began
+            # with random ones gave other features after an update of all weights than towers that read these.
+            model = load_model(spec.source, dtype=spec.torch_dtype, seed=spec.seed)
+            model.save_pretrained(folder)
+            save_text_side(spec.source, Path(folder))
+            yield folder, "auto"
+            return
         load_config(spec.source).save_pretrained(folder)
         yield folder, "dummy"
 
@@ -120,7 +131,7 @@ def cache_tokens(spec: EngineSpec) -> float:
 
 def cache_bytes_per_token(spec: EngineSpec) -> int:
     """Return the bytes of a token in the KV cache, over all GPUs of an engine."""
-    config = load_config(spec.source)
+    config = load_config(spec.source).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = max(heads, spec.rollout.tensor_parallel)  # GPUs beyond the number of key heads hold copies
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -131,3 +142,12 @@ def shapes(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters, by the names that the trainer sends."""
     model = build(spec.source, dtype=spec.torch_dtype)
     return {name: tuple(tensor.shape) for name, tensor in as_stored(model, model.named_parameters())}
+
+
+def frozen(spec: EngineSpec) -> set[str]:
+    """Return the names, as in ``shapes``, of what training does not change: those of a frozen vision tower."""
+    if not spec.frozen_tower:
+        return set()
+    model = build(spec.source, dtype=spec.torch_dtype)
+    tower = ((name, p) for name, p in model.named_parameters() if name.startswith(vision.TOWER))
+    return {name for name, _ in as_stored(model, tower)}

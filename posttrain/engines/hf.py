@@ -26,9 +26,10 @@ from posttrain.engines.hf_routing import RoutingRecorder
 from posttrain.engines.hf_sampling import SeededSampling
 from posttrain.engines.hf_updates import KeptRequests
 from posttrain.models import attention, vision
-from posttrain.models.load import load_model, load_vision
+from posttrain.models.load import load_model
 from posttrain.models.logprobs import token_logprobs
 from posttrain.models.output_head import LogitRule
+from posttrain.models.processors import load_vision
 from posttrain.models.support import check_embedded
 from posttrain.weight_sync.buckets import Bucket, BucketReader
 from posttrain.weight_sync.guard import UpdateGuard
@@ -83,8 +84,9 @@ class HFSampler:
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.reader = BucketReader(device=self.device)
         self.kept = KeptRequests() if spec.rollout.keep_kv else None
+        left = [name for name in self.shapes if spec.frozen_tower and name.startswith(vision.TOWER)]
         pause = self._abort_all if self.kept is None else self._pause
-        self.guard = UpdateGuard("the embedded engine", self.shapes, pause, keeps=self.kept is not None)
+        self.guard = UpdateGuard("the embedded engine", self.shapes, pause, keeps=self.kept is not None, frozen=left)
         self.request_ids = itertools.count()
         self.futures: dict[str, asyncio.Future[Any]] = {}
         self.seeded = SeededSampling()
@@ -214,7 +216,7 @@ class HFSampler:
         if images:
             if self.images is None:
                 raise RunError("the model reads no images", hint="docs/vision.md lists models that do")
-            self.images.add(request_id, len(prompt_ids), images)
+            self.images.add(request_id, prompt_ids, images)
         if self.recorder is not None:
             self.recorder.begin(request_id)
         if self.kept is not None:
@@ -299,6 +301,7 @@ class HFSampler:
 
     async def sleep(self) -> None:
         await self.guard.close()
+        self.guard.lost_weights()
         await self._stop()
         for parameter in self.parameters.values():
             parameter.data = parameter.data.new_empty(0)

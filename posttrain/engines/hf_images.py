@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.errors import RunError
+from posttrain.core.types import Ids
 from posttrain.data.images import ImageError, PlacedImage
 from posttrain.data.vision import VisionProcessor
 from posttrain.models import vision
@@ -32,8 +33,8 @@ class _Seeing:
     """[P, C * side * side] uint8"""
     grids: Tensor
     """[I, 3]"""
-    positions: Tensor
-    """[prompt, 3]"""
+    positions: Tensor | None
+    """[prompt, 3] in time, height and width; None: tokens are counted, whatever they are"""
     marked: Tensor
     """[prompt] bool, true at tokens of images"""
     ahead: int
@@ -55,12 +56,12 @@ class ImageRequests:
         self._table = torch.from_numpy(reader.table).to(device)
         self._requests: dict[str, _Seeing] = {}
         self._runner: Any = None
-        never = [reader.image_id, *([] if reader.video_id is None else [reader.video_id])]
-        self._never = torch.tensor(never, device=device)
+        self._axes = 1 if reader.positions(0, ()) is None else 3
+        self._never = torch.tensor(reader.never_sampled, device=device)
         model.forward = self._forward
 
-    def add(self, request_id: str, length: int, images: Sequence[PlacedImage]) -> None:
-        """Take the images of a request, whose prompt has ``length`` tokens, before it is given to the library.
+    def add(self, request_id: str, prompt: Ids, images: Sequence[PlacedImage]) -> None:
+        """Take the images of a request, among the tokens of its prompt, before it is given to the library.
 
         Raises:
             RunError: one of them can no longer be read.
@@ -69,13 +70,12 @@ class ImageRequests:
             pixels = torch.from_numpy(self._reader.pixels(images))
         except ImageError as error:
             raise RunError(f"an image of the prompt: {error.message}", hint=error.hint) from error
-        positions = torch.from_numpy(self._reader.positions(length + 1, images))
-        marked = torch.zeros(length, dtype=torch.bool)
-        for image in images:
-            marked[image.start : image.start + image.tokens] = True
-        ahead = int(positions[-1, 0]) - length
-        grids = torch.tensor([image.grid for image in images])
-        pixels, grids, positions, marked = (x.to(self._device) for x in (pixels, grids, positions[:-1], marked))
+        found = self._reader.positions(len(prompt) + 1, images)
+        positions = None if found is None else torch.from_numpy(found[:-1]).to(self._device)
+        ahead = 0 if found is None else int(found[-1, 0]) - len(prompt)
+        marked = torch.from_numpy(self._reader.marked(prompt, images))
+        grids = torch.tensor([self._reader.patch_grid(image.grid) for image in images])
+        pixels, grids, marked = (x.to(self._device) for x in (pixels, grids, marked))
         self._requests[request_id] = _Seeing(pixels, grids, positions, marked, ahead)
 
     def drop(self, request_id: str) -> None:
@@ -96,7 +96,7 @@ class ImageRequests:
     def _forward(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, **rest: Any) -> Any:
         """Return the logits of the tokens ``logits_to_keep`` of a batch, [1, n, V]. The library looks for that name."""
         ids, places = input_ids[0], position_ids[0].long()
-        positions = places[:, None].expand(-1, 3).clone()
+        positions = places[:, None].expand(-1, 3).clone() if self._axes == 3 else places
         where: list[Tensor] = []
         found: list[Features] = []
         at = 0
@@ -106,12 +106,13 @@ class ImageRequests:
             if (seeing := self._requests.get(future.state.request_id)) is None:
                 continue
             here = places[part]
-            prompt = here < len(seeing.positions)
-            positions[part] = torch.where(
-                prompt[:, None],
-                seeing.positions[here.clamp(max=len(seeing.positions) - 1)],
-                here[:, None] + seeing.ahead,
-            )
+            prompt = here < len(seeing.marked)
+            if seeing.positions is not None:
+                positions[part] = torch.where(
+                    prompt[:, None],
+                    seeing.positions[here.clamp(max=len(seeing.positions) - 1)],
+                    here[:, None] + seeing.ahead,
+                )
             tokens = here[prompt][seeing.marked[here[prompt]]]
             if len(tokens):
                 where.append(part.start + (tokens - here[0]))

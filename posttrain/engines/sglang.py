@@ -15,18 +15,20 @@ import numpy.typing as npt
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
-from posttrain.data.images import PlacedImage, given_to_none
+from posttrain.data.images import PlacedImage
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import concurrent_requests
 from posttrain.engines.external import (
     arguments,
     cache_tokens,
+    frozen,
     load_initial_weights,
     readable_model,
     routing_format,
     shapes,
     stored_routing,
 )
+from posttrain.engines.external_images import EngineImages
 from posttrain.models.experts import RoutingFormat
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
@@ -72,7 +74,8 @@ class SGLangEngine:
         self.request_ids, self.seeds = itertools.count(), itertools.count()
         self.released: set[str] = set()
         """Memory that is released now. SGLang's schedulers die when it is resumed twice."""
-        self.guard = UpdateGuard("SGLang", shapes(spec), self._abort_all)
+        self.guard = UpdateGuard("SGLang", shapes(spec), self._abort_all, frozen=frozen(spec))
+        self.images = EngineImages.of(spec, "SGLang")
         self.routing = routing_format(spec)
         with readable_model(spec) as (path, load_format):
             ours = {
@@ -111,20 +114,29 @@ class SGLangEngine:
         self.manager: Any = self.engine.tokenizer_manager
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
-        given_to_none(images, "SGLang")
-        sampling = {
+        read = await self.images.processed(prompt_ids, images)
+        sampling: dict[str, Any] = {
             "max_new_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
             "stop_token_ids": self.spec.stop_token_ids,
         }
+        if self.images.reader is not None:
+            sampling["logit_bias"] = {str(token): bias for token, bias in self.images.bias.items()}
         async with self.guard.request() as version:
             if self.spec.rollout.batch_invariant:  # SGLang reads seeds in this mode only
                 sampling["sampling_seed"] = self._seed(version) if params.seed is None else params.seed
-            asked = {"return_routed_experts": True} if self.routing is not None else {}
+            asked: dict[str, Any] = {"return_routed_experts": True} if self.routing is not None else {}
+            if read is not None:
+                asked["image_data"] = [read]
             output = await self._run(prompt_ids, sampling, return_logprob=True, **asked)
         meta = output["meta_info"]
+        if read is not None and meta["prompt_tokens"] != len(prompt_ids):
+            raise RunError(
+                f"SGLang read {meta['prompt_tokens']} tokens of a prompt with images, and trainers {len(prompt_ids)}",
+                hint="--set rollout.engine=hf samples with images",
+            )
         ids = list(output.get("output_ids") or [])
         logprobs = [float(of_token[0]) for of_token in (meta.get("output_token_logprobs") or [])][: len(ids)]
         reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -172,6 +184,7 @@ class SGLangEngine:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self.guard.close()
+        self.guard.lost_weights()
         if not self.released:
             self.released = {"kv_cache", "weights"}
             request = ReleaseMemoryOccupationReqInput(tags=sorted(self.released))

@@ -13,19 +13,21 @@ import numpy as np
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
-from posttrain.data.images import PlacedImage, given_to_none
+from posttrain.data.images import PlacedImage
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import concurrent_requests
 from posttrain.engines.external import (
     arguments,
     cache_bytes_per_token,
     cache_tokens,
+    frozen,
     load_initial_weights,
     readable_model,
     routing_format,
     shapes,
     stored_routing,
 )
+from posttrain.engines.external_images import EngineImages
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.guard import UpdateGuard
@@ -65,7 +67,8 @@ class VLLMEngine:
         self.request_ids = itertools.count()
         self.asleep = False
         self.keeps = spec.rollout.keep_kv
-        self.guard = UpdateGuard("vLLM", shapes(spec), self._pause, keeps=self.keeps)
+        self.guard = UpdateGuard("vLLM", shapes(spec), self._pause, keeps=self.keeps, frozen=frozen(spec))
+        self.images = EngineImages.of(spec, "vLLM")
         self.salt: dict[str, str] = {}
         """Part of every prompt: prefixes of prompts with different salts are not shared."""
         self.routing = routing_format(spec)
@@ -74,7 +77,7 @@ class VLLMEngine:
                 model=path,
                 load_format=load_format,
                 trust_remote_code=spec.source.trust_remote_code,
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=self.images.reader is None,  # it expands images by names of tokens
                 generation_config="vllm",  # not the model's: each request states its own sampling
                 dtype=spec.dtype,
                 seed=spec.seed * 1009 + spec.replica,
@@ -89,6 +92,8 @@ class VLLMEngine:
                 disable_log_stats=True,
                 **self._memory(),
             )
+            if self.images.reader is not None:
+                ours |= {"limit_mm_per_prompt": {"video": 0}}
             if self.routing is not None:
                 ours |= {"enable_return_routed_experts": True}
             try:
@@ -112,6 +117,8 @@ class VLLMEngine:
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(2048, self.spec.max_tokens),
+            # The largest image that the model may read is too much for a CPU, and memory of one is not counted.
+            **({} if self.images.reader is None else {"skip_mm_profiling": True}),
         }
 
     async def _pause(self) -> None:
@@ -121,10 +128,11 @@ class VLLMEngine:
             await self.llm.pause_generation(mode="abort")
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
-        given_to_none(images, "vLLM")
+        ids_given, pictures = await self.images.prompt(prompt_ids, images)
         async with self.guard.request() as version:
             output = await self._run(
-                prompt_ids,
+                ids_given,
+                pictures,
                 max_tokens=params.max_new_tokens,
                 temperature=params.temperature,
                 top_p=params.top_p,
@@ -132,7 +140,10 @@ class VLLMEngine:
                 seed=params.seed,
                 stop_token_ids=self.spec.stop_token_ids,
                 logprobs=0,  # only the sampled token's
+                logit_bias=self.images.bias or None,
             )
+        if pictures:
+            self.images.check(prompt_ids, output.prompt_token_ids)
         [done] = output.outputs
         ids = list(done.token_ids)
         logprobs = [float(of_token[i].logprob) for i, of_token in zip(ids, done.logprobs or [], strict=True)]
@@ -154,7 +165,7 @@ class VLLMEngine:
 
     async def _score(self, sequences: Sequence[Ids]) -> list[list[float]]:
         outputs = await asyncio.gather(
-            *(self._run(ids, max_tokens=1, temperature=1.0, prompt_logprobs=0) for ids in sequences)
+            *(self._run(ids, [], max_tokens=1, temperature=1.0, prompt_logprobs=0) for ids in sequences)
         )
         scores = []
         for ids, output in zip(sequences, outputs, strict=True):
@@ -162,16 +173,17 @@ class VLLMEngine:
             scores.append([0.0, *(float(of[int(i)].logprob) for i, of in zip(ids[1:], found, strict=True))])
         return scores
 
-    async def _run(self, ids: Ids, **params: Any) -> Any:
-        """Return the output of a request. Raises ``WorkerError`` when the engine has died, ``RunError`` when it
-        refuses."""
+    async def _run(self, ids: Ids, images: Sequence[Any], **params: Any) -> Any:
+        """Return the output of a request, whose ``ids`` have one token for each of the ``images``. Raises
+        ``WorkerError`` when the engine has died, ``RunError`` when it refuses."""
         from vllm import SamplingParams as Params
         from vllm import TokensPrompt, exceptions
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError
 
         request = Params(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **params)
-        prompt = TokensPrompt(prompt_token_ids=np.asarray(ids).tolist(), **self.salt)
+        seen: Any = {"multi_modal_data": {"image": list(images)}} if images else {}
+        prompt = TokensPrompt(prompt_token_ids=np.asarray(ids).tolist(), **self.salt, **seen)
         try:
             outputs = [output async for output in self.llm.generate(prompt, request, f"r{next(self.request_ids)}")]
         except EngineDeadError as error:
@@ -184,6 +196,7 @@ class VLLMEngine:
 
     async def sleep(self) -> None:
         await self.guard.close()
+        self.guard.lost_weights()
         if self.asleep:
             return
         self.asleep = True
@@ -220,6 +233,8 @@ class VLLMEngine:
                 await self.llm.update_weight_version(str(version))
             elif not await self.llm.reset_prefix_cache():
                 raise WeightSyncError("vLLM did not drop the prefixes that it computed with the old weights")
+            if self.images.reader is not None:  # features of images, which a tower with other weights computed
+                await self.llm.reset_encoder_cache()
             await self.llm.resume_generation()  # requests that were kept go on beside the check
             return await self._score(check)
 

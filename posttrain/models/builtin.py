@@ -146,6 +146,7 @@ def builtin_sizes(name: str) -> dict[str, Any]:
     start, end, image, video = (known + n for n in range(len(VISION_TOKENS)))
     return {
         "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "text_config": {"model_type": "qwen2_5_vl_text", **sizes, "rope_parameters": rotary},
         "vision_config": _tower_sizes(model.tower, model.hidden),
         "vision_start_token_id": start,

@@ -18,15 +18,8 @@ from posttrain.models.classifier import (
     is_critic_of_verl,
     names_in_shards,
 )
-from posttrain.models.load import (
-    ModelSource,
-    build,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
-    load_vision,
-    processor_files,
-)
+from posttrain.models.load import ModelSource, build, load_config, load_generation_config, load_tokenizer
+from posttrain.models.processors import load_vision, processor_files
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

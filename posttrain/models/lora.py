@@ -61,7 +61,7 @@ def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype, tower
     left_out = None
     if not tower:
         linear = {name for name in linear if not name.startswith(vision.TOWER)}
-        left_out = re.escape(vision.TOWER) + ".*"
+        left_out = f"(?:{'|'.join(map(re.escape, vision.TOWER))}).*"
     hint = f"what can be adapted in this model: {', '.join(sorted({_last(name) for name in linear}))}"
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     config = peft.LoraConfig(
@@ -205,16 +205,20 @@ class LowRank:
         return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
 
 
-def whole_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def whole_weights(
+    model: nn.Module, dtype: torch.dtype | None = None, leave_out: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """(name in the base model, whole weight) of all that the base model has, adapters merged into it.
 
-    A collective where the model is sharded. Nothing of it changes. ``dtype`` as in ``whole_many``.
+    A collective where the model is sharded. Nothing of it changes. ``dtype`` as in ``whole_many``; names that begin
+    with one of ``leave_out`` are left out.
     """
+    parameters = [(name, p) for name, p in model.named_parameters() if not name.startswith(leave_out)]
     adapted = {f"{name}.base_layer.weight": layer for name, layer in _adapted(model)}
     if not adapted:
-        yield from whole_many(model.named_parameters(), dtype)
+        yield from whole_many(parameters, dtype)
         return
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if (original := base_name(name)) is None:
             continue
         weight = whole(parameter)

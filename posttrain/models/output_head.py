@@ -87,7 +87,7 @@ def _logits(model: PreTrainedModel, head: nn.Linear, hidden: Tensor) -> Tensor:
     own, base = model.get_output_embeddings(), cast(Any, model.base_model)
     forward = base.forward
     found: Any = MoeModelOutputWithPast(last_hidden_state=cast(Any, hidden))
-    found.rope_deltas = None  # of models that see
+    found.rope_deltas = found.image_hidden_states = None  # of models that see
     try:
         base.forward = lambda *args, **kwargs: found
         model.set_output_embeddings(head)

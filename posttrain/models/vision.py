@@ -21,10 +21,29 @@ if TYPE_CHECKING:
 
     from posttrain.models.attention import Ragged
 
-FAMILIES = frozenset({"qwen2_5_vl", "qwen3_vl"})
-"""Types of models whose images are read. They have the same parts under the same names in transformers."""
-TOWER = "model.visual."
-"""Where the names of the tower's parameters begin."""
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the base models of a family have their parts in transformers."""
+
+    tower: tuple[str, ...]
+    """What images go through, in this order"""
+    language: str
+    tiles: bool
+    """The tower takes square pictures of one size, and not patches."""
+
+
+_QWEN = Parts(("visual",), "language_model", tiles=False)
+_IDEFICS = Parts(("vision_model", "connector"), "text_model", tiles=True)
+FAMILIES: dict[str, Parts] = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "smolvlm": _IDEFICS,
+    "idefics3": _IDEFICS,
+}
+"""Types of models whose images are read."""
+TOWER = ("model.visual.", "model.vision_model.", "model.connector.")
+"""Where the names of the tower's parameters begin, in any family."""
 _TOWER_ATTENTION = "sdpa"
 """What transformers computes the tower's attention with, window by window."""
 
@@ -34,15 +53,23 @@ def sees(config: PreTrainedConfig) -> bool:
     return config.model_type in FAMILIES
 
 
-def tower(model: PreTrainedModel) -> nn.Module | None:
-    """Return the vision tower, with what projects its features into the language model; None: the model has none that
-    is known here."""
-    return cast(nn.Module, cast(Any, model.base_model).visual) if sees(model.config) else None
+def in_tiles(config: PreTrainedConfig) -> bool:
+    """Return true for the config of a model that sees, and reads images in square tiles."""
+    return FAMILIES[str(config.model_type)].tiles
+
+
+def tower(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """Return the vision tower, and what projects its features into the language model where that is a part of its own;
+    none: the model has no tower that is known here."""
+    names = FAMILIES[str(model.config.model_type)].tower if sees(model.config) else ()
+    return tuple(model.base_model.get_submodule(name) for name in names)
 
 
 def language_model(model: PreTrainedModel) -> nn.Module:
     """Return the part that embeddings go through: without a tower the whole base model."""
-    return cast(nn.Module, cast(Any, model.base_model).language_model) if sees(model.config) else model.base_model
+    if not sees(model.config):
+        return model.base_model
+    return model.base_model.get_submodule(FAMILIES[str(model.config.model_type)].language)
 
 
 def attention_of(config: PreTrainedConfig, language: str) -> str | dict[str, str]:
@@ -60,7 +87,7 @@ class ImageInput:
     pixels: Tensor
     """[P, C * side * side] uint8"""
     grids: Tensor
-    """[I, 3] int64"""
+    """[I, 3] int64 patches of each image: of how many pictures, and in height and width of each"""
     places: Tensor
     """[n] which of the S tokens are of images"""
     features: Tensor
@@ -102,16 +129,29 @@ def patches(pixels: Tensor, table: Tensor, frames: int) -> Tensor:
 
 def features_of(model: PreTrainedModel, patches: Tensor, grids: Tensor) -> Features:
     """Return the features of images, with gradient where the tower is trained."""
-    seeing = tower(model)
-    assert seeing is not None
-    with nullcontext() if is_trained(seeing) else torch.no_grad():
+    with nullcontext() if is_trained(tower(model)) else torch.no_grad():
+        if in_tiles(model.config):
+            return Features(_features_of_tiles(model, patches))
+        [seeing] = tower(model)
         seen = seeing(patches, grid_thw=grids)
     return Features(seen.pooler_output, tuple(getattr(seen, "deepstack_features", None) or ()))
 
 
-def is_trained(module: nn.Module) -> bool:
-    """Return true if any of its parameters is."""
-    return any(parameter.requires_grad for parameter in module.parameters())
+def _features_of_tiles(model: PreTrainedModel, patches: Tensor) -> Tensor:
+    """Return [F, D] the features of tiles, of each its patches row by row."""
+    seeing, connector = tower(model)
+    config = cast(Any, model.config).vision_config
+    side, patch = config.image_size // config.patch_size, config.patch_size
+    cut = patches.view(-1, side, side, config.num_channels, patch, patch)
+    pictures = cut.permute(0, 3, 1, 4, 2, 5).flatten(2, 3).flatten(3, 4)
+    seen = seeing(pixel_values=pictures.to(next(seeing.parameters()).dtype)).last_hidden_state
+    projected: Tensor = connector(seen)
+    return projected.flatten(0, 1)
+
+
+def is_trained(parts: Sequence[nn.Module]) -> bool:
+    """Return true if any of their parameters is."""
+    return any(parameter.requires_grad for part in parts for parameter in part.parameters())
 
 
 def last_hidden(
@@ -124,10 +164,9 @@ def last_hidden(
         positions: [S], or [S, 3] in time, height and width.
     """
     if images is None:
-        position_ids = positions[None] if positions.ndim == 1 else positions.T[:, None]
         base = cast(Any, model.base_model)
         hidden: Tensor = base(
-            input_ids=input_ids[None], position_ids=position_ids, use_cache=False, ragged=ragged
+            input_ids=input_ids[None], position_ids=_in_a_row(positions), use_cache=False, ragged=ragged
         ).last_hidden_state[0]
         return hidden
     found = features_of(model, patches(images.pixels, images.table, images.frames), images.grids)
@@ -136,6 +175,11 @@ def last_hidden(
     # So that a trained tower has gradients on every worker, be they zeros: they are summed over all of them.
     left_over = (found.last, *found.deeper) if images.left_over and found.last.requires_grad else ()
     return hidden_with_features(model, input_ids, positions, [images.places], [chosen], more, left_over)
+
+
+def _in_a_row(positions: Tensor) -> Tensor:
+    """Return positions, [S] or [S, 3], as models of transformers take them: [1, S] or [3, 1, S]."""
+    return positions[None] if positions.ndim == 1 else positions.T[:, None]
 
 
 def hidden_with_features(
@@ -151,7 +195,7 @@ def hidden_with_features(
 
     Args:
         input_ids: [S].
-        positions: [S, 3].
+        positions: [S], or [S, 3] in time, height and width.
         places: which of the S tokens are of images, for each of ``features``.
         more: further arguments of the language model.
         left_over: features to which gradients of zero go.
@@ -168,6 +212,6 @@ def hidden_with_features(
         marked[where] = True
         deeper = [torch.cat(level)[order] for level in zip(*(f.deeper for f in features), strict=True)]
         more = {**more, "visual_pos_masks": marked[None], "deepstack_visual_embeds": deeper}
-    found = cast(Any, language_model(model))(inputs_embeds=embeddings[None], position_ids=positions.T[:, None], **more)
+    found = cast(Any, language_model(model))(inputs_embeds=embeddings[None], position_ids=_in_a_row(positions), **more)
     hidden: Tensor = found.last_hidden_state[0]
     return hidden

@@ -27,7 +27,8 @@ from posttrain.core.sizes import GIB
 from posttrain.data.loader import total_steps
 from posttrain.engines.choice import EngineChoice, choose_engine
 from posttrain.models.config_json import read_config_file
-from posttrain.models.load import locate, processor_settings, read_config
+from posttrain.models.load import locate, read_config
+from posttrain.models.processors import processor_settings
 from posttrain.plan.advice import Replan, Settings, assignments, changed
 from posttrain.plan.batch import Lengths, assumed_lengths, longest_of, sequences_of_step
 from posttrain.plan.compare import Pair, compare, lengths_of

@@ -16,7 +16,7 @@ from posttrain.algos.segments import segment_ids
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import LoraConfig
 from posttrain.data.pack import PackedBatch
-from posttrain.models.load import load_vision
+from posttrain.models.processors import load_vision
 from posttrain.rl.batch import (
     Groups,
     fill_advantages,

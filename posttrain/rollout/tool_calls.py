@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import CodeError, PosttrainError
@@ -63,6 +63,8 @@ class _Answer:
 
 async def _call(call: ParsedCall, env: EpisodeContext, states: Mapping[str, Any]) -> _Answer:
     result = await _result(call, env, states)
+    if result.images and not _is_shown(call.name, env):
+        result = replace(result, text=result.text.replace(IMAGE, "[image]"), images=())
     text = env.harmless(cut(result.text, env.cfg.max_tool_response_chars, env.cfg.tool_response_cut), result.images)
     if not result.images:
         return _Answer(text, error=result.error)
@@ -77,6 +79,14 @@ async def _call(call: ParsedCall, env: EpisodeContext, states: Mapping[str, Any]
         except ImageError as error:
             wrong = error.message
     return _Answer(env.harmless(f"error: {call.name} failed: {wrong}"), error=True)
+
+
+def _is_shown(name: str, env: EpisodeContext) -> bool:
+    """Return false for an image of a tool that mostly answers in words, as an MCP server's may, where the model cannot
+    see it. A tool that ``gives_images`` is refused before the run, if that can be known."""
+    if getattr(env.tools[name], "gives_images", False):
+        return True
+    return env.vision is not None and env.deltas.shows_images(env.vision.image_id)
 
 
 async def _result(call: ParsedCall, env: EpisodeContext, states: Mapping[str, Any]) -> ToolResult:

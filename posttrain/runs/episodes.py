@@ -47,7 +47,8 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
     """
     from posttrain.data.chat import ChatDeltas
     from posttrain.envs.opening import open_world
-    from posttrain.models.load import load_vision, stop_token_ids
+    from posttrain.models.load import stop_token_ids
+    from posttrain.models.processors import load_vision
     from posttrain.rollout.episode import EpisodeContext
     from posttrain.rollout.interaction import open_interaction
     from posttrain.sandbox import configure
@@ -165,12 +166,11 @@ def check_tool_images(tools: Iterable[Tool], deltas: ChatDeltas, vision: VisionP
     what = f"rollout.tools: tool {giving[0]!r} gives images, and"
     if vision is None:
         raise ConfigError(f"{what} the model reads text alone", hint="docs/vision.md lists models that see")
-    probe = {"role": "tool", "name": giving[0], "content": [{"type": "image"}]}
     try:
-        shown = deltas.ids([probe]).count(vision.image_id)
+        shown = deltas.shows_images(vision.image_id, giving[0])
     except DataError as error:
         raise ConfigError(f"{what} {error.message}", hint=error.hint) from error
-    if shown != 1:
+    if not shown:
         raise ConfigError(
             f"{what} the chat template shows none in what tools say",
             hint="put a template into the model's folder, as chat_template.jinja, that shows images of the role tool",

@@ -17,7 +17,9 @@ from posttrain.engines.hf import BLOCK
 from posttrain.engines.start import NO_BATCH_INVARIANCE
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import VALUE_HEAD, is_classifier
-from posttrain.models.load import ModelSource, build, load_config, load_tokenizer, load_vision, locate
+from posttrain.models.load import ModelSource, build, load_config, load_tokenizer, locate
+from posttrain.models.processors import load_vision
+from posttrain.models.vision import in_tiles
 from posttrain.runs.run import weights_of
 from posttrain.train import checkpoint
 
@@ -177,9 +179,10 @@ def check_vision(cfg: Config, source: ModelSource) -> None:
     sees, cmd = f"model.path = {cfg.model.path!r} sees", cfg.command
     if cfg.trains_reward_model:
         raise ConfigError(f"{sees}, and this version trains no such reward models", hint=_SEEING)
-    if cfg.samples and engine_of(cfg).name != "hf":
+    if cfg.samples and engine_of(cfg).name != "hf" and in_tiles(load_config(source)):
         raise ConfigError(
-            f"{sees}, and rollout.engine = {engine_of(cfg).name} is given ids alone",
+            f"{sees} images in tiles, which rollout.engine = {engine_of(cfg).name} would cut by itself, and that was "
+            "never compared with what trainers read",
             hint="--set rollout.engine=hf samples with images",
         )
     refused = {"rollout.replay": bool(cfg.rollout.replay), "rollout.staleness": cfg.rollout.staleness > 0}

@@ -12,7 +12,7 @@ from posttrain.data.loader import check_batch, total_steps
 from posttrain.data.prefetch import Rendered
 from posttrain.data.stream import Counts, SampleStream
 from posttrain.launch import TrainingJob
-from posttrain.models.load import load_vision
+from posttrain.models.processors import load_vision
 from posttrain.plan.command import Known
 from posttrain.runs.preflight import check_machine, check_supported, open_model
 from posttrain.runs.prompts import reading_validation, validation_note

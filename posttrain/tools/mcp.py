@@ -7,6 +7,7 @@ episodes, and opened again when the server died or does not answer any more.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.http import api_key, http_url
 from posttrain.core.registry import nearest
 from posttrain.core.types import ToolSchema
+from posttrain.data.turns import IMAGE, without_marks
 from posttrain.tools.base import Tool, ToolResult
 
 if TYPE_CHECKING:
@@ -335,8 +337,9 @@ async def _list_tools(client: Client) -> list[Offered]:
 
 
 def _result(result: CallToolResult) -> ToolResult:
-    """The text of a result. What is no text is named, with its type."""
-    parts = []
+    """Return the text of a result, and its images. What is neither is named, with its type."""
+    parts: list[str] = []
+    images: list[bytes] = []
     for block in result.content:
         if block.type == "text":
             parts.append(block.text)
@@ -344,12 +347,21 @@ def _result(result: CallToolResult) -> ToolResult:
             parts.append(getattr(block.resource, "text", f"[{block.resource.uri}]"))
         elif block.type == "resource_link":
             parts.append(f"[{block.uri}]")
+        elif block.type == "image" and not result.is_error:
+            parts.append(IMAGE)
+            try:
+                images.append(base64.b64decode(block.data, validate=True))
+            except ValueError as error:
+                return ToolResult(f"error: an image of the server's answer is no base64: {error}", error=True)
         else:
             parts.append(f"[{block.type}: {block.mime_type}]")
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    if images:  # a server's own texts name none of them
+        named = [block.type == "image" for block in result.content]
+        parts = [part if own else without_marks(part) for part, own in zip(parts, named, strict=True)]
     text = "\n".join(parts)
-    return ToolResult(f"error: {text}", error=True) if result.is_error else ToolResult(text)
+    return ToolResult(f"error: {text}", error=True) if result.is_error else ToolResult(text, images=tuple(images))
 
 
 def _reason(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,21 +46,32 @@ def model_flops(model: PreTrainedModel) -> Flops:
 def tower_flops(model: PreTrainedModel) -> Callable[[Sequence[int]], float]:
     """What images of so many patches each take in the vision tower: forward, and backward where it is trained."""
     seeing = vision.tower(model)
-    if seeing is None:
+    if not seeing:
         return lambda patches: 0.0
-    passes = 3 if any(p.requires_grad for p in seeing.parameters()) else 1
-    one = tower_forward(seeing, cast(Any, model.config).vision_config)
+    passes = 3 if vision.is_trained(seeing) else 1
+    config: Any = model.config
+    merge = config.scale_factor if vision.in_tiles(config) else config.vision_config.spatial_merge_size
+    one = tower_forward(seeing, config.vision_config, int(merge))
     return lambda patches: passes * one.forward(patches)
 
 
-def tower_forward(seeing: nn.Module, config: Any) -> TowerFlops:
-    """What a vision tower takes. ``plan.tower`` tells it without a model."""
-    merged = config.spatial_merge_size**2
+def tower_forward(seeing: Sequence[nn.Module], config: Any, merge: int) -> TowerFlops:
+    """What a vision tower takes. ``plan.tower`` tells it without a model.
+
+    Args:
+        seeing: its parts, as ``models.vision.tower`` gives them.
+        config: the model's ``vision_config``.
+        merge: patches along each side of what becomes one token.
+    """
     weights = 2.0 * sum(
-        p.numel() / (merged if "merger" in name else 1)
-        for name, p in seeing.named_parameters()
-        if p.ndim > 1 and "pos_embed" not in name  # looked up, not multiplied
+        p.numel() / (merge**2 if "merger" in name or part is not seeing[0] else 1)
+        for part in seeing
+        for name, p in part.named_parameters()
+        if p.ndim > 1 and "pos_embed" not in name and "position_embedding" not in name  # looked up, not multiplied
     )
+    if len(seeing) > 1:  # pictures of one size, each by itself
+        patches = (config.image_size // config.patch_size) ** 2
+        return TowerFlops(weights, 0.0, 4.0 * config.hidden_size * config.num_hidden_layers, patches)
     whole = getattr(config, "fullatt_block_indexes", None)
     window = (getattr(config, "window_size", None) or 0) // config.patch_size
     layers = config.depth if whole is None else len(whole)

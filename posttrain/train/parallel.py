@@ -67,7 +67,7 @@ def parallelize(
             # out, torch compiles for the first numbers, then again, and again in a later step when another one moves.
             forward = torch.compile(forward, dynamic=True)
         layer.forward = forward
-    blocks = list(largest_list(seeing)) if seeing is not None else []
+    blocks = list(largest_list(seeing[0])) if seeing else []
     if activation_checkpointing != "none" and any(p.requires_grad for block in blocks for p in block.parameters()):
         for block in blocks:
             block.forward = _checkpointed(block.forward, activation_checkpointing, kept)
@@ -84,10 +84,10 @@ def parallelize(
             for module in expert_modules(layer):
                 share_out(module, experts, **how)
         fully_shard(layer, mesh=mesh, **how)
-    # The tower computes rotary embeddings in float32 once, and hands them from block to block as they are.
-    uncast = replace(policy, cast_forward_inputs=False)
-    for part in [*blocks, *([] if seeing is None else [seeing])]:
-        fully_shard(part, mesh=mesh, mp_policy=uncast, offload_policy=offload, reshard_after_forward=not keep_gathered)
+    # Some towers compute rotary embeddings in float32 once, and hand them from block to block as they are.
+    as_is = policy if seeing and vision.in_tiles(lm.model.config) else replace(policy, cast_forward_inputs=False)
+    for part in [*blocks, *seeing]:
+        fully_shard(part, mesh=mesh, mp_policy=as_is, offload_policy=offload, reshard_after_forward=not keep_gathered)
     fully_shard(lm, mesh=mesh, mp_policy=policy, offload_policy=offload).set_reshard_after_backward(not keep_gathered)
     return lm
 

@@ -27,8 +27,9 @@ from posttrain.data.pack import PackedBatch
 from posttrain.models import attention, lora, vision
 from posttrain.models.batch_invariant import use_invariant_products
 from posttrain.models.experts import Mixture, Seen, check_routers, routers
-from posttrain.models.load import build, dropout_settings, load_vision
+from posttrain.models.load import build, dropout_settings
 from posttrain.models.logprobs import TokenLoss
+from posttrain.models.processors import load_vision
 from posttrain.models.shards import nonfinite
 from posttrain.models.support import check_architecture, check_sequence_parallel
 from posttrain.models.ulysses import SequenceParallel
@@ -124,9 +125,8 @@ class TrainWorker:
         lm.eval()
         lm.requires_grad_(spec.trainable)
         self.vision = load_vision(spec.source)
-        seeing = vision.tower(lm.model)
-        if seeing is not None and train.vision_tower == "frozen":
-            for parameter in seeing.parameters():  # buffers of its rotary embedding stay in float32
+        for part in vision.tower(lm.model) if train.vision_tower == "frozen" else ():
+            for parameter in part.parameters():  # buffers of its rotary embedding stay in float32
                 parameter.requires_grad_(False).data = parameter.data.to(self.dtype)
         if self.adapted:
             lora.inject(lm.model, train.lora, dtype=param_dtype, tower=train.vision_tower == "trained")
@@ -337,17 +337,18 @@ class TrainWorker:
 
     # ------------------------------------------------------------------ weights
 
-    def open_sender(self, transport: Transport | None, bucket_bytes: int) -> None:
-        """Begin to hand out the whole weights in the compute type, with adapters merged into them. Every rank draws the
-        same weights.
+    def open_sender(self, transport: Transport | None, bucket_bytes: int, frozen: bool = True) -> None:
+        """Begin to hand out the whole weights in the compute type, adapters merged in. Every rank draws the same.
 
         Args:
             transport: of this rank's buckets; None: nobody reads them.
             bucket_bytes: most bytes of a bucket; a bucket of a small model has half of its weights.
+            frozen: a vision tower that is not trained is among them.
         """
         whole = sum(p.numel() for p in self.parameters.values()) * self.dtype.itemsize
         size = sizes.bucket_bytes(whole, bucket_bytes)
-        weights = lora.whole_weights(self.lm.model, self.dtype)
+        left_out = () if frozen or self.spec.train.vision_tower == "trained" else vision.TOWER
+        weights = lora.whole_weights(self.lm.model, self.dtype, left_out)
         if self.spec.stored_names:
             weights = as_stored(self.lm.model, weights)
         self.sender = WeightSender(

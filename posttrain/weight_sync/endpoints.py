@@ -36,8 +36,9 @@ class WeightSource(Protocol):
         first token of each."""
         ...
 
-    async def open_sender(self, transports: Sequence[Transport | None], bucket_bytes: int) -> None:
-        """Begin to hand out the whole weights, from each rank by its transport (see ``WeightSender``)."""
+    async def open_sender(self, transports: Sequence[Transport | None], bucket_bytes: int, frozen: bool = True) -> None:
+        """Begin to hand out the whole weights, from each rank by its transport (see ``WeightSender``); without
+        ``frozen`` those alone that training may have changed."""
         ...
 
     async def next_bucket(self, slot: int) -> list[Bucket] | None:

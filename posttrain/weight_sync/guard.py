@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from posttrain.core.errors import RunError, WeightSyncError
@@ -28,6 +28,7 @@ class UpdateGuard:
         pause: makes the engine return all requests with what they have sampled.
         keeps: instead ``pause`` holds up all requests as they are, and they go on when the engine has finished the
             update.
+        frozen: parameters that training does not change: an update may leave them out once one has loaded them.
     """
 
     def __init__(
@@ -37,12 +38,16 @@ class UpdateGuard:
         pause: Callable[[], Awaitable[Any]],
         *,
         keeps: bool = False,
+        frozen: Collection[str] = (),
     ) -> None:
         self.version = 0
         """Version of the engine's weights."""
         self.running: set[asyncio.Task[Any]] = set()
         self._name, self._shapes, self._pause, self._keeps = name, shapes, pause, keeps
         self._loaded: set[str] = set()
+        self._frozen = frozenset(frozen)
+        self._held: frozenset[str] = frozenset()
+        """Parameters that the engine still has of an earlier update."""
         self._update: str | None = None
         """The update whose buckets are loaded; None between updates."""
         self._past: deque[str] = deque(maxlen=16)
@@ -162,6 +167,10 @@ class UpdateGuard:
                     )
                 await asyncio.sleep(_POLL_S)
 
+    def lost_weights(self) -> None:
+        """Note that the engine has given up the memory of its weights: the next update must load all of them."""
+        self._held = frozenset()
+
     @contextlib.asynccontextmanager
     async def finish(self, version: int) -> AsyncIterator[None]:
         """Wrap the engine's own work after all parameters were loaded. Afterwards requests are admitted, for
@@ -172,12 +181,13 @@ class UpdateGuard:
         """
         update = self._update
         with self._failures(update):
-            missing = self._shapes.keys() - self._loaded
+            missing = self._shapes.keys() - self._loaded - self._held
             if missing:
                 raise WeightSyncError(
                     f"{len(missing)} parameters of the engine were not sent, among them {min(missing)}"
                 )
             yield
+            self._held = self._frozen
             self._forget(self._over())
             self._update = None
             self.version, self._broken = version, None

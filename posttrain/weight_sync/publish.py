@@ -34,6 +34,7 @@ async def publish(
     tolerance: float,
     offload: Callable[[], Awaitable[None]] | None = None,
     replace: Callable[[R, PosttrainError], Awaitable[Any]] | None = None,
+    frozen: bool = True,
 ) -> dict[str, float]:
     """Send the trainer's weights to every engine as ``version``, and check them.
 
@@ -44,6 +45,7 @@ async def publish(
         tolerance: largest mean absolute difference of an engine's log-probabilities from the trainer's.
         offload: takes trainers off the GPUs, before engines fill them.
         replace: replaces a dead engine by a new one that has these weights; None: its death is raised.
+        frozen: False: every engine has what training leaves as it is, a frozen vision tower, and it is not sent.
 
     Returns:
         ``sync/check_gap``, the largest mean absolute difference of any engine; on GPUs ``sync/gpu_used_gib``, what
@@ -62,13 +64,13 @@ async def publish(
 
     if any(receiver.trainers for receiver in receivers):  # the engines' KV caches take the memory that trainers need
         expected, _ = await asyncio.gather(source.score(check), targets.each(lambda receiver: receiver.wake()))
-        used = await _send(source, targets, transfers)
+        used = await _send(source, targets, transfers, frozen)
         if offload is not None:
             await offload()
         await targets.each(finish)
     else:  # they have GPUs of their own, and score at the same time
         await targets.each(lambda receiver: receiver.wake())
-        used = await _send(source, targets, transfers)
+        used = await _send(source, targets, transfers, frozen)
         expected, _ = await asyncio.gather(source.score(check), targets.each(finish))
         if offload is not None:
             await offload()
@@ -106,7 +108,7 @@ def _largest_gap(
     return max(gaps)
 
 
-async def _send(source: WeightSource, targets: Receivers[R], transfers: TransferChooser) -> float:
+async def _send(source: WeightSource, targets: Receivers[R], transfers: TransferChooser, frozen: bool) -> float:
     """Send the weights to all engines that live. Returns the GiB that the fullest GPU had in use at the end.
 
     Raises:
@@ -118,18 +120,18 @@ async def _send(source: WeightSource, targets: Receivers[R], transfers: Transfer
         if not targets.living:
             return 0.0
         transfer = transfers.choose(source, targets.living)
-        used = await _stream(transfer, targets)
+        used = await _stream(transfer, targets, frozen)
         if (why := transfer.broken) is None:
             return used
     raise WeightSyncError(f"samplers failed in every try to send them new weights, the last time: {why}")
 
 
-async def _stream(transfer: WeightTransfer, targets: Receivers[R]) -> float:
+async def _stream(transfer: WeightTransfer, targets: Receivers[R], frozen: bool) -> float:
     """Transfer all weights, bucket by bucket: trainers gather the next one while engines read the last. Returns as
     ``_send``."""
     source = transfer.source
     deliveries: list[asyncio.Task[None] | None] = [None, None]
-    await source.open_sender(transfer.transports(), transfer.bucket_bytes)
+    await source.open_sender(transfer.transports(), transfer.bucket_bytes, frozen)
     try:
         for slot in itertools.cycle((0, 1)):
             if (delivery := deliveries[slot]) is not None:

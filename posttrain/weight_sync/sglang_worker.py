@@ -74,7 +74,16 @@ def load(model: Any, packed: Sequence[tuple[str, Tensor]]) -> None:
     for text, _ in packed:
         bucket, rank = pickle.loads(bytes.fromhex(text))
         model.load_weights(_reader(rank).tensors(bucket))
+    _forget_features()
     torch.cuda.synchronize()  # the trainer overwrites the bucket as soon as this has returned
+
+
+def _forget_features() -> None:
+    """Drop what a vision tower with other weights made of images. SGLang keeps it when it drops prefixes."""
+    from sglang.srt.managers import mm_utils
+
+    if mm_utils.embedding_cache is not None:
+        mm_utils.embedding_cache.clear()
 
 
 @functools.cache

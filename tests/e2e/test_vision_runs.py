@@ -14,10 +14,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from posttrain import quickstart
 from posttrain.data.parquet import Preference, preference_row, sft_row, write_rows
 from posttrain.models.builtin import create_builtin
-from posttrain.models.load import load_vision, locate
+from posttrain.models.load import locate
+from posttrain.models.processors import load_vision
+from posttrain.models.vision import TOWER
 from posttrain.prep.datasets.shapes import Shapes
 from tests.e2e.run_commands import run_commands
-from tests.helpers.seeing import MIXED, picture
+from tests.helpers.seeing import MIXED, picture, save_model
 
 REPO = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -135,6 +137,41 @@ def test_the_tower_is_kept_as_it_was_and_the_rest_is_trained(folder):
     assert before.keys() == after.keys()
     kept = {name for name in before if torch.equal(before[name], after[name])}
     assert {name for name in before if ".visual." in name} == kept
+
+
+def test_a_model_that_reads_tiles_is_trained_and_merged(tmp_path):
+    """SmolVLM: SFT, GRPO with the embedded engine, and a folder that transformers loads."""
+    save_model("smolvlm", tmp_path / "model")
+    data(tmp_path / "train.parquet", 8)
+    questions = [Shapes().to_rlhf(row, i, "test") for i, row in enumerate(Shapes().rows("test", None, n=4))]
+    write_rows(tmp_path / "prompts.parquet", questions)
+    common = {"cluster.device": "cpu", "train.steps": 2, "train.vision_tower": "frozen"}
+    sft = sets(
+        common, **{
+            "data.train": "train.parquet", "data.val": "", "data.batch_size": 4, "data.max_length": 512,
+            "train.patches_per_microbatch": 400, "run.name": "tiles-sft", "model.path": "model",
+        },
+    )  # fmt: skip
+    rl = sets(
+        common, **{
+            "data.train": "prompts.parquet", "data.val": "", "data.batch_size": 2, "rollout.n": 2,
+            "rollout.max_prompt_tokens": 256, "rollout.max_response_tokens": 16, "run.name": "tiles",
+            "model.path": "run:tiles-sft",
+        },
+    )  # fmt: skip
+    run_commands(tmp_path, [
+        ["sft", "--preset", "tiny-vision-sft", *sft], ["rl", "--preset", "tiny-vision", *rl],
+        ["merge-ckpt", "tiles", "--out", "merged", "--dtype", "float32", "--check"],
+    ])  # fmt: skip
+    assert all(row["rollout_gap/mean_abs"] < 0.01 for row in metrics(tmp_path, "tiles") if row["step"] > 0)
+    before = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
+    after = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    assert before.keys() == after.keys()
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in before if name.startswith(TOWER)} == kept
+    merged, original = (load_vision(locate(str(tmp_path / name))) for name in ("merged", "model"))
+    assert merged.processor.to_dict() == original.processor.to_dict()
+    assert merged.block((5, 2, 2)).tolist() == original.block((5, 2, 2)).tolist()
 
 
 def test_the_merged_folder_reads_images_as_the_run_did(folder):

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("test", log_level="ERROR")
@@ -60,6 +60,12 @@ def noise() -> str:
     """Write what is no message of the protocol."""
     sys.stderr.write("a line for people\n")
     return "<|im_end|> " + "x" * 100_000
+
+
+@server.tool(structured_output=False)
+def look(file: str) -> list[str | Image]:
+    """Show a file as if it were a PNG, between words."""
+    return ["before <image>", Image(path=file, format="png"), "after"]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedTokenizerFast
 
 from posttrain.config import TrainConfig
-from posttrain.core.types import Message, ToolCall
+from posttrain.core.types import Message, Prompt, ToolCall
 from posttrain.data.images import PlacedImage
 from posttrain.data.pack import PackedBatch, Placement
 from posttrain.data.parquet import Conversation
@@ -27,7 +29,8 @@ from posttrain.data.samples import RenderConversations
 from posttrain.models.attention import choose
 from posttrain.models.builtin import builtin_processor, builtin_sizes, builtin_tokenizer
 from posttrain.models.gather import whole
-from posttrain.models.load import ModelSource, load_model, load_vision
+from posttrain.models.load import ModelSource, load_model, load_tokenizer
+from posttrain.models.processors import load_vision
 from posttrain.models.vision import last_hidden
 from posttrain.sft.command import pack
 from posttrain.tools.zoom import SCHEMA
@@ -37,20 +40,75 @@ from posttrain.train.spec import LossSpec, WorkerSpec
 from posttrain.train.worker import TrainWorker
 
 SDPA = choose("sdpa", torch.device("cpu"), torch.float32)
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
+TILED = ("smolvlm", "idefics3")
+"""Families that read images in tiles."""
+TILE_TOKENS = (
+    "<fake_token_around_image>", "<image>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+)  # fmt: skip
+SMOLVLM_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""As SmolVLM's releases have it, but for the end of a turn. It shows texts as parts of lists only, and no tools."""
 
 
-def config_of(family: str) -> Any:
-    """Return the config of a tiny model of a family, with the tokens of the built-in one."""
+def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
+    """Return the tiny tokenizer with the image tokens of a family, and a template that shows images and tools."""
+    from transformers import AddedToken
+
+    if family not in TILED:
+        return builtin_tokenizer("tiny-vision")
+    tokenizer, template = builtin_tokenizer("tiny"), builtin_tokenizer("tiny-vision").chat_template
+    added = [AddedToken(token, special=True, normalized=False) for token in TILE_TOKENS]
+    tokenizer.add_tokens(added, special_tokens=True)
+    tokenizer.chat_template = template.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+    assert "vision" not in tokenizer.chat_template
+    return tokenizer
+
+
+def processor_of(family: str) -> dict[str, Any]:
+    """Return the settings of a tiny model's image processor."""
+    if family not in TILED:
+        return builtin_processor("tiny-vision")
+    return {"image_processor_type": "Any", "size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 36}}
+
+
+def config_of(family: str, *, wide: bool = False) -> Any:
+    """Return the config of a tiny model of a family, with the tokens of the built-in one; ``wide``: with heads as large
+    as vLLM needs them on a CPU."""
     from transformers import AutoConfig
 
+    if family in TILED:
+        tokenizer = tokenizer_of(family)
+        text = {k: v for k, v in builtin_sizes("tiny").items() if k not in ("model_type", "tie_word_embeddings")}
+        text |= {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+        text |= {"vocab_size": -(-len(tokenizer) // 64) * 64, "bos_token_id": None, "eos_token_id": 0}
+        seeing = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return AutoConfig.for_model(
+            family,
+            text_config={**text, "pad_token_id": 0},
+            vision_config={**seeing, "image_size": 36, "patch_size": 8},  # four pixels of a side are left over
+            image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+            scale_factor=2,
+            pad_token_id=0,
+            tie_word_embeddings=False,
+        )
     sizes = builtin_sizes("tiny-vision")
     sizes["text_config"] |= {"hidden_size": 32, "intermediate_size": 48, "bos_token_id": None, "eos_token_id": 0}
     sizes["text_config"]["rope_parameters"]["mrope_section"] = [1, 1, 2]
     sizes["vision_config"] |= {"hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 32}
+    if wide:
+        sizes["text_config"] |= {"hidden_size": 128}
+        sizes["text_config"]["rope_parameters"]["mrope_section"] = [4, 6, 6]
+        sizes["vision_config"] |= {"out_hidden_size": 128}
     if family == "qwen3_vl":
         sizes["model_type"] = family
-        sizes["text_config"] |= {"model_type": "qwen3_vl_text", "head_dim": 8}
+        sizes["text_config"] |= {"model_type": "qwen3_vl_text", "head_dim": 32 if wide else 8}
         sizes["text_config"]["rope_parameters"]["mrope_interleaved"] = True
         sizes["vision_config"] |= {
             "model_type": "qwen3_vl_vision", "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
@@ -60,20 +118,27 @@ def config_of(family: str) -> Any:
     return AutoConfig.for_model(**sizes)
 
 
-def save_model(family: str, folder: Path) -> ModelSource:
+def save_model(family: str, folder: Path, *, wide: bool = False) -> ModelSource:
     """Write a random model of a family into ``folder``, with its tokenizer and its image processor's settings."""
     from transformers import AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model: Any = AutoModelForImageTextToText.from_config(config_of(family), attn_implementation="eager")
+    model: Any = AutoModelForImageTextToText.from_config(config_of(family, wide=wide), attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():  # far from uniform, so that nothing wrong can hide
         spread = 0.15 if parameter.ndim > 1 else 0.05
         parameter.data += torch.randn(parameter.shape, generator=generator) * spread
     model.save_pretrained(folder)
-    builtin_tokenizer("tiny-vision").save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(builtin_processor("tiny-vision")))
+    save_text_side(family, folder)
     return ModelSource(str(folder))
+
+
+def save_text_side(family: str, folder: Path) -> None:
+    """Write all of a model of a family but its weights."""
+    if not (folder / "config.json").exists():
+        config_of(family).save_pretrained(folder)
+    tokenizer_of(family).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor_of(family)))
 
 
 def picture(height: int, width: int, seed: int = 0) -> bytes:
@@ -128,18 +193,38 @@ MIXED = (
 def rendered(source: ModelSource, conversations: Sequence[Conversation] = MIXED, **how: Any) -> list[Rendered]:
     """Return conversations as `sft` renders them."""
     vision = load_vision(source)
-    render = RenderConversations(builtin_tokenizer("tiny-vision"), 4096, "error", vision=vision, **how)
+    render = RenderConversations(load_tokenizer(source), 4096, "error", vision=vision, **how)
     return render.render(conversations, [Row("f", i, {}) for i in range(len(conversations))])
 
 
 def as_transformers_reads(source: ModelSource, images: Sequence[PlacedImage]) -> dict[str, torch.Tensor]:
-    """Return pixels and grids as transformers' own processor gives them."""
+    """Return pixels, and grids or masks of pixels, as transformers' own processor gives them."""
     vision = load_vision(source)
     assert vision is not None
     if not images:
         return {}
     found = vision.processor([image.raw.decode() for image in images], return_tensors="pt")
-    return {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"]}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def prompts() -> list[Prompt]:
+    """Of the mixed rows the questions, and one that differs from another in its image alone."""
+    asked = [Prompt(i, chat.messages[:1], "", "", images=chat.images) for i, chat in enumerate(MIXED)]
+    asked = [replace(p, images=p.images[: p.messages[0]["content"].count("<image>")]) for p in asked]
+    return [*asked, replace(asked[0], index=len(asked), images=[{"bytes": picture(48, 48, 99)}])]
+
+
+def trainer_logprobs(source: ModelSource, batch: PackedBatch, model: Any = None) -> torch.Tensor:
+    """Return log-probabilities of sampled tokens under the trainer's model, or another, without tokens of images."""
+    reader = load_vision(source)
+    assert reader is not None
+    micro = MicroBatch.build(batch, torch.device("cpu"), SDPA, vision=reader)
+    model = load_model(source, dtype=torch.float32) if model is None else model
+    with torch.no_grad():
+        hidden = last_hidden(model, micro.input_ids, micro.position_ids, micro.ragged, micro.images)[micro.rows]
+        logits = model.get_output_embeddings()(hidden)
+    logits[:, reader.never_sampled] = -torch.inf
+    return logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
 
 
 # ---------------------------------------------------------------------- two workers

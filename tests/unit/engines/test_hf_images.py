@@ -9,23 +9,20 @@ import transformers
 
 from posttrain.config import RolloutConfig
 from posttrain.core.errors import RunError
-from posttrain.core.types import Prompt, SamplingParams
+from posttrain.core.types import SamplingParams
 from posttrain.data.chat import ChatDeltas
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.hf import HFSampler
 from posttrain.models import vision
-from posttrain.models.builtin import builtin_tokenizer
-from posttrain.models.load import ModelSource, load_model, load_vision
-from posttrain.models.vision import last_hidden
+from posttrain.models.load import ModelSource, load_tokenizer
+from posttrain.models.processors import load_vision
 from posttrain.rl.batch import pack
 from posttrain.rollout.episode import EpisodeContext, run_episode
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn, ToolParser
 from posttrain.tools.zoom import Zoom
-from posttrain.train.microbatch import MicroBatch
-from tests.helpers.seeing import FAMILIES, MIXED, SDPA, picture, save_model
+from tests.helpers.seeing import FAMILIES, picture, prompts, save_model, trainer_logprobs
 
-TOKENIZER = builtin_tokenizer("tiny-vision")
 ROLLOUT = RolloutConfig(engine="hf", max_prompt_tokens=256, max_response_tokens=32)
 STOP = 0
 
@@ -36,17 +33,11 @@ def source(request, tmp_path_factory):
 
 
 def context(source):
+    tokenizer = load_tokenizer(source)
     return EpisodeContext(
-        TOKENIZER, frozenset({STOP}), {}, PARSERS.get("hermes"), ChatDeltas(TOKENIZER), ROLLOUT,
+        tokenizer, frozenset({STOP}), {}, PARSERS.get("hermes"), ChatDeltas(tokenizer), ROLLOUT,
         vision=load_vision(source),
     )  # fmt: skip
-
-
-def prompts():
-    """Of the mixed rows the questions, and one that differs from another in its image alone."""
-    asked = [Prompt(i, chat.messages[:1], "", "", images=chat.images) for i, chat in enumerate(MIXED)]
-    asked = [replace(p, images=p.images[: p.messages[0]["content"].count("<image>")]) for p in asked]
-    return [*asked, replace(asked[0], index=len(asked), images=[{"bytes": picture(48, 48, 99)}])]
 
 
 def with_engine(source, work, stops=(STOP,)):
@@ -58,18 +49,6 @@ def with_engine(source, work, stops=(STOP,)):
             await engine.close()
 
     return asyncio.run(run())
-
-
-def trainer_logprobs(source, batch):
-    """Log-probabilities of sampled tokens under the trainer's model, without tokens of images."""
-    reader = load_vision(source)
-    micro = MicroBatch.build(batch, torch.device("cpu"), SDPA, vision=reader)
-    model = load_model(source, dtype=torch.float32)
-    with torch.no_grad():
-        hidden = last_hidden(model, micro.input_ids, micro.position_ids, micro.ragged, micro.images)[micro.rows]
-        logits = model.get_output_embeddings()(hidden)
-    logits[:, [reader.image_id, reader.video_id]] = -torch.inf
-    return logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0]
 
 
 def watched(function, parts):
@@ -107,7 +86,7 @@ def test_it_samples_from_what_the_trainer_computes(source, monkeypatch):
     found = batch.rollout_logprobs[batch.loss_mask]
     torch.testing.assert_close(found, trainer_logprobs(source, batch), rtol=0, atol=2e-5)
     everything = torch.cat([torch.from_numpy(t.tokens[t.loss_mask]) for t in played])
-    assert not torch.isin(everything, torch.tensor([env.vision.image_id, env.vision.video_id])).any()
+    assert not torch.isin(everything, torch.tensor(env.vision.never_sampled)).any()
 
 
 class Asks(Interaction):
@@ -151,7 +130,7 @@ def test_images_that_tools_give_are_read_in_later_turns(source):
     cfg = ROLLOUT.model_copy(update={"max_response_tokens": 160, "max_turns": 4})
     env = replace(
         context(source), cfg=cfg, tools={"zoom": tool}, parser=AlwaysZooms(), stop_token_ids=frozenset(stops),
-        deltas=ChatDeltas(TOKENIZER, [tool.schema]),
+        deltas=ChatDeltas(load_tokenizer(source), [tool.schema]),
     )  # fmt: skip
     asked = []
 
@@ -204,12 +183,13 @@ def test_a_token_of_an_image_is_never_sampled(source):
         weight = engine.model.get_output_embeddings().weight
         with torch.no_grad():
             weight[env.vision.image_id] = weight[5] * 50  # the largest logit, or the smallest
-            weight[env.vision.video_id] = -weight[5] * 50
+            for other in env.vision.never_sampled[1:]:
+                weight[other] = -weight[5] * 50
         return await asyncio.gather(*(engine.generate([1, 2, 3, n], SamplingParams(16)) for n in range(4, 20)))
 
     sampled = {token for sample in with_engine(source, ask) for token in sample.ids}
     assert len(sampled) > 20
-    assert not sampled & {env.vision.image_id, env.vision.video_id}
+    assert not sampled & set(env.vision.never_sampled)
 
 
 def test_a_file_that_is_gone_fails_its_request_alone(source, tmp_path):

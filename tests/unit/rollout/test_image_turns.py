@@ -9,23 +9,24 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from posttrain.config import RolloutConfig
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.chat import ChatDeltas
 from posttrain.data.images import RawImage
 from posttrain.data.turns import IMAGE, with_image_parts
-from posttrain.data.vision import VisionProcessor
+from posttrain.data.vision_grids import GridProcessor
 from posttrain.generation.output import further_columns, response_table
-from posttrain.models.builtin import builtin_processor, builtin_tokenizer
+from posttrain.models.builtin import builtin_tokenizer
+from posttrain.models.load import ModelSource
+from posttrain.models.processors import load_vision
 from posttrain.rl.batch import pack
 from posttrain.rollout.episode import Episode, EpisodeContext, run_episode
 from posttrain.tools.base import Tool, ToolResult
 from posttrain.tools.formats import PARSERS
-from tests.helpers.seeing import picture
+from tests.helpers.seeing import TILED, picture, save_text_side, tokenizer_of
 
-TEMPLATES = ("tiny", "qwen2_5_vl", "qwen3_vl")
+TEMPLATES = ("tiny", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 SIZES = ((32, 32), (48, 48), (33, 90), (64, 40))
 SCHEMA = {
     "type": "function",
@@ -57,7 +58,8 @@ class Writer:
     async def generate(self, prompt_ids, params, images=()):
         self.asked.append((prompt_ids.tolist(), tuple(images)))
         text = self.texts.pop(0)
-        inside = {found.start() + 2 for found in re.finditer(r"<\|", text)}  # tokens of images are never sampled
+        # Tokens of images are never sampled.
+        inside = {found.start() + 2 for found in re.finditer(r"<(\||image|fake|row)", text)}
         places = sorted({min(c, len(text)) for c in self.cuts} | inside | {0, len(text)})
         pieces = [text[a:b] for a, b in itertools.pairwise(places)]
         ids = [i for piece in pieces for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
@@ -70,10 +72,19 @@ def call(text, images=()):
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def context(tokenizer, **cfg):
-    numbers = {name: tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
-    settings = {k: v for k, v in builtin_processor("tiny-vision").items() if k != "image_processor_type"}
-    reader = VisionProcessor(Qwen2VLImageProcessorPil(**settings), image_id=numbers["image"], video_id=numbers["video"])
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory):
+    """What reads images in tiles."""
+    folder = tmp_path_factory.mktemp("smolvlm")
+    save_text_side("smolvlm", folder)
+    return load_vision(ModelSource(str(folder)))
+
+
+def context(tokenizer, reader=None, **cfg):
+    if reader is None:
+        numbers = {name: tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
+        grids = load_vision(ModelSource("builtin:tiny-vision"))
+        reader = GridProcessor(grids.processor, image_id=numbers["image"], video_id=numbers["video"])
     return EpisodeContext(
         tokenizer=tokenizer,
         stop_token_ids=frozenset({tokenizer.eos_token_id}),
@@ -85,7 +96,8 @@ def context(tokenizer, **cfg):
     )
 
 
-WORDS = st.sampled_from(["\n", "7", "é", "The", "<tool_response>", "{", "'", "🙂", "<|image_pad|>", "<|vision_start|>"])
+SPECIAL = ("<|image_pad|>", "<|vision_start|>", "<fake_token_around_image>", "<row_1_col_1>")
+WORDS = st.sampled_from(["\n", "7", "é", "The", "<tool_response>", "{", "'", "🙂", *SPECIAL])
 TEXTS = st.lists(WORDS, max_size=4).map("".join)
 
 
@@ -109,18 +121,20 @@ def conversations(draw):
 
 
 @pytest.fixture
-def tokenizer_of(qwen):
-    tiny = builtin_tokenizer("tiny-vision")
-    return lambda template: tiny if template == "tiny" else qwen(template)
+def tokenizers(qwen):
+    own = {name: tokenizer_of(name) for name in ("tiny", *TILED)}
+    return lambda template: own.get(template) or qwen(template)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(conversations())
-def test_tokens_and_images_are_those_of_the_prompt_and_then_those_of_each_answer(tokenizer_of, template, conversation):
+def test_tokens_and_images_are_those_of_the_prompt_and_then_those_of_each_answer(
+    tokenizers, tiles, template, conversation
+):  # fmt: skip
     asked, turns, cuts = conversation
-    tokenizer = tokenizer_of(template)
-    env = context(tokenizer)
+    tokenizer = tokenizers(template)
+    env = context(tokenizer, tiles if template in TILED else None)
     images = [{"bytes": picture(*SIZES[size], 9)} for size in asked]
     prompt = Prompt(0, [{"role": "user", "content": IMAGE * len(images) + "Look at it."}], "", "", images=images)
     writer = Writer(tokenizer, turns, cuts)
@@ -138,18 +152,16 @@ def test_tokens_and_images_are_those_of_the_prompt_and_then_those_of_each_answer
     # The trainer finds the same images at the same places, and no loss on them.
     batch = pack([episode], env.vision)
     shown = (episode.tokens == env.vision.image_id).tolist()
-    assert sum(shown) == sum(image.tokens for image in seen)
+    assert sum(shown) == sum((env.vision.block(image.grid) == env.vision.image_id).sum() for image in seen)
     assert not (episode.loss_mask & shown).any()
     if seen:
         assert batch.image_tokens.tolist() == shown
-        assert batch.images.grids.tolist() == [list(image.grid) for image in seen]
+        assert batch.images.grids.tolist() == [list(env.vision.patch_grid(image.grid)) for image in seen]
         sized = [(image.raw, env.vision.grid(image.raw)) for image in seen]
         assert env.vision.locate(episode.tokens, sized) == seen
 
     # With one token for each image it is the template's text of the whole conversation, which is a row of its own.
-    single = episode.tokens.tolist()
-    for image in reversed(seen):
-        single[image.start : image.start + image.tokens] = [env.vision.image_id]
+    single = env.vision.one_token_each(episode.tokens, seen)
     whole = tokenizer.apply_chat_template(
         with_image_parts(episode.messages, len(seen)), tools=[SCHEMA], tokenize=False
     )  # fmt: skip

@@ -28,6 +28,7 @@ from posttrain.runs.preflight import (
 )
 from posttrain.runs.prompts import check_prompts, fitting_prompts
 from posttrain.train import checkpoint, saver
+from tests.helpers.seeing import save_model
 
 
 def config(command="rl", **sections):
@@ -284,8 +285,6 @@ PPO = {"algo": {"advantage": "gae"}}
     ("command", "sections", "reason"),
     [
         ("prefer", {"prefer": {"method": "reward_model"}}, "this version trains no such reward models"),
-        ("rl", {"rollout": {"engine": "vllm"}}, "rollout.engine = vllm is given ids alone"),
-        ("generate", {"rollout": {"engine": "sglang"}}, "rollout.engine = sglang is given ids alone"),
         ("rl", {"rollout": {"engine": "hf", "replay": "f"}}, "rollout.replay is not there for such models"),
         ("rl", {"rollout": {"engine": "hf", "staleness": 1}}, "rollout.staleness is not there for such models"),
         (
@@ -299,6 +298,14 @@ def test_what_is_not_there_for_models_that_see_is_refused(command, sections, rea
     with pytest.raises(ConfigError, match=reason) as error:
         open_model(config(command=command, **SEEING, **sections))
     assert error.value.hint
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_images_in_tiles_are_refused_where_an_engine_would_cut_them_by_itself(engine, tmp_path):
+    save_model("smolvlm", tmp_path)
+    with pytest.raises(ConfigError, match=f"images in tiles, which rollout.engine = {engine} would cut by itself"):
+        open_model(config(command="generate", model={"path": str(tmp_path)}, rollout={"engine": engine}))
+    open_model(config(command="generate", model={"path": str(tmp_path)}, rollout={"engine": "hf"}))
 
 
 @pytest.mark.parametrize("command", ["sft", "prefer", "rl", "generate"])

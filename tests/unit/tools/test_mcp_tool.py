@@ -85,7 +85,7 @@ def server(offered, monkeypatch):
 
 
 def test_tools_are_found_before_anything_runs(offered):
-    assert list(offered) == ["add", "process_id", "variable", "fail", "die", "wait", "freeze", "noise"]
+    assert list(offered) == ["add", "process_id", "variable", "fail", "die", "wait", "freeze", "noise", "look"]
     function = offered["add"].schema["function"]
     assert function["name"] == "add"
     assert function["description"] == "Add two numbers."
@@ -256,6 +256,20 @@ async def test_a_server_that_hangs_is_replaced(call, server, monkeypatch):
             return
         await asyncio.sleep(0.1)
     raise AssertionError("the old process is still there")
+
+
+@one_loop
+async def test_images_come_beside_the_text_which_names_them(call, tmp_path):
+    file = tmp_path / "a.png"
+    file.write_bytes(b"whatever is in it")
+    found = await call("look", file=str(file))
+    assert (found.text, found.images, found.error) == (
+        "before < image>\n<image>\nafter",
+        (b"whatever is in it",),
+        False,
+    )
+    missing = await call("look", file=str(tmp_path / "none.png"))
+    assert (missing.images, missing.error) == ((), True)
 
 
 # ---------------------------------------------------------------------- HTTP

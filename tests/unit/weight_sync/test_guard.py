@@ -218,3 +218,19 @@ async def test_requests_that_do_not_come_back_end_the_update(monkeypatch):
     with pytest.raises(WeightSyncError, match=r"it still had 1 requests 0\.05 s after they were aborted"):
         await engine.update(1)
     task.cancel()
+
+
+async def test_what_is_frozen_is_loaded_once_until_its_memory_is_given_up():
+    engine = Engine()
+    engine.guard = UpdateGuard("it", SHAPES, engine.abort, frozen=["b"])
+    rest = {"a": SHAPES["a"]}
+    with pytest.raises(WeightSyncError, match="1 parameters of the engine were not sent, among them b"):
+        await engine.update(1, rest)
+    await engine.update(2)
+    await engine.update(3, rest)
+    with pytest.raises(WeightSyncError, match="among them a"):
+        await engine.update(4, {"b": SHAPES["b"]})
+    await engine.update(5, rest)
+    engine.guard.lost_weights()
+    with pytest.raises(WeightSyncError, match="among them b"):
+        await engine.update(6, rest)

@@ -12,7 +12,8 @@ from posttrain.config.presets import resolve
 from posttrain.core.errors import DataError
 from posttrain.core.types import Prompt
 from posttrain.data.images import PlacedImage, RawImage
-from posttrain.models.load import load_vision, locate
+from posttrain.models.load import locate
+from posttrain.models.processors import load_vision
 from posttrain.prep.datasets.base import open_dataset, refusal
 from posttrain.prep.datasets.shapes_zoom import FIELDS, QUARTER, TOOL, ShapesZoom, one_square
 from posttrain.tools.zoom import Zoom
