@@ -27,6 +27,7 @@ from posttrain.data.pack import PackedBatch
 from posttrain.models import attention, lora, vision
 from posttrain.models.batch_invariant import use_invariant_products
 from posttrain.models.experts import Mixture, Seen, check_routers, routers
+from posttrain.models.fp8 import layers_of, quantized_weights
 from posttrain.models.load import build, dropout_settings, load_vision
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.shards import nonfinite
@@ -117,6 +118,7 @@ class TrainWorker:
         param_dtype = getattr(torch, train.param_dtype) if spec.trainable else self.dtype
         model = build(spec.source, dtype=self.dtype if self.adapted else param_dtype)
         check_architecture(model)
+        self.fp8 = layers_of(model, stored=spec.stored_names, tensor_parallel=spec.engine_gpus) if spec.fp8 else None
         check_sequence_parallel(model, train.sequence_parallel)
         self.kernel = attention.choose(train.attention, self.device, self.dtype, attention.needs(model))
         lm = PackedValues(model) if spec.values else PackedLM(model)
@@ -338,18 +340,22 @@ class TrainWorker:
     # ------------------------------------------------------------------ weights
 
     def open_sender(self, transport: Transport | None, bucket_bytes: int) -> None:
-        """Begin to hand out the whole weights in the compute type, with adapters merged into them. Every rank draws the
-        same weights.
+        """Begin to hand out the whole weights in the compute type, with adapters merged into them, or in FP8 where
+        engines multiply in that. Every rank draws the same weights.
 
         Args:
             transport: of this rank's buckets; None: nobody reads them.
             bucket_bytes: most bytes of a bucket; a bucket of a small model has half of its weights.
         """
         whole = sum(p.numel() for p in self.parameters.values()) * self.dtype.itemsize
+        if self.fp8 is not None:
+            whole -= self.fp8.saved_bytes(self.dtype.itemsize)
         size = sizes.bucket_bytes(whole, bucket_bytes)
         weights = lora.whole_weights(self.lm.model, self.dtype)
         if self.spec.stored_names:
             weights = as_stored(self.lm.model, weights)
+        if self.fp8 is not None:
+            weights = quantized_weights(weights, self.fp8, values=transport is not None)
         self.sender = WeightSender(
             weights, self.dtype, transport, self.device, bucket_bytes=size, connection=self.broadcasts
         )
