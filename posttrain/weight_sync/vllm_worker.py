@@ -28,11 +28,13 @@ from posttrain.weight_sync.buckets import Bucket, BucketReader
 from posttrain.weight_sync.quantized import check_overwritten, poison
 
 if current_platform.is_cpu():
-    # On a CPU vLLM repacks every matrix for oneDNN after loading, and frees the parameter, so that new values cannot be
-    # loaded into it. Without oneDNN it multiplies by the parameters themselves.
+    # On a CPU vLLM repacks every matrix for oneDNN after loading, or in bfloat16 for AMX, and frees the parameter, so that
+    # new values cannot be loaded into it. Without these it multiplies by the parameters themselves.
     from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
 
     _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *sizes_and_type: False
 
 
 def _keep_float32_logits() -> None:
