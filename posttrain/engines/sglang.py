@@ -102,7 +102,7 @@ class SGLangEngine:
             if spec.rollout.kv_cache_dtype == "fp8":
                 ours |= {"kv_cache_dtype": "fp8_e4m3"}
             # A larger batch than that of the largest graph runs without one. SGLang would choose it by the GPU alone.
-            defaults = {
+            defaults: dict[str, Any] = {
                 "cuda_graph_max_bs_decode": self.max_concurrent,
                 "scheduler_recv_interval": _RECEIVE_EVERY if spec.rollout.max_turns > 1 else 1,
             }

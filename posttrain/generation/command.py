@@ -42,8 +42,8 @@ from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.window import Window
 from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import check_machine, check_supported, engine_note, open_model, sampling_of, with_engine
-from posttrain.runs.quantization import check_quantization
 from posttrain.runs.prompts import check_prompts
+from posttrain.runs.quantization import check_quantization
 from posttrain.runs.run import StopSignal
 from posttrain.tools.base import telling
 from posttrain.tools.sets import close_tools

@@ -120,8 +120,8 @@ def rounded_activations(x: Tensor, block: int) -> Tensor:
     """Return [..., K] as FP8 gives it back: groups of b elements of each token are quantized with a scale each."""
     groups = x.float().unflatten(-1, (-1, block))
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=_TINY) / FP8_MAX
-    quantized = (groups / scale).clamp(-FP8_MAX, FP8_MAX).to(DTYPE)
-    return (quantized.float() * scale).flatten(-2).to(x.dtype)
+    rounded: Tensor = (groups / scale).clamp(-FP8_MAX, FP8_MAX).to(DTYPE).float() * scale
+    return rounded.flatten(-2).to(x.dtype)
 
 
 def round_weights(model: nn.Module, layers: Fp8Layers) -> None:

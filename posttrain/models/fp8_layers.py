@@ -118,9 +118,8 @@ def fp8_layers(kind: str, linear: Mapping[str, tuple[int, ...]], *, tensor_paral
     elements, block, names = best
     if not names:
         sizes = sorted({size for shape in candidates.values() for size in shape[-2:]})
-        why = (
-            f"no size of {sizes} fits blocks of {' or '.join(map(str, BLOCKS))}" if sizes else "no layer of it is known"
-        )
+        blocks = " or ".join(map(str, BLOCKS))
+        why = f"no size of {sizes} fits blocks of {blocks}" if sizes else "no layer of it is known"
         raise ConfigError(f"{what}: nothing can be quantized ({why})", hint=_HINT)
     kept = sorted({name.removesuffix(".weight") for name in linear.keys() - names})
     return Fp8Layers(block, names, tuple(kept), elements, of_linear)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from posttrain.config import Config
-from posttrain.core.sizes import GIB
 from posttrain.core.errors import ConfigError
+from posttrain.core.sizes import GIB
 from posttrain.plan import remedies
 from posttrain.plan.advice import MEMORY, Problem, Replan, Settings, advised
 from posttrain.plan.batch import longest_of

@@ -28,8 +28,8 @@ from posttrain.weight_sync.buckets import Bucket, BucketReader
 from posttrain.weight_sync.quantized import check_overwritten, poison
 
 if current_platform.is_cpu():
-    # On a CPU vLLM repacks every matrix for oneDNN after loading, or in bfloat16 for AMX, and frees the parameter, so that
-    # new values cannot be loaded into it. Without these it multiplies by the parameters themselves.
+    # On a CPU vLLM repacks every matrix for oneDNN after loading, or in bfloat16 for AMX, and frees the parameter, so
+    # that new values cannot be loaded into it. Without these it multiplies by the parameters themselves.
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
 
@@ -76,7 +76,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 _keep_parameters()
 
 
-class TorchBlockKernel(BlockScaledMMLinearKernel.Fp8BlockScaledMMLinearKernel):
+class TorchBlockKernel(BlockScaledMMLinearKernel.Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     """Products of blocks in FP8 on a CPU, in plain torch, by the weights as they were loaded. vLLM's own need AMX, and
     pack them. This one is for tests, and rounds as the kernels of GPUs do."""
 
@@ -90,7 +90,7 @@ class TorchBlockKernel(BlockScaledMMLinearKernel.Fp8BlockScaledMMLinearKernel):
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
         return True, None
 
-    def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:  # noqa: N803
+    def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
         """Return A [T, K] times the quantized B [N, K], whose scales are Bs. As is not used: A is not quantized."""
         x = rounded_activations(A, self.weight_group_shape.col)
         return torch.nn.functional.linear(x, dequantize(B, Bs, A.dtype))
@@ -155,9 +155,9 @@ def _check_kernels(model: nn.Module) -> None:
     """Raise ``RuntimeError`` where a kernel has FP8 weights in a layout of its own."""
     for name, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
-        if isinstance(layer, LinearBase) and isinstance(weight, Tensor) and weight.dtype == DTYPE:
-            if not isinstance(weight, BasevLLMParameter):
-                raise RuntimeError(
-                    f"vLLM's kernel for FP8 has laid out the weights of {name} anew, and cannot take new ones; "
-                    "rollout.engine_options: linear_backend = cutlass or triton do not"
-                )
+        quantized = isinstance(layer, LinearBase) and isinstance(weight, Tensor) and weight.dtype == DTYPE
+        if quantized and not isinstance(weight, BasevLLMParameter):
+            raise RuntimeError(
+                f"vLLM's kernel for FP8 has laid out the weights of {name} anew, and cannot take new ones; "
+                "rollout.engine_options: linear_backend = cutlass or triton do not"
+            )
