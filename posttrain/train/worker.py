@@ -99,7 +99,9 @@ class TrainWorker:
         return {
             "parameters": sum(p.numel() for p in self.parameters.values()),
             "trained": sum(p.numel() for p in self.parameters.values() if p.requires_grad),
-            "checkpoint_bytes": self._checkpoint_bytes(),
+            "checkpoint_bytes": saver.checkpoint_bytes(
+                self.parameters.values(), spec.train.optim, adapted=self.adapted
+            ),
             "device": spec.device,
             "dtype": spec.dtype,
             "attention": self.kernel.title,
@@ -430,15 +432,6 @@ class TrainWorker:
         except (OSError, RuntimeError) as error:  # torch's over a full disk is a RuntimeError
             raise saver.not_written(place, error) from error
         self.saver.start(place, saver.shards_of(self.lm.model, self.optimizer, self.step), background=background)
-
-    def _checkpoint_bytes(self) -> int:
-        """About what a checkpoint of this model takes on disk: weights and two moments, of all ranks. In a LoRA run
-        what is frozen is not in it."""
-        moment = 4 if self.spec.train.optim.name == "adamw_8bit" else None  # written as float32
-        trained = [p for p in self.parameters.values() if p.requires_grad]
-        frozen = [p for p in self.parameters.values() if not p.requires_grad and not self.adapted]
-        moments = sum(p.numel() * 2 * (moment or p.element_size()) for p in trained)
-        return moments + sum(p.numel() * p.element_size() for p in [*trained, *frozen])
 
     def saved(self) -> dict[str, checkpoint.Digest] | None:
         """The files of the last ``save`` that this rank wrote; None while it still does. Raises ``RunError``."""

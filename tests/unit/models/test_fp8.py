@@ -1,4 +1,4 @@
-"""Weights in FP8: their codes and scales, beside a worked example and transformers' own; which of a model's they are."""
+"""Weights in FP8: codes and scales beside a worked example and transformers' own; which of a model's they are."""
 
 from types import SimpleNamespace
 
@@ -193,7 +193,7 @@ def ends(names):
 def test_linear_layers_are_quantized_and_nothing_else(tmp_path, config, sizes, chosen, kept):
     model = model_of(tmp_path, config, **sizes)
     layers = fp8.layers_of(model, stored=True)
-    weights = {name: w for name, w in as_stored(model, model.named_parameters())}
+    weights = dict(as_stored(model, model.named_parameters()))
     assert layers.block == 128
     assert ends(layers.names) == chosen
     assert ends(layers.kept) == kept
@@ -270,7 +270,9 @@ def test_each_gpu_of_an_engine_has_whole_blocks(parallel, block):
 
 def test_experts_have_blocks_of_128_or_none():
     experts = {
-        f"model.layers.0.mlp.experts.{n}.{name}.weight": (192, 256) for n in range(2) for name in ("gate_proj", "up_proj")
+        f"model.layers.0.mlp.experts.{n}.{name}.weight": (192, 256)
+        for n in range(2)
+        for name in ("gate_proj", "up_proj")
     }
     with pytest.raises(ConfigError, match=r"nothing can be quantized \(no size of \[192, 256\] fits"):
         fp8_layers("qwen3_moe", experts)

@@ -136,4 +136,3 @@ def test_the_command_says_what_is_not_known_and_what_cannot_be(tmp_path, monkeyp
     gpt_oss = known_models()["Qwen/Qwen3-30B-A3B"] | {"model_type": "gpt_oss"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(gpt_oss))
     assert "its experts are stored transposed" in said("h200")
-
