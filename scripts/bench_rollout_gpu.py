@@ -266,7 +266,9 @@ async def measure_fp8(args: argparse.Namespace) -> list[tuple[str, str]]:
             }
     plain, quantized = found[False], found[True]
     rows = [("", "bfloat16   FP8   FP8 / bfloat16")]
-    rows += [(name, f"{x:,.4g}   {quantized[name]:,.4g}   {quantized[name] / x:.3f}") for name, x in plain.items()]
+    for name, x in plain.items():
+        ratio = f"{quantized[name] / x:.3f}" if x else ""
+        rows.append((name, f"{x:,.4g}   {quantized[name]:,.4g}   {ratio}"))
     return rows
 
 
