@@ -88,7 +88,7 @@ class HFSampler:
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.reader = BucketReader(device=self.device)
         self.scales: dict[str, torch.Tensor] = {}
-        """Of weights that come next, by the names of their scales"""
+        """Scales of weights that come next, by the scales' names"""
         self.kept = KeptRequests() if spec.rollout.keep_kv else None
         pause = self._abort_all if self.kept is None else self._pause
         sent = self.shapes if self.fp8 is None else self.fp8.shapes(self.shapes)

@@ -48,9 +48,9 @@ class Fp8Layers:
     kept: tuple[str, ...]
     """Linear layers that are not quantized, without the output head: names of modules."""
     elements: int
-    """Of the quantized weights"""
+    """Elements of the quantized weights"""
     of_linear: int
-    """Elements of all linear layers but the output head"""
+    """Elements of the weights of all linear layers but the output head"""
 
     def saved_bytes(self, itemsize: int) -> int:
         """Return how many bytes fewer all weights and scales take than weights of ``itemsize`` bytes each."""

@@ -22,10 +22,10 @@ def folder(tmp_path_factory):
     page = (REPO / "docs" / "fp8.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```bash\n(.*?)^```", page, flags=re.S | re.M)
     (guide,) = (shlex.split(line)[1:] for line in block.splitlines())
-    plain = "rl --preset tiny-arith --set rollout.quantization=none --name plain".split()
+    plain = ["rl", "--preset", "tiny-arith", "--set", "rollout.quantization=none", "--name", "plain"]
     before = [
-        "prep arith --train-rows 60 --test-rows 10".split(),
-        "sft --preset tiny-arith-sft --steps 60 --set cluster.device='cpu'".split(),
+        ["prep", "arith", "--train-rows", "60", "--test-rows", "10"],
+        ["sft", "--preset", "tiny-arith-sft", "--steps", "60", "--set", "cluster.device='cpu'"],
     ]
     run_commands(folder, [*before, [*guide, *SHORTER], [*plain, *SHORTER]])
     return folder
