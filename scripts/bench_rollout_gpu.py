@@ -5,12 +5,18 @@ engine in the same process.
     python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --models /tmp/posttrain-bench
     python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --tensor-parallel 2       an engine over two GPUs
     python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --placement separate      one GPU trains, one samples
+    python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --fp8                     bfloat16, and then FP8
 
 The model is a random Qwen2.5 shape (`bench_train.py` writes it). "Raw" are the same requests, given to the engine's own
 Python API at once, in its process, without our driver: no episodes, no Ray. No prompt comes twice, since its prefix
 would be cached. Multi-turn: each turn samples, and then reads a tool's answer; raw, the same tokens without decoding,
 parsing and templates. On GPUs of their own, weights are updated while all requests are being sampled, every
 `--interval` seconds; each goes on with the new ones, and must come to its end.
+
+With `--fp8` the same engine is measured twice in one run, in bfloat16 and with `rollout.quantization = "fp8"`
+(`--fp8-kv`: and a KV cache in FP8): tokens per second through our driver, updates with quantization and check, the gap
+of log-probabilities of what it sampled to the trainer's, and the GPU's memory. `--fp8-options` are engine options of
+the second alone, such as another kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ NO_STOP = 151_935
 """A token that random weights hardly ever sample."""
 
 
-def config(args: argparse.Namespace) -> Config:
+def config(args: argparse.Namespace, *, in_fp8: bool = False) -> Config:
     rollout = {
         "engine": args.engine,
         "memory_fraction": args.memory_fraction,
@@ -53,8 +59,10 @@ def config(args: argparse.Namespace) -> Config:
         "max_concurrent": args.requests,
         "sleep": args.placement == "colocated",
         "tensor_parallel": args.tensor_parallel,
-        "engine_options": args.options,
+        "engine_options": args.options | (args.fp8_options if in_fp8 else {}),
     }
+    if in_fp8:
+        rollout |= {"quantization": "fp8", "kv_cache_dtype": "fp8" if args.fp8_kv else "auto"}
     train = {"param_dtype": "bfloat16"}
     workers = args.tensor_parallel if args.placement == "colocated" else 1
     cluster = {"workers": workers, "device": "cuda", "placement": args.placement, "start_deadline_s": 400.0}
@@ -151,11 +159,11 @@ async def raw(sampler: Any, asked: list[list[int]], new: int, turns: int, answer
 
 @asynccontextmanager
 async def together(
-    args: argparse.Namespace, clock: Clock
+    args: argparse.Namespace, clock: Clock, *, in_fp8: bool = False
 ) -> AsyncIterator[tuple[TrainerGroup, SyncedSamplers, RemoteSampler]]:
     """A trainer and an engine that gets its weights."""
     source = ModelSource(str(args.model))
-    async with Cluster(config(args)) as cluster:
+    async with Cluster(config(args, in_fp8=in_fp8)) as cluster:
         actor = await clock("start of the trainer", cluster.trainer("actor", source, total_steps=100))
         sync = SyncedSamplers(cluster, actor, [actor])
         await clock("start of the engine", sync.start(source, [NO_STOP]))
@@ -232,6 +240,54 @@ async def measure_in_flight(args: argparse.Namespace) -> list[tuple[str, str]]:
     return rows
 
 
+async def measure_fp8(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The same work in bfloat16 and in FP8, each with an engine of its own."""
+    found: dict[bool, dict[str, float]] = {}
+    for in_fp8 in (False, True):
+        clock, check, first = Clock(), prompts(4, 256), itertools.count(1)
+        async with together(args, clock, in_fp8=in_fp8) as (actor, sync, sampler):
+            gaps = []
+            for version in range(1, args.updates + 1):
+                gaps.append((await clock("update with check", sync.publish(version, check)))["sync/check_gap"])
+            memory = used_gib()
+            scored = await gap_of_samples(actor, sampler, args)
+            await actor.offload()
+            rates = []
+            for _ in range(4):
+                asked = [[next(first), *ids[1:]] for ids in prompts(args.requests, args.prompt)]
+                rates.append(args.requests * args.new / await ours(sampler, asked, args.new, 1, 0))
+            found[in_fp8] = {
+                "tokens/s": max(rates[1:]),
+                "update with check, s": clock.median("update with check"),
+                "check gap": max(gaps),
+                "GPU memory after updates, GiB": memory,
+                "start of the engine, s": clock.median("start of the engine", 0),
+                **scored,
+            }
+    plain, quantized = found[False], found[True]
+    rows = [("", "bfloat16   FP8   FP8 / bfloat16")]
+    for name, x in plain.items():
+        ratio = f"{quantized[name] / x:.3f}" if x else ""
+        rows.append((name, f"{x:,.4g}   {quantized[name]:,.4g}   {ratio}"))
+    return rows
+
+
+async def gap_of_samples(actor: TrainerGroup, sampler: RemoteSampler, args: argparse.Namespace) -> dict[str, float]:
+    """Compare log-probabilities of sampled tokens, as the engine gave them, with the trainer's."""
+    asked = prompts(16, args.prompt)
+    samples = await asyncio.gather(*(sampler.generate(ids, SamplingParams(args.new, 1.0)) for ids in asked))
+    whole = [[*ids, *sample.ids] for ids, sample in zip(asked, samples, strict=True)]
+    trainer = (await actor.score(whole)).split([len(ids) for ids in whole])
+    own = torch.cat([part[len(ids) :] for part, ids in zip(trainer, asked, strict=True)]).double()
+    gap = own - torch.tensor([x for sample in samples for x in sample.logprobs], dtype=torch.float64)
+    ratio = gap.exp()
+    return {
+        "gap: mean abs": float(gap.abs().mean()),
+        "gap: k3": float((ratio - 1 - gap).mean()),
+        "gap: outside [0.9, 1.1]": float(((ratio < 0.9) | (ratio > 1.1)).double().mean()),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["hf", "sglang", "vllm"], required=True)
@@ -247,11 +303,15 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--placement", choices=["colocated", "separate"], default="colocated")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON: rollout.engine_options")
+    parser.add_argument("--fp8", action="store_true", help="bfloat16 and FP8 in one run")
+    parser.add_argument("--fp8-kv", action="store_true", help="with --fp8: the KV cache as well")
+    parser.add_argument("--fp8-options", type=json.loads, default={}, help="JSON: rollout.engine_options of FP8 alone")
     args = parser.parse_args()
     args.model = model_folder(args.models, args.shape)
     torch.cuda.empty_cache()
     table = Table(f"{args.engine}, {args.shape}", "measured", title=torch.cuda.get_device_name())
-    for row in asyncio.run((measure if args.placement == "colocated" else measure_in_flight)(args)):
+    kinds = {"colocated": measure, "separate": measure_in_flight}
+    for row in asyncio.run((measure_fp8 if args.fp8 else kinds[args.placement])(args)):
         table.add_row(*row)
     Console(width=110).print(table)
 

@@ -4,6 +4,9 @@
     python scripts/bench_train.py rows --shape 7b --rows 8     rows of 8,192 tokens on one GPU, beside TRL
     python scripts/bench_train.py chats --shape 0.5b --data FILE --tokenizer DIR
                                                                real conversations, packed, beside padding-free TRL
+    python scripts/bench_train.py rows --shape 7b-a1b --rows 8 a mixture of experts, beside TRL
+    python scripts/bench_train.py rows --shape 30b-a3b --weights random --lora-rank 32 --checkpointing full --only ours
+                                                               adapters of a mixture whose files would fill the disk
     python scripts/bench_train.py shards --shape 7b --gpus 2   FSDP2, float32 master weights
     python scripts/bench_train.py long --shape 7b --gpus 2     sequences of 32k tokens shared by 1, 2, ... GPUs
 
@@ -21,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,6 +52,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64,
         "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False, "vocab_size": 151_936,
     },
+    "30b-a3b": {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False, "vocab_size": 151_936,
+    },
 }  # fmt: skip
 WARM_UP = 2
 """Steps before those that count: they compile."""
@@ -57,17 +66,21 @@ LEARNING_RATE = 1e-5
 # ---------------------------------------------------------------------- data and models
 
 
-def model_folder(models: Path, shape: str) -> Path:
-    """A random model of this shape in bfloat16, written where there is none yet."""
+def model_folder(models: Path, shape: str, weights: str = "files") -> Path:
+    """A random model of this shape in bfloat16, written where there is none yet; with ``weights`` "random" its config
+    alone."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-    folder = models / shape
+    folder = models / (shape if weights == "files" else f"{shape}-config")
     if (folder / "config.json").is_file():
         return folder
     torch.manual_seed(0)
     kind = Qwen3MoeConfig if "num_experts" in SHAPES[shape] else Qwen2Config
     config = kind(**SHAPES[shape], max_position_embeddings=32_768, rope_theta=1e6)
+    if weights == "random":
+        config.save_pretrained(folder)
+        return folder
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
@@ -101,6 +114,24 @@ def steps_of(args: argparse.Namespace) -> list[list[tuple[list[int], list[bool]]
 # ---------------------------------------------------------------------- measurements, each in a process of its own
 
 
+def fill_random(model: Any, source: Any, seed: int, **_: Any) -> None:
+    """Give the parameters random values, in the place of ``posttrain.models.weights.load_weights``."""
+    import torch
+
+    from posttrain.models import lora
+    from posttrain.models.shards import copy_held
+
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.02)
+            else:
+                parameter.fill_(1.0)
+    for parameter, value in lora.initial(model, seed):
+        copy_held(parameter, value)
+
+
 def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     """Steps of a ``TrainWorker``, as `posttrain sft` runs them."""
     import torch
@@ -116,14 +147,16 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
         "param_dtype": args.param_dtype, "attention": args.attention, "compile": args.compile,
         "activation_checkpointing": args.checkpointing, "sequence_parallel": args.sequence_parallel,
         "reduce_gradients": args.reduce, "gather_weights": args.gather,
-        "optim": {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0},
+        "optim": {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0}, "lora": {"rank": args.lora_rank},
     }  # fmt: skip
     spec = WorkerSpec(
         ModelSource(str(args.model)), "cuda", "bfloat16", 0, 1.0, TrainConfig.model_validate(train), total_steps=1000
     )
     worker = TrainWorker(spec, rank, args.gpus)
     start = time.perf_counter()
-    metadata = worker.setup("127.0.0.1", args.port, 300.0)
+    loader = mock.patch("posttrain.train.worker.load_weights", fill_random)
+    with loader if args.weights == "random" else nullcontext():
+        metadata = worker.setup("127.0.0.1", args.port, 300.0)
     loaded = time.perf_counter() - start
     torch.cuda.reset_peak_memory_stats()
     seconds, losses, tokens, flops = [], [], [], []
@@ -346,6 +379,8 @@ def main() -> None:
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--checkpointing", default="none")
     parser.add_argument("--param-dtype", default="bfloat16")
+    parser.add_argument("--lora-rank", type=int, help="train adapters of this rank")
+    parser.add_argument("--weights", choices=["files", "random"], default="files", help="random: made in memory")
     parser.add_argument("--reduce", default="microbatch")
     parser.add_argument("--gather", default="pass")
     parser.add_argument("--sequence-parallel", type=int, default=1)
@@ -371,9 +406,9 @@ def main() -> None:
     else:
         if args.model is None:
             make = "import sys; sys.path.insert(0, 'scripts'); import bench_train as b; from pathlib import Path; "
-            make += f"print(b.model_folder(Path({str(args.models)!r}), {args.shape!r}))"
-            subprocess.run([sys.executable, "-c", make], check=True, stdout=subprocess.DEVNULL)
-            args.model = args.models / args.shape
+            make += f"print(b.model_folder(Path({str(args.models)!r}), {args.shape!r}, {args.weights!r}))"
+            made = subprocess.run([sys.executable, "-c", make], check=True, stdout=subprocess.PIPE, text=True)
+            args.model = Path(made.stdout.splitlines()[-1])
         results = []
         if args.command in ("rows", "chats"):
             if args.only != "trl":

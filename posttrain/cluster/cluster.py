@@ -173,7 +173,7 @@ class Cluster:
     def sync_tolerance(self) -> float:
         if self.cfg.cluster.sync_tolerance is not None:
             return self.cfg.cluster.sync_tolerance
-        return tolerance(self.dtype)
+        return tolerance(self.dtype, fp8=self.cfg.rollout.rounds)
 
     async def trainer(
         self,
@@ -206,6 +206,8 @@ class Cluster:
             batch_invariant=cfg.rollout.batch_invariant,
             replays_routing=role == "actor" and cfg.rollout.router_replay != "off",
             stored_names=cfg.rollout.engine != "hf",
+            fp8=role == "actor" and cfg.rollout.quantization == "fp8",
+            engine_gpus=cfg.rollout.tensor_parallel,
         )
         options = [await self._options("trainers", world_size, rank) for rank in range(world_size)]
         remote = actor_class(TrainActor)

@@ -32,7 +32,8 @@ class CorrectionConfig(Section):
 
     weight: Literal["auto", "none", "token", "sequence"] = "auto"
     """Factor of a token's loss: its ratio trainer / engine (token, truncated importance sampling), or the product of
-    the ratios of its sequence (sequence); none: 1. auto: token with `rollout.staleness`, else none."""
+    the ratios of its sequence (sequence); none: 1. auto: token with `rollout.staleness`,
+    `rollout.quantization` or `rollout.kv_cache_dtype`, else none."""
     upper: PositiveFactor = 2.0
     """Upper bound of the factor. A larger one is cut to the bound, or is 0 if `lower` is given."""
     lower: PositiveFactor | None = None

@@ -9,9 +9,11 @@ from pydantic import Field, model_validator
 from posttrain.config.base import NaturalInt, PositiveFactor, PositiveInt, Seconds, Section
 
 
-def tolerance(dtype: str) -> float:
+def tolerance(dtype: str, *, fp8: bool = False) -> float:
     """Return the largest mean |log-probability difference| accepted between two programs with the same weights, of
-    which one or both compute in ``dtype``."""
+    which one or both compute in ``dtype``, or with ``fp8`` one of them in FP8."""
+    if fp8:
+        return 0.3
     return 1e-3 if dtype == "float32" else 0.1
 
 
@@ -42,8 +44,8 @@ class ClusterConfig(Section):
     engines, gloo on a CPU."""
     sync_tolerance: PositiveFactor | None = None
     """Largest mean |log-probability difference| between trainer and engine after a weight update, over the likelier
-    half of the tokens compared;
-    none: 1e-3 in float32, 0.1 in bfloat16."""
+    half of the tokens compared; none: 1e-3 in float32, 0.1 in bfloat16, 0.3 where engines compute in FP8
+    (`rollout.quantization`, `rollout.kv_cache_dtype`)."""
 
 
 class CheckpointConfig(Section):

@@ -108,6 +108,13 @@ class RolloutConfig(Section):
     router_replay: Literal["off", "R3"] = "off"
     """`rl`, mixtures of experts: R3 (rollout routing replay, arXiv:2510.11370): the trainer sends each token to the
     experts that the engine chose, in log-probabilities and updates; see experts.md. off: its own routers choose."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: engines multiply in FP8. The linear layers' weights are quantized in blocks at each weight update, their
+    activations as they come; the trainer stays as it is, and `algo.correction.weight` is token by default; see fp8.md.
+    hf computes the same with rounded numbers, and is no faster for it. none: engines compute in the trainer's type."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the KV cache. fp8: float8_e4m3fn without scales, half of the memory of bfloat16 (sglang, vllm, on a GPU);
+    auto: the engine's compute type."""
     batch_invariant: bool = False
     """Batch-invariant mode: engine and trainer use matrix products and attention whose result for a sequence does not
     depend on the rest of the batch, so that their log-probabilities are as close as bfloat16 allows. Slower; see
@@ -178,7 +185,20 @@ class RolloutConfig(Section):
                 "(rollout.engine = 'hf') runs one request at a time then"
             )
         self._check_schedule()
+        self._check_fp8()
         return self
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether engines compute in another type than the trainer."""
+        return self.quantization != "none" or self.kv_cache_dtype != "auto"
+
+    def _check_fp8(self) -> None:
+        used = [name for name in ("quantization", "kv_cache_dtype") if name in self.changed]
+        if self.replay and self.rounds:
+            raise ValueError(f"rollout.{used[0]} has no effect with rollout.replay: no engine samples")
+        if self.kv_cache_dtype != "auto" and self.engine == "hf":
+            raise ValueError("rollout.kv_cache_dtype with rollout.engine = 'hf': its KV cache has the compute type")
 
     def _check_schedule(self) -> None:
         if self.replay_schedule and not self.record_schedule:

@@ -132,7 +132,8 @@ class Config(Section):
         correction = self.algo.correction
         if correction.weight != "auto":
             return correction
-        return correction.model_copy(update={"weight": "token" if self.rollout.staleness else "none"})
+        apart = self.rollout.staleness or self.rollout.rounds
+        return correction.model_copy(update={"weight": "token" if apart else "none"})
 
     @property
     def trains_reward_model(self) -> bool:

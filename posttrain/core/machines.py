@@ -30,6 +30,8 @@ class Gpu:
     """To its neighbours in the machine, one way, bytes a second"""
     measured: bool = False
     """True where the calibration of this package comes from it."""
+    fp8: bool = True
+    """It multiplies in FP8 (compute capability 8.9 and later)."""
 
 
 _TB, _GB, _TERA = 1e12, 1e9, 1e12
@@ -41,15 +43,15 @@ GPUS = (
     Gpu("h20", "H20", 148 * _TERA, 95.1, 4.0 * _TB, 450 * _GB),
     Gpu("b200", "B200", 2250 * _TERA, 178.4, 8.0 * _TB, 900 * _GB),
     Gpu("b300", "B300", 2250 * _TERA, 267.7, 8.0 * _TB, 900 * _GB),
-    Gpu("a100-40g", "A100-SXM4-40GB", 312 * _TERA, 39.4, 1.555 * _TB, 300 * _GB),
-    Gpu("a100", "A100", 312 * _TERA, 79.2, 2.039 * _TB, 300 * _GB),
-    Gpu("a800", "A800", 312 * _TERA, 79.2, 2.039 * _TB, 200 * _GB),
+    Gpu("a100-40g", "A100-SXM4-40GB", 312 * _TERA, 39.4, 1.555 * _TB, 300 * _GB, fp8=False),
+    Gpu("a100", "A100", 312 * _TERA, 79.2, 2.039 * _TB, 300 * _GB, fp8=False),
+    Gpu("a800", "A800", 312 * _TERA, 79.2, 2.039 * _TB, 200 * _GB, fp8=False),
     Gpu("l40s", "L40S", 362 * _TERA, 44.4, 0.864 * _TB, 32 * _GB),
-    Gpu("a10", "A10", 125 * _TERA, 22.1, 0.6 * _TB, 32 * _GB),
+    Gpu("a10", "A10", 125 * _TERA, 22.1, 0.6 * _TB, 32 * _GB, fp8=False),
     Gpu("l4", "NVIDIA L4", 121 * _TERA, 22.1, 0.3 * _TB, 32 * _GB),
     Gpu("5090", "RTX 5090", 209.5 * _TERA, 31.4, 1.792 * _TB, 64 * _GB),
     Gpu("4090", "RTX 4090", 165.2 * _TERA, 23.5, 1.008 * _TB, 32 * _GB),
-    Gpu("3090", "RTX 3090", 71.0 * _TERA, 23.6, 0.936 * _TB, 32 * _GB),
+    Gpu("3090", "RTX 3090", 71.0 * _TERA, 23.6, 0.936 * _TB, 32 * _GB, fp8=False),
 )
 """The first whose ``match`` is part of a device's name counts."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.machines import this_machine
@@ -18,8 +19,10 @@ from posttrain.engines.base import Engine, EngineSpec
 from posttrain.models import vision
 from posttrain.models.experts import RoutingFormat
 from posttrain.models.export import save_text_side
-from posttrain.models.load import build, load_config, load_model
-from posttrain.models.weights import as_stored
+from posttrain.models.fp8 import layers_of, quantized_weights
+from posttrain.models.fp8_layers import Fp8Layers
+from posttrain.models.load import ModelSource, build, load_config, load_model
+from posttrain.models.weights import as_stored, stream
 from posttrain.weight_sync.sender import WeightSender
 
 
@@ -32,7 +35,8 @@ def readable_model(spec: EngineSpec) -> Iterator[tuple[str, str]]:
         yield spec.source.path, "auto"
         return
     with tempfile.TemporaryDirectory(prefix="posttrain-engine-") as folder:
-        if vision.sees(load_config(spec.source)):
+        config = load_config(spec.source)
+        if vision.sees(config):
             # It needs the tokenizer, and how images are read. It reads the weights, too: towers of vLLM 0.32 that began
             # with random ones gave other features after an update of all weights than towers that read these.
             model = load_model(spec.source, dtype=spec.torch_dtype, seed=spec.seed)
@@ -40,13 +44,26 @@ def readable_model(spec: EngineSpec) -> Iterator[tuple[str, str]]:
             save_text_side(spec.source, Path(folder))
             yield folder, "auto"
             return
-        load_config(spec.source).save_pretrained(folder)
+        if (quantized := fp8_of(spec)) is not None:
+            config.quantization_config = quantized.engine_config
+        config.save_pretrained(folder)
         yield folder, "dummy"
 
 
 def _reads_directly(spec: EngineSpec) -> bool:
-    """Return True where the engine can read the model by itself."""
-    return not (spec.source.builtin or spec.source.shards or spec.source.adapters)
+    """Return True where the engine can read the model by itself. Weights in FP8 are quantized here."""
+    made = spec.source.builtin or spec.source.shards or spec.source.adapters
+    return not (made or spec.rollout.quantization == "fp8")
+
+
+def fp8_of(spec: EngineSpec) -> Fp8Layers | None:
+    """Return which weights the engine gets in FP8; None: it gets all in its compute type. Raises ``ConfigError``."""
+    return _fp8_of(spec.source, spec.rollout.tensor_parallel) if spec.rollout.quantization == "fp8" else None
+
+
+@functools.cache
+def _fp8_of(source: ModelSource, tensor_parallel: int) -> Fp8Layers:
+    return layers_of(build(source, dtype=torch.bfloat16), stored=True, tensor_parallel=tensor_parallel)
 
 
 def routing_format(spec: EngineSpec) -> RoutingFormat | None:
@@ -92,8 +109,11 @@ async def load_initial_weights(engine: Engine, spec: EngineSpec) -> None:
     """Load the weights of a model that the engine cannot read by itself, as version 0."""
     if _reads_directly(spec):
         return
-    model = load_model(spec.source, dtype=spec.torch_dtype, seed=spec.seed)
-    weights = as_stored(model, ((name, parameter.data) for name, parameter in model.named_parameters()))
+    model = build(spec.source, dtype=spec.torch_dtype)
+    read = stream(model, spec.source, dtype=spec.torch_dtype, seed=spec.seed)
+    weights = as_stored(model, read)
+    if (quantized := fp8_of(spec)) is not None:
+        weights = quantized_weights(weights, quantized)
     sender = WeightSender(weights, spec.torch_dtype, "host")
     try:
         while (bucket := sender.next(0)) is not None:
@@ -124,7 +144,7 @@ def cache_tokens(spec: EngineSpec) -> float:
     `rollout.memory_fraction` of a GPU of this node leaves beside the weights."""
     if spec.device == "cpu":
         return spec.rollout.kv_tokens
-    weights = sum(math.prod(shape) for shape in shapes(spec).values()) * spec.torch_dtype.itemsize
+    weights = weight_bytes(spec)
     whole = this_machine().memory * spec.rollout.memory_fraction * spec.rollout.tensor_parallel
     return max(0.0, whole - weights) / cache_bytes_per_token(spec)
 
@@ -135,13 +155,24 @@ def cache_bytes_per_token(spec: EngineSpec) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = max(heads, spec.rollout.tensor_parallel)  # GPUs beyond the number of key heads hold copies
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * width * spec.torch_dtype.itemsize)
+    itemsize = 1 if spec.rollout.kv_cache_dtype == "fp8" else spec.torch_dtype.itemsize
+    return int(2 * config.num_hidden_layers * heads * width * itemsize)
+
+
+def weight_bytes(spec: EngineSpec) -> int:
+    """Return the bytes of all weights of an engine, over all of its GPUs."""
+    model = build(spec.source, dtype=spec.torch_dtype)
+    whole = sum(parameter.numel() for parameter in model.parameters()) * spec.torch_dtype.itemsize
+    quantized = fp8_of(spec)
+    return whole - (0 if quantized is None else quantized.saved_bytes(spec.torch_dtype.itemsize))
 
 
 def shapes(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters, by the names that the trainer sends."""
+    """Return the shapes of all tensors that the trainer sends, by name: parameters, and scales of quantized ones."""
     model = build(spec.source, dtype=spec.torch_dtype)
-    return {name: tuple(tensor.shape) for name, tensor in as_stored(model, model.named_parameters())}
+    whole = {name: tuple(tensor.shape) for name, tensor in as_stored(model, model.named_parameters())}
+    quantized = fp8_of(spec)
+    return whole if quantized is None else quantized.shapes(whole)
 
 
 def frozen(spec: EngineSpec) -> set[str]:

@@ -25,7 +25,8 @@ from posttrain.engines.hf_images import ImageRequests
 from posttrain.engines.hf_routing import RoutingRecorder
 from posttrain.engines.hf_sampling import SeededSampling
 from posttrain.engines.hf_updates import KeptRequests
-from posttrain.models import attention, vision
+from posttrain.models import attention, fp8, vision
+from posttrain.models.fp8_layers import SCALE
 from posttrain.models.load import load_model
 from posttrain.models.logprobs import token_logprobs
 from posttrain.models.output_head import LogitRule
@@ -78,15 +79,22 @@ class HFSampler:
         self.rule = LogitRule.of(self.model)
         self.model.to(self.device).eval()
         self.model.requires_grad_(False)
+        self.fp8 = fp8.layers_of(self.model, stored=False) if spec.rollout.quantization == "fp8" else None
+        if self.fp8 is not None:
+            fp8.round_weights(self.model, self.fp8)
+            fp8.round_inputs(self.model, self.fp8)
         self.model.set_attn_implementation(vision.attention_of(self.model.config, f"paged|{attention.NAME}"))
         self.images = None if reader is None else ImageRequests(self.model, reader, self.device)
         self.parameters: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.reader = BucketReader(device=self.device)
+        self.scales: dict[str, torch.Tensor] = {}
+        """Scales of weights that come next, by the scales' names"""
         self.kept = KeptRequests() if spec.rollout.keep_kv else None
         left = [name for name in self.shapes if spec.frozen_tower and name.startswith(vision.TOWER)]
         pause = self._abort_all if self.kept is None else self._pause
-        self.guard = UpdateGuard("the embedded engine", self.shapes, pause, keeps=self.kept is not None, frozen=left)
+        sent = self.shapes if self.fp8 is None else self.fp8.shapes(self.shapes)
+        self.guard = UpdateGuard("the embedded engine", sent, pause, keeps=self.kept is not None, frozen=left)
         self.request_ids = itertools.count()
         self.futures: dict[str, asyncio.Future[Any]] = {}
         self.seeded = SeededSampling()
@@ -315,10 +323,24 @@ class HFSampler:
 
     async def load_bucket(self, bucket: Bucket) -> None:
         async with self.guard.loading(bucket):
+            if bucket.number == 0:
+                self.scales.clear()  # of an update that was given up
             for name, tensor in await asyncio.to_thread(self.reader.tensors, bucket):
-                self.parameters[name].copy_(tensor)
+                self._load(name, tensor)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()  # the trainer overwrites the bucket as soon as this has returned
+
+    def _load(self, name: str, tensor: torch.Tensor) -> None:
+        """Overwrite a parameter. A quantized weight comes after its scales, maybe in the next bucket."""
+        if name not in self.parameters:
+            self.scales[name] = tensor.clone()
+            return
+        if self.fp8 is not None and name in self.fp8.names:
+            scale = self.scales.pop(name + SCALE, None)
+            if scale is None or tensor.dtype != fp8.DTYPE:
+                raise WeightSyncError(f"the trainer sent {name} without scales")
+            tensor = fp8.dequantize(tensor, scale, self.dtype)
+        self.parameters[name].copy_(tensor)
 
     async def finish_update(self, version: int, check: Sequence[Ids] = ()) -> list[list[float]]:
         async with self.guard.finish(version):

@@ -49,6 +49,9 @@ for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 
+_FP8_KERNELS = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
+"""Kernels that read weights and scales as they are sent, in blocks of any size and on all GPUs that have FP8. Those
+that lay them out otherwise, DeepGEMM's on Blackwell, cannot take new ones."""
 _RECEIVE_EVERY = 10
 """Decoding steps between two looks for new requests, where episodes have several turns. SGLang computes the prompts of
 new requests before it decodes another token of all others: those of several episodes are better computed together."""
@@ -99,11 +102,15 @@ class SGLangEngine:
                 ours |= {"enable_deterministic_inference": True, "enable_fp32_lm_head": True}
             if self.routing is not None:
                 ours |= {"enable_return_routed_experts": True}
+            if spec.rollout.kv_cache_dtype == "fp8":
+                ours |= {"kv_cache_dtype": "fp8_e4m3"}
             # A larger batch than that of the largest graph runs without one. SGLang would choose it by the GPU alone.
-            defaults = {
+            defaults: dict[str, Any] = {
                 "cuda_graph_max_bs_decode": self.max_concurrent,
                 "scheduler_recv_interval": _RECEIVE_EVERY if spec.rollout.max_turns > 1 else 1,
             }
+            if spec.rollout.quantization == "fp8":
+                defaults |= _FP8_KERNELS
             ours_to_run = {"run_scheduler_process_func": staticmethod(run_scheduler)}
             try:
                 self.engine = type("Engine", (Engine,), ours_to_run)(**arguments(spec, ours, defaults))
@@ -201,21 +208,27 @@ class SGLangEngine:
             await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[tag]), None)
 
     async def load_bucket(self, bucket: Bucket) -> None:
+        async with self.guard.loading(bucket):
+            await self._pass_on(bucket)
+
+    async def _pass_on(self, bucket: Bucket) -> None:
+        """Have all schedulers load a bucket; one without tensors is the end of an update, and checked by them."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        async with self.guard.loading(bucket):
-            request = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[pack(bucket, rank) for rank in range(self.spec.rollout.tensor_parallel)],
-                load_format=LOADER,
-                flush_cache=False,
-            )
-            good, message = await self.manager.update_weights_from_tensor(request, None)
-            if not good:
-                kind = RankLost if RankLost.__name__ in message else WeightSyncError
-                raise kind(f"SGLang did not take the weights: {message}")
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[pack(bucket, rank) for rank in range(self.spec.rollout.tensor_parallel)],
+            load_format=LOADER,
+            flush_cache=False,
+        )
+        good, message = await self.manager.update_weights_from_tensor(request, None)
+        if not good:
+            kind = RankLost if RankLost.__name__ in message else WeightSyncError
+            raise kind(f"SGLang did not take the weights: {message}")
 
     async def finish_update(self, version: int, check: Sequence[Ids] = ()) -> list[list[float]]:
         async with self.guard.finish(version):
+            if self.spec.rollout.quantization == "fp8":
+                await self._pass_on(Bucket(()))
             await self._resume_memory("kv_cache")
             flushed = await self.manager.flush_cache()
             if not flushed.success:

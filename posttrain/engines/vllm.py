@@ -20,6 +20,7 @@ from posttrain.engines.external import (
     arguments,
     cache_bytes_per_token,
     cache_tokens,
+    fp8_of,
     frozen,
     load_initial_weights,
     readable_model,
@@ -28,6 +29,7 @@ from posttrain.engines.external import (
     stored_routing,
 )
 from posttrain.engines.external_images import EngineImages
+from posttrain.models.fp8_layers import BLOCKS
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.guard import UpdateGuard
@@ -96,8 +98,10 @@ class VLLMEngine:
                 ours |= {"limit_mm_per_prompt": {"video": 0}}
             if self.routing is not None:
                 ours |= {"enable_return_routed_experts": True}
+            if spec.rollout.kv_cache_dtype == "fp8":
+                ours |= {"kv_cache_dtype": "fp8"}
             try:
-                self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, ours)))
+                self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, ours, _fp8_kernels(spec))))
             except (RuntimeError, ValueError, TypeError) as error:
                 hint = "its own messages are in the worker's log"
                 if self.routing is not None and "Model Runner V2" in str(error):  # it needs Triton, also on a CPU
@@ -224,6 +228,8 @@ class VLLMEngine:
 
     async def finish_update(self, version: int, check: Sequence[Ids] = ()) -> list[list[float]]:
         async with self.guard.finish(version):
+            if self.spec.rollout.quantization == "fp8":
+                await self.llm.collective_rpc("check_quantized")
             if self.asleep and self.spec.device == "cuda":
                 await self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -240,3 +246,13 @@ class VLLMEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.llm.shutdown)
+
+
+def _fp8_kernels(spec: EngineSpec) -> dict[str, Any]:
+    """Return the kernels for weights in FP8, unless the user names others: those that read weights and scales as they
+    are sent. Kernels that lay them out otherwise, DeepGEMM's and Marlin's, cannot take new ones."""
+    quantized = fp8_of(spec)
+    if quantized is None or spec.device == "cpu":
+        return {}
+    # CUTLASS' products take blocks of this size alone.
+    return {"linear_backend": "cutlass" if quantized.block == BLOCKS[0] else "triton", "moe_backend": "triton"}

@@ -43,6 +43,7 @@ from posttrain.rollout.window import Window
 from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import check_machine, check_supported, engine_note, open_model, sampling_of, with_engine
 from posttrain.runs.prompts import check_prompts
+from posttrain.runs.quantization import check_quantization
 from posttrain.runs.run import StopSignal
 from posttrain.tools.base import telling
 from posttrain.tools.sets import close_tools
@@ -100,6 +101,7 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
     if not cfg.generate.endpoint.url:
         check_supported(cfg)
         check_machine(cfg)
+    in_fp8 = check_quantization(cfg, source)
     env = None
     if tasks is None:
         env = episode_context(cfg, source, tokenizer)
@@ -128,6 +130,8 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
             tracker.note(f"{count:,} prompts x {cfg.rollout.n} responses with {where}")
             if not cfg.generate.endpoint.url:
                 tracker.note(engine_note(resolved))
+            for note in in_fp8:
+                tracker.note(note)
             if done:
                 tracker.note(f"{done:,} prompts are done already")
             if done < count and out.exists():  # a finished file lies beside complete parts only

@@ -100,7 +100,8 @@ class Plan:
                 name = "update" if cfg.command != "rl" else f"update_{trainer.role}"
                 found[name] = _added(_times(one, self.batch.updates), fixed)
         if layout.engine is not None and layout.trainers:
-            found["sync"] = speed.sync_seconds(layout.actor, machine, layout.transfer, layout.engine.name)
+            engine = layout.engine
+            found["sync"] = speed.sync_seconds(layout.actor, machine, layout.transfer, engine.name, engine.in_fp8)
         return found
 
     def _generation(self) -> Seconds:

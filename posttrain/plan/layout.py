@@ -194,7 +194,7 @@ def _of_trainers(layout: Layout) -> Iterable[Moment]:
 
     yield moment("start", _sum(t.fresh() for t in trainers), awake)
     if layout.engine is not None:
-        out = layout.actor.handing_out(layout.transfer)
+        out = layout.actor.handing_out(layout.transfer, layout.engine.in_fp8)
         yield moment("first sync", working(layout.actor, out), awake, out)
         if engine:
             yield moment("sample", {} if cfg.train.offload else idle, awake)
@@ -208,7 +208,7 @@ def _of_trainers(layout: Layout) -> Iterable[Moment]:
             terms = trainer.update()
             yield moment(name, working(trainer, terms), resting, terms)
     if layout.engine is not None:
-        out = layout.actor.handing_out(layout.transfer)
+        out = layout.actor.handing_out(layout.transfer, layout.engine.in_fp8)
         loading = _times(engine.loading(), count) if engine and cfg.rollout.sleep else awake
         yield moment("load", working(layout.actor, out), loading, out)
     yield moment("save", idle, resting)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from posttrain.config import EngineName, RolloutConfig, TrainConfig
+from posttrain.core.errors import ConfigError
 from posttrain.core.sizes import (
     DEVICE_BUCKET_BYTES,
     GATHER_BYTES,
@@ -17,6 +19,7 @@ from posttrain.core.sizes import (
     logits_rows,
 )
 from posttrain.engines.choice import concurrent_requests
+from posttrain.models.fp8_layers import Fp8Layers
 from posttrain.plan import activations
 from posttrain.plan.activations import Policy
 from posttrain.plan.calibration import CONTEXT_BYTES, ENGINE_BYTES, NCCL_BYTES
@@ -248,9 +251,15 @@ class Trainer:
             return 0.0
         return self.shape.outside * (self.itemsize + _FLOAT32 + _FLOAT32 / self.shards)
 
-    def handing_out(self, transfer: str) -> Terms:
-        """Return the buckets of weights for engines, and what remains of the forward pass of the weight-sync check."""
+    def handing_out(self, transfer: str, in_fp8: Fp8Layers | None = None) -> Terms:
+        """Return the buckets of weights for engines, and what remains of the forward pass of the weight-sync check.
+
+        Args:
+            in_fp8: what of a layer is sent in FP8.
+        """
         whole = self.itemsize * self.shape.parameters
+        if in_fp8 is not None:
+            whole -= self.shape.layers * in_fp8.saved_bytes(self.itemsize)
         most = {"device": DEVICE_BUCKET_BYTES, "broadcast": SENT_BUCKET_BYTES}.get(transfer, HOST_BUCKET_BYTES)
         embedding = self.itemsize * self.shape.embedding
         bucket = max(bucket_bytes(whole, most), embedding)
@@ -262,7 +271,14 @@ class Trainer:
         # The pass of the weight-sync check ends before, and torch keeps its memory.
         check = self.forward(SYNC_CHECK_SEQUENCES * SYNC_CHECK_TOKENS)
         left = check["gathered weights"] + check["activations"]
-        return self.idle() | {"buckets": buckets, "gathered weights": gathered, "left of the sync check": left}
+        # Of the largest matrix a copy in float32, and the quantized one, on a GPU.
+        matrices = (*self.shape.matrices, *self.shape.expert)
+        quantizing = 0.0 if in_fp8 is None else 5.0 * max(m.inputs * m.outputs for m in matrices)
+        return self.idle() | {
+            "buckets": buckets,
+            "gathered weights": gathered + quantizing,
+            "left of the sync check": left,
+        }
 
     def beside(self) -> float:
         """Bytes beside torch's allocations."""
@@ -295,9 +311,25 @@ class EngineMemory:
         episodes."""
         return min(episodes, concurrent_requests(self.name, self.rollout, math.inf, episodes))
 
+    @cached_property
+    def in_fp8(self) -> Fp8Layers | None:
+        """Return what of a decoder layer is sent in FP8; None: nothing, or what cannot be quantized."""
+        if self.rollout.quantization == "none":
+            return None
+        try:
+            return self.shape.fp8(self.rollout.tensor_parallel)
+        except ConfigError:
+            return None  # `problems` tells of it
+
+    @property
+    def _saved(self) -> float:
+        """Bytes of one decoder layer that FP8 saves. The embedded engine has weights in its compute type again."""
+        return 0.0 if self.in_fp8 is None or self.name == "hf" else float(self.in_fp8.saved_bytes(self.itemsize))
+
     @property
     def weights(self) -> float:
-        return self.itemsize * self.shape.parameters / self.rollout.tensor_parallel
+        whole = self.itemsize * self.shape.parameters - self.shape.layers * self._saved
+        return whole / self.rollout.tensor_parallel
 
     def read_weights(self, requests: float) -> float:
         """Bytes of weights that a decoding step of so many requests reads: of experts those that some token goes to,
@@ -306,13 +338,16 @@ class EngineMemory:
             return self.weights
         idle = (1 - self.shape.experts_per_token / self.shape.experts) ** requests
         experts = self.shape.layers * self.shape.expert_parameters / self.rollout.tensor_parallel
-        return self.weights - self.itemsize * experts * float(idle)
+        quantized = self._saved and self.in_fp8 is not None and any(".experts." in n for n in self.in_fp8.names)
+        itemsize = 1.0 if quantized else self.itemsize
+        return self.weights - itemsize * experts * float(idle)
 
     @property
     def of_token(self) -> float:
         """Bytes of the KV cache for a token. GPUs beyond the number of key heads hold copies."""
         heads = max(1.0, self.shape.kv_heads / self.rollout.tensor_parallel)
-        return 2.0 * self.shape.layers * heads * self.shape.head_dim * self.itemsize
+        itemsize = 1 if self.rollout.kv_cache_dtype == "fp8" else self.itemsize
+        return 2.0 * self.shape.layers * heads * self.shape.head_dim * itemsize
 
     @property
     def cache(self) -> float:

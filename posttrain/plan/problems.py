@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from posttrain.config import Config
+from posttrain.core.errors import ConfigError
 from posttrain.core.sizes import GIB
 from posttrain.plan import remedies
 from posttrain.plan.advice import MEMORY, Problem, Replan, Settings, advised
@@ -92,6 +93,15 @@ def _engine(plan: Plan) -> Iterator[Problem]:
         message = f"rollout.tensor_parallel = {rollout.tensor_parallel}, and an engine hf is of one GPU"
         settings = (_of_engine(plan.question.cfg, 1), {"rollout.engine": "sglang"}, {"rollout.engine": "vllm"})
         yield Problem("embedded engine", "error", message, settings)
+    if plan.layout.engine is not None and rollout.quantization == "fp8":
+        try:
+            plan.question.shapes.actor.fp8(rollout.tensor_parallel)
+        except ConfigError as error:
+            yield Problem("fp8", "error", error.message, ({"rollout.quantization": "none"},))
+        gpu = plan.question.machine.gpu
+        if gpu is not None and not gpu.fp8 and plan.layout.engine.name != "hf":
+            message = f"rollout.quantization = 'fp8', and {gpu.match} does not multiply in FP8"
+            yield Problem("fp8 gpu", "error", message, ({"rollout.quantization": "none"},))
 
 
 def _cache(plan: Plan) -> Iterator[Problem]:
@@ -232,6 +242,8 @@ def _notes(plan: Plan) -> Iterator[Problem]:
         yield _note("experts", "activations and times of mixtures of experts were never compared with measurements")
     if gpu is None:
         return
+    if question.cfg.samples and question.cfg.rollout.rounds:
+        yield _note("fp8", "times of engines in FP8 were never measured: bytes count, and products as in bfloat16")
     if question.kernels.itemsize == 4:
         bfloat16 = ({"train.dtype": "bfloat16"},)
         yield Problem("type", "note", "times are those of bfloat16, and train.dtype is float32", bfloat16)

@@ -12,6 +12,7 @@ from typing import Any
 from posttrain.config import LoraConfig
 from posttrain.core.errors import ModelError
 from posttrain.core.flops import Flops
+from posttrain.models.fp8_layers import Fp8Layers, fp8_layers
 from posttrain.plan.matrix import Matrix
 from posttrain.plan.tower import TowerShape, tower_of
 
@@ -132,6 +133,16 @@ class ModelShape:
         adapted = [m for m in self.matrices if names is None or m.name in names]
         more = self.tower.lora_parameters(lora, names) if tower and self.tower is not None else 0
         return more + self.layers * sum(m.count * lora.rank * (m.inputs + m.outputs) for m in adapted)
+
+    def fp8(self, tensor_parallel: int = 1) -> Fp8Layers:
+        """Return what is quantized of one decoder layer for `rollout.quantization`. Raises ``ConfigError``."""
+        layer = "model.layers.0"
+        linear: dict[str, tuple[int, ...]] = {f"{layer}.{m.name}.weight": (m.outputs, m.inputs) for m in self.matrices}
+        for m in self.expert:
+            linear[f"{layer}.mlp.experts.{m.name}"] = (self.experts, m.outputs, m.inputs)
+        if self.experts:
+            linear[f"{layer}.mlp.gate.weight"] = (self.experts, self.hidden)
+        return fp8_layers(self.kind, linear, tensor_parallel=tensor_parallel)
 
     def flops(self, lora: LoraConfig | None = None) -> Flops:
         """As ``train.flops.model_flops`` counts them of the model itself, without its vision tower."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from posttrain.config import EngineName
 from posttrain.core.flops import squares
 from posttrain.core.machines import Gpu, Machine
+from posttrain.models.fp8_layers import Fp8Layers
 from posttrain.plan import calibration as known
 from posttrain.plan.images import NO_IMAGES, ImageLoad
 from posttrain.plan.memory import EngineMemory, Trainer
@@ -19,6 +21,8 @@ from posttrain.plan.shape import ModelShape
 _EAGER = 3.0
 """Bytes of elementwise work without compilation by those with it, counted operator by operator."""
 _FLOAT32 = 4
+_QUANTIZING = 35.0
+"""Bytes that ``models.fp8.quantize`` reads and writes for an element of two bytes, operator by operator."""
 
 
 @dataclass(frozen=True)
@@ -276,14 +280,21 @@ def generation_seconds(
     return Seconds(compute, memory, 0.0, host)
 
 
-def sync_seconds(trainer: Trainer, machine: Machine, transfer: str, engine: str) -> Seconds:
-    """Return the time of a weight update with its check."""
+def sync_seconds(
+    trainer: Trainer, machine: Machine, transfer: str, engine: EngineName, in_fp8: Fp8Layers | None = None
+) -> Seconds:
+    """Return the time of a weight update with its check. ``in_fp8``: what of a layer is sent in FP8."""
     assert machine.gpu is not None
-    whole = trainer.itemsize * float(trainer.shape.parameters)
-    moved = 4.0 * whole / (machine.gpu.bandwidth * known.TENSOR_LISTS)  # gathered, into a bucket, and out of it
+    gathered = wire = trainer.itemsize * float(trainer.shape.parameters)
+    passes = 2.0 * gathered
+    if in_fp8 is not None:
+        wire -= trainer.shape.layers * in_fp8.saved_bytes(trainer.itemsize)
+        passes += _QUANTIZING * trainer.shape.layers * in_fp8.elements
+    passes += 2.0 * wire
+    moved = passes / (machine.gpu.bandwidth * known.TENSOR_LISTS)  # gathered, into a bucket, and out of it
     rate = {"host": known.HOST_COPY, "broadcast": known.BROADCAST * machine.link(machine.total)}.get(transfer)
-    sent = 0.0 if rate is None else whole / rate
+    sent = 0.0 if rate is None else wire / rate
     if trainer.shards > 1:
-        sent += whole / (known.COLLECTIVES * machine.link(trainer.world))
+        sent += gathered / (known.COLLECTIVES * machine.link(trainer.world))
     fixed = known.SYNC_S[engine] * (known.SYNC_APART if transfer == "broadcast" else 1.0)
     return Seconds(0.0, moved, sent, 0.0, fixed)

@@ -25,6 +25,7 @@ from posttrain.rollout.schedule_replay import Recorded
 from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import check_algo, check_machine, check_supported, engine_note, open_model
 from posttrain.runs.prompts import check_reward, fitting_prompts, read_tasks, reading_validation, validation_note
+from posttrain.runs.quantization import check_quantization
 from posttrain.runs.resume import REPEATS
 from posttrain.runs.training_run import Loop
 from posttrain.tools.base import telling, telling_warning
@@ -56,6 +57,7 @@ def prepare_sampling(resolved: Resolved) -> RlJob:
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
     check_machine(cfg)
+    in_fp8 = check_quantization(cfg, source)
     check_algo(cfg, tokenizer)
     budget = None if cfg.rollout.only else check_budget(cfg)
     env = episode_context(cfg, source, tokenizer)
@@ -68,7 +70,8 @@ def prepare_sampling(resolved: Resolved) -> RlJob:
     recorded = recorded_schedule(resolved, prompts) if cfg.rollout.replay_schedule else None
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
     crowded = check_batch(len(prompts), cfg.data.batch_size)
-    notes = [note for note in (left_out, val_left_out, failing and f"warning: {failing}", crowded) if note]
+    found = (*in_fp8, left_out, val_left_out, failing and f"warning: {failing}", crowded)
+    notes = [note for note in found if note]
     return RlJob(resolved, source, steps, env, prompts, mean_tokens, val, notes, budget, recorded)
 
 
@@ -92,7 +95,7 @@ class RlJob(TrainingJob):
     """Mean length of the prompts"""
     val: Sequence[Prompt]
     data_notes: Sequence[str]
-    """What the user should know about the data and the reward function"""
+    """What the user should know about the data, the reward function and engines in FP8"""
     budget_gib: float | None
     """Memory that a weight update may take of a GPU; None: not known"""
     recorded: Recorded | None

@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -30,6 +30,9 @@ from posttrain.models import lora
 from posttrain.train.checkpoint import Digest
 from posttrain.train.hostmem import pieces
 from posttrain.train.optim import dequantized, init_state, is_quantized, local, quantize
+
+if TYPE_CHECKING:
+    from posttrain.config.train import OptimConfig
 
 _FILES = 4
 """Files of one rank, written at the same time: one thread does not fill a fast disk."""
@@ -356,3 +359,16 @@ def load_random_state(folder: Path, rank: int, world_size: int) -> None:
 
 def _random_file(folder: Path, rank: int, world_size: int) -> Path:
     return folder / f"rank_{rank}_of_{world_size}.pt"
+
+
+def checkpoint_bytes(parameters: Iterable[Tensor], optim: OptimConfig, *, adapted: bool) -> int:
+    """Return about what a checkpoint of these parameters takes on disk: weights and two moments, of all ranks. In a
+    LoRA run (``adapted``) what is frozen is not in it."""
+    moment = 4 if optim.name == "adamw_8bit" else None  # written as float32
+    size = 0
+    for parameter in parameters:
+        if parameter.requires_grad:
+            size += parameter.numel() * (parameter.element_size() + 2 * (moment or parameter.element_size()))
+        elif not adapted:
+            size += parameter.numel() * parameter.element_size()
+    return size

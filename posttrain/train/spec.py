@@ -38,6 +38,10 @@ class WorkerSpec:
     """Tokens go to the experts that the engine chose, where a batch has these (`rollout.router_replay`)."""
     stored_names: bool = False
     """Engines get weights as files on the hub have them, experts one by one; else as the model does."""
+    fp8: bool = False
+    """Engines get weights of linear layers in FP8 (`rollout.quantization`)."""
+    engine_gpus: int = 1
+    """GPUs that each engine is spread over"""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from posttrain.data.pack import PackedBatch
 from posttrain.models import attention, lora, vision
 from posttrain.models.batch_invariant import use_invariant_products
 from posttrain.models.experts import Mixture, Seen, check_routers, routers
+from posttrain.models.fp8 import layers_of, quantized_weights
 from posttrain.models.load import build, dropout_settings
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.processors import load_vision
@@ -99,7 +100,9 @@ class TrainWorker:
         return {
             "parameters": sum(p.numel() for p in self.parameters.values()),
             "trained": sum(p.numel() for p in self.parameters.values() if p.requires_grad),
-            "checkpoint_bytes": self._checkpoint_bytes(),
+            "checkpoint_bytes": saver.checkpoint_bytes(
+                self.parameters.values(), spec.train.optim, adapted=self.adapted
+            ),
             "device": spec.device,
             "dtype": spec.dtype,
             "attention": self.kernel.title,
@@ -118,6 +121,7 @@ class TrainWorker:
         param_dtype = getattr(torch, train.param_dtype) if spec.trainable else self.dtype
         model = build(spec.source, dtype=self.dtype if self.adapted else param_dtype)
         check_architecture(model)
+        self.fp8 = layers_of(model, stored=spec.stored_names, tensor_parallel=spec.engine_gpus) if spec.fp8 else None
         check_sequence_parallel(model, train.sequence_parallel)
         self.kernel = attention.choose(train.attention, self.device, self.dtype, attention.needs(model))
         lm = PackedValues(model) if spec.values else PackedLM(model)
@@ -338,7 +342,7 @@ class TrainWorker:
     # ------------------------------------------------------------------ weights
 
     def open_sender(self, transport: Transport | None, bucket_bytes: int, frozen: bool = True) -> None:
-        """Begin to hand out the whole weights in the compute type, adapters merged in. Every rank draws the same.
+        """Begin to hand out the whole weights, adapters merged in, as engines take them. Every rank draws the same.
 
         Args:
             transport: of this rank's buckets; None: nobody reads them.
@@ -346,11 +350,15 @@ class TrainWorker:
             frozen: a vision tower that is not trained is among them.
         """
         whole = sum(p.numel() for p in self.parameters.values()) * self.dtype.itemsize
+        if self.fp8 is not None:
+            whole -= self.fp8.saved_bytes(self.dtype.itemsize)
         size = sizes.bucket_bytes(whole, bucket_bytes)
         left_out = () if frozen or self.spec.train.vision_tower == "trained" else vision.TOWER
         weights = lora.whole_weights(self.lm.model, self.dtype, left_out)
         if self.spec.stored_names:
             weights = as_stored(self.lm.model, weights)
+        if self.fp8 is not None:
+            weights = quantized_weights(weights, self.fp8, values=transport is not None)
         self.sender = WeightSender(
             weights, self.dtype, transport, self.device, bucket_bytes=size, connection=self.broadcasts
         )
@@ -425,15 +433,6 @@ class TrainWorker:
         except (OSError, RuntimeError) as error:  # torch's over a full disk is a RuntimeError
             raise saver.not_written(place, error) from error
         self.saver.start(place, saver.shards_of(self.lm.model, self.optimizer, self.step), background=background)
-
-    def _checkpoint_bytes(self) -> int:
-        """About what a checkpoint of this model takes on disk: weights and two moments, of all ranks. In a LoRA run
-        what is frozen is not in it."""
-        moment = 4 if self.spec.train.optim.name == "adamw_8bit" else None  # written as float32
-        trained = [p for p in self.parameters.values() if p.requires_grad]
-        frozen = [p for p in self.parameters.values() if not p.requires_grad and not self.adapted]
-        moments = sum(p.numel() * 2 * (moment or p.element_size()) for p in trained)
-        return moments + sum(p.numel() * p.element_size() for p in [*trained, *frozen])
 
     def saved(self) -> dict[str, checkpoint.Digest] | None:
         """The files of the last ``save`` that this rank wrote; None while it still does. Raises ``RunError``."""

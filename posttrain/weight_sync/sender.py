@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.sizes import HOST_BUCKET_BYTES
+from posttrain.models.fp8 import sent_type
 from posttrain.weight_sync.broadcast import BroadcastConnection, BroadcastGroup, BroadcastRank, RankLost
 from posttrain.weight_sync.buckets import CPU, Bucket, Entry, views
 
@@ -144,7 +145,7 @@ class WeightSender:
 
     Args:
         weights: names and whole weights. Drawing one is a collective where the model is sharded.
-        dtype: the type in which they are handed out.
+        dtype: the type in which they are handed out; quantized ones and their scales keep their own.
         transport: None: nobody reads this process's buckets, and it draws weights for the sake of the other ranks.
         device: of this process.
         bucket_bytes: most bytes of a bucket of several weights.
@@ -177,14 +178,15 @@ class WeightSender:
         while (found := self._held or next(self._weights, None)) is not None:
             self._held = None
             name, tensor = found
-            nbytes = -(-tensor.numel() * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            dtype = sent_type(name, tensor, self._dtype)
+            nbytes = -(-tensor.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             if drawn and size + nbytes > self._bytes:
                 self._held = found
                 break
             if buffer is not None:
                 if not drawn:
                     buffer.begin(max(nbytes, self._bytes))
-                buffer.add(name, tensor, self._dtype)
+                buffer.add(name, tensor, dtype)
             drawn += 1
             size += nbytes
         if not drawn:

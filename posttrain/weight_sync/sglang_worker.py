@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.core.errors import WeightSyncError
 from posttrain.models.logprobs import float32_logits
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket, BucketReader
+from posttrain.weight_sync.quantized import check_overwritten, poison
 
 LOADER = "posttrain.weight_sync.sglang_worker.load"
 
@@ -23,7 +25,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     _keep_float32_logits()
-    _survive_lost_ranks()
+    _report_failures()
     return run_scheduler_process(*args, **kwargs)
 
 
@@ -46,9 +48,9 @@ def _keep_float32_logits() -> None:
     logits_processor.LogitsProcessor._compute_lm_head = compute
 
 
-def _survive_lost_ranks() -> None:
-    """Report a lost rank as the result of the update. SGLang's schedulers end with whatever a loader raises, and
-    this one gets the same weights again."""
+def _report_failures() -> None:
+    """Report a lost rank, and weights that did not arrive, as the result of the update. SGLang's schedulers end with
+    whatever a loader raises, and this one may get the same weights again."""
     from sglang.srt.managers.tp_worker import TpModelWorker
 
     update = TpModelWorker.update_weights_from_tensor
@@ -56,8 +58,8 @@ def _survive_lost_ranks() -> None:
     def update_or_report(self: Any, request: Any) -> tuple[bool, str]:
         try:
             result: tuple[bool, str] = update(self, request)
-        except RankLost as error:
-            return False, f"{RankLost.__name__}: {error.message}"
+        except (RankLost, WeightSyncError) as error:
+            return False, f"{type(error).__name__}: {error.message}"
         return result
 
     TpModelWorker.update_weights_from_tensor = update_or_report
@@ -70,9 +72,15 @@ def pack(bucket: Bucket, rank: int) -> bytes:
 
 
 def load(model: Any, packed: Sequence[tuple[str, Tensor]]) -> None:
-    """Overwrite the parameters of a bucket, each scheduler its own shard of them."""
+    """Overwrite the parameters of a bucket, each scheduler its own shard of them; of one without tensors see
+    ``SGLangEngine._pass_on``."""
     for text, _ in packed:
         bucket, rank = pickle.loads(bytes.fromhex(text))
+        if not bucket.entries:
+            check_overwritten(model)
+            continue
+        if bucket.number == 0:
+            poison(model)
         model.load_weights(_reader(rank).tensors(bucket))
     _forget_features()
     torch.cuda.synchronize()  # the trainer overwrites the bucket as soon as this has returned

@@ -7,23 +7,34 @@ from __future__ import annotations
 
 import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.model_executor.kernels import linear as kernels
+from vllm.model_executor.kernels.linear.scaled_mm import BlockScaledMMLinearKernel
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization import fp8 as fp8_quantization
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.platforms import current_platform
+from vllm.platforms.interface import PlatformEnum
 
+from posttrain.models.fp8 import DTYPE, dequantize, rounded_activations
 from posttrain.models.logprobs import float32_logits
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket, BucketReader
+from posttrain.weight_sync.quantized import check_overwritten, poison
 
 if current_platform.is_cpu():
-    # On a CPU vLLM repacks every matrix for oneDNN after loading, and frees the parameter, so that new values cannot be
-    # loaded into it. Without oneDNN it multiplies by the parameters themselves.
+    # On a CPU vLLM repacks every matrix for oneDNN after loading, or in bfloat16 for AMX, and frees the parameter, so
+    # that new values cannot be loaded into it. Without these it multiplies by the parameters themselves.
     from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
 
     _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *sizes_and_type: False
 
 
 def _keep_float32_logits() -> None:
@@ -39,6 +50,54 @@ def _keep_float32_logits() -> None:
 
 
 _keep_float32_logits()
+
+
+def _keep_parameters() -> None:
+    """Keep parameters in FP8 whose kernels read them as they were loaded. vLLM puts plain ones in their place, which no
+    longer know how to take new weights."""
+
+    def patched(replace: Callable[..., None]) -> Callable[..., None]:
+        def replace_if_other(layer: Any, name: str, new: Any, *args: Any, **kwargs: Any) -> None:
+            old = getattr(layer, name, None)
+            if isinstance(new, Tensor) and isinstance(old, Tensor) and _same_memory(old, new):
+                return
+            replace(layer, name, new, *args, **kwargs)
+
+        return replace_if_other
+
+    for module in (BlockScaledMMLinearKernel, fp8_quantization):
+        module.replace_parameter = patched(module.replace_parameter)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+_keep_parameters()
+
+
+class TorchBlockKernel(BlockScaledMMLinearKernel.Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+    """Products of blocks in FP8 on a CPU, in plain torch, by the weights as they were loaded. vLLM's own need AMX, and
+    pack them. This one is for tests, and rounds as the kernels of GPUs do."""
+
+    apply_input_quant = False
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        return True, None
+
+    def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+        """Return A [T, K] times the quantized B [N, K], whose scales are Bs. As is not used: A is not quantized."""
+        x = rounded_activations(A, self.weight_group_shape.col)
+        return torch.nn.functional.linear(x, dequantize(B, Bs, A.dtype))
+
+
+if current_platform.is_cpu():
+    kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, TorchBlockKernel)
 
 
 class BucketLoader:
@@ -61,12 +120,19 @@ class BucketLoader:
         packed = [name for name, parameter in model.named_parameters() if parameter.numel() == 0]
         if packed:
             raise RuntimeError(f"vLLM has packed {packed[0]} into another layout, and cannot take new weights")
+        if bucket.number == 0:
+            _check_kernels(model)
+            poison(model)
         try:
             model.load_weights(self.bucket_reader.tensors(bucket))
         except RankLost as error:
             raise RankLost(f"{RankLost.__name__}: {error}") from error  # vLLM passes on only the message
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the trainer overwrites the bucket as soon as this has returned
+
+    def check_quantized(self) -> None:
+        """Check that an update has reached all parameters in FP8. Raises ``WeightSyncError``."""
+        check_overwritten(self.model_runner.get_model())
 
     def elements(self) -> int:
         """Return the number of elements of all parameters that are allocated."""
@@ -83,3 +149,15 @@ class BucketLoader:
         """Allocate memory for the weights again."""
         for name, parameter in self.model_runner.get_model().named_parameters():
             parameter.data = parameter.data.new_empty(self.shapes[name])
+
+
+def _check_kernels(model: nn.Module) -> None:
+    """Raise ``RuntimeError`` where a kernel has FP8 weights in a layout of its own."""
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        quantized = isinstance(layer, LinearBase) and isinstance(weight, Tensor) and weight.dtype == DTYPE
+        if quantized and not isinstance(weight, BasevLLMParameter):
+            raise RuntimeError(
+                f"vLLM's kernel for FP8 has laid out the weights of {name} anew, and cannot take new ones; "
+                "rollout.engine_options: linear_backend = cutlass or triton do not"
+            )

@@ -138,6 +138,7 @@ BY_OTHERS: dict[str, str] = {
 """Command -> file:test that runs it, perhaps at another size, in its own process, or against a hub of its own."""
 GUIDES = {
     "experts.md": "e2e/test_expert_runs.py",
+    "fp8.md": "e2e/test_fp8_runs.py",
     "lora.md": "e2e/test_lora_runs.py",
     "preference.md": "e2e/test_prefer_runs.py",
     "smollm2.md": "e2e/test_smollm2.py",

@@ -117,6 +117,16 @@ def _routing(view: ScriptValues, draft: Draft) -> None:
             draft.pass_over(view, key, "it is switched off")
 
 
+def _quantization(view: ScriptValues, draft: Draft) -> None:
+    key = R + "quantization"
+    if view[key] == "fp8":
+        draft.set("rollout.quantization", "fp8", view.origin(key))
+    elif unless_set(view[key]):
+        draft.refuse(view, key, f"{view[key]!r}: engines quantize to fp8 alone")
+    else:
+        draft.pass_over(view, key, "it is switched off")
+
+
 def _overlong_prompts(view: ScriptValues, draft: Draft) -> None:
     key, dropped = D + "truncation", D + "filter_overlong_prompts"
     if view[dropped]:
@@ -351,6 +361,7 @@ RL = (
     no_need("every episode is in the run's rollouts/", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
     Rule((A + "router_replay.mode", R + "enable_rollout_routing_replay"), ("rollout.router_replay",),
          "R3 is replayed; R2 is not there", _routing),
+    Rule((R + "quantization",), ("rollout.quantization",), "fp8 in blocks, as in verl", _quantization),
     no_need("it is switched off", A + "shuffle", A + "freeze_vision_tower",
          "*router_replay.mode",
             R + "ignore_eos", R + "skip_rollout", "trainer.val_only", M + "enable_activation_offload",

@@ -76,6 +76,17 @@ def test_router_replay(tmp_path: Path, mode: str, ours: str, outcome: Outcome) -
     assert fate(found)[key] is fate(found)[recorded] is outcome
 
 
+@pytest.mark.parametrize(
+    ("value", "ours", "outcome"),
+    [("fp8", "fp8", Outcome.MAPPED), ("torchao", "none", Outcome.NOT_MAPPED), ("null", "none", Outcome.NO_NEED)],
+)
+def test_quantization(tmp_path: Path, value: str, ours: str, outcome: Outcome) -> None:
+    key = "actor_rollout_ref.rollout.quantization"
+    found = read("gsm8k_grpo.sh", f"{key}={value}")
+    assert config_of(found, tmp_path).rollout.quantization == ours
+    assert fate(found)[key] is outcome
+
+
 def test_dapo(tmp_path: Path) -> None:
     found = read("dapo.sh")
     cfg = config_of(found, tmp_path)
