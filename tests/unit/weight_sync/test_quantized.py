@@ -54,6 +54,7 @@ def update(model, monkeypatch):
     """As SGLang's scheduler does it, bucket by bucket and to the end."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(sglang_worker, "_reader", lambda rank: sglang_worker.BucketReader(rank))
+    monkeypatch.setattr(sglang_worker, "_forget_features", lambda: None)  # it is of SGLang, which is not here
 
     def pass_on(bucket):
         sglang_worker.load(model, pickle.loads(sglang_worker.pack(bucket, 0)))
