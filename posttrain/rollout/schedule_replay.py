@@ -132,6 +132,8 @@ class Replay(Schedule):
         """Tokens that a version of the weights is to sample still."""
         self._failure: RunError | None = None
         self._news = asyncio.Event()
+        self._changes = 0
+        """How often there was news."""
 
     # ------------------------------------------------------------------ groups
 
@@ -153,11 +155,13 @@ class Replay(Schedule):
             RunError: it is not what was recorded.
         """
         while not (self._place < len(self._turns) and self._turns[self._place].get("ended") == number):
+            before = self._changes
             try:
                 async with asyncio.timeout(self._deadline_s):
                     await self._change()
             except TimeoutError:
-                if (other := self._late()) is not None and number in self._ends:
+                other = self._late() if before == self._changes else None
+                if other is not None and number in self._ends:
                     what = (
                         f"{self._of(number)} has been played, and waited {self._deadline_s:g} s for its turn, in which "
                         f"nothing was sampled: in the recorded run {self._of(other)} ended before it"
@@ -245,6 +249,7 @@ class Replay(Schedule):
         self._tell()
 
     def _tell(self) -> None:
+        self._changes += 1
         self._news.set()
 
     def _late(self) -> int | None:
