@@ -288,7 +288,11 @@ class Episode:
             if self.prompt_length > self.env.cfg.max_prompt_tokens:
                 return "prompt_too_long"
             self.state = "tool_calling"
-            await self._create()
+            begun = time.perf_counter()
+            try:
+                await self._create()
+            finally:
+                self.tool_seconds += time.perf_counter() - begun
         while True:
             self.state = "running"
             if (reason := await self._assistant_turn(sampler)) is not None:
