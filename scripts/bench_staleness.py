@@ -171,6 +171,7 @@ def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "rewards": [row["critic/score/mean"] for row in rows],
         "reward": mean(row["critic/score/mean"] for row in rows[-LAST:]),
+        "mean_reward": mean(row["critic/score/mean"] for row in rows),
         "staleness": mean(row.get("staleness/mean", 0.0) for row in rows),
         "staleness_max": max(row.get("staleness/max", 0.0) for row in rows),
         "gap": mean(row["rollout_gap/mean_abs"] for row in rows),
@@ -190,8 +191,8 @@ def table(out: Path, seeds: list[int], modes: list[str]) -> str:
     }
     lines = [
         f"| mode | accuracy, seeds {' / '.join(map(str, seeds))} | points from {modes[0]}, each | mean | reward, last "
-        f"{LAST} steps | mean / largest staleness | mean gap of log-probabilities |",
-        "| --- " * 7 + "|",
+        f"{LAST} steps | reward, all steps | mean / largest staleness | mean gap of log-probabilities |",
+        "| --- " * 8 + "|",
     ]
     first = found[modes[0]]
     for mode, results in found.items():
@@ -200,7 +201,7 @@ def table(out: Path, seeds: list[int], modes: list[str]) -> str:
         points = {s: 100 * (r["accuracy"] - first[s]["accuracy"]) for s, r in results.items() if s in first}
         each = " / ".join(f"{p:+.1f}" for p in points.values())
         accuracies = " / ".join(f"{100 * r['accuracy']:.1f}" for r in results.values())
-        rewards = " / ".join(f"{r['reward']:.3f}" for r in results.values())
+        rewards = " | ".join(" / ".join(f"{r[w]:.3f}" for r in results.values()) for w in ("reward", "mean_reward"))
         age = f"{mean(r['staleness'] for r in results.values()):.2f} / "
         age += f"{max(r['staleness_max'] for r in results.values()):.0f}"
         average = f"{mean(points.values()):+.1f}" if points else ""
