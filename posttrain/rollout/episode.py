@@ -289,10 +289,8 @@ class Episode:
                 return "prompt_too_long"
             self.state = "tool_calling"
             begun = time.perf_counter()
-            try:
-                await self._create()
-            finally:
-                self.tool_seconds += time.perf_counter() - begun
+            await self._create()
+            self.tool_seconds += time.perf_counter() - begun
         while True:
             self.state = "running"
             if (reason := await self._assistant_turn(sampler)) is not None:
