@@ -58,7 +58,7 @@ def lengths_of(cfg: Config, rows: Sequence[Row]) -> Lengths | None:
 
 def waits_of(cfg: Config, rows: Sequence[Row]) -> Waits:
     """Return how long a run has waited for tools."""
-    middle, longest = (median(rows, f"tools/group_seconds/{name}") or 0.0 for name in ("median", "max"))
+    middle, longest = (median(rows, f"tools/seconds_per_group/{name}") or 0.0 for name in ("median", "max"))
     return Waits(middle, longest, cfg.data.batch_size)
 
 

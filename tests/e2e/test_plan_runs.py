@@ -101,7 +101,7 @@ def test_an_asynchronous_run_is_compared_by_its_step_and_its_waits(here: Path, r
     succeed(here, *RL, "--set", "rollout.staleness=1", "--steps", "3", "--name", "ahead")
     folder = here / "runs" / "ahead"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(0.0 < row["tools/group_seconds/median"] <= row["tools/group_seconds/max"] for row in rows)
+    assert all(0.0 < row["tools/seconds_per_group/median"] <= row["tools/seconds_per_group/max"] for row in rows)
     here_told = json.loads(succeed(here, "plan", "--run", "ahead", "--json").stdout)["compared"]
     assert [row["metric"] for row in here_told] == ["perf/total_num_tokens", "actor/updates"]  # of no GPU, no times
     told = json.loads(succeed(here, "plan", "--run", "ahead", "--gpu", "h200", "--json").stdout)

@@ -177,5 +177,7 @@ def test_what_trainers_wait_for_is_not_compared_with_the_time_of_sampling():
         (1, ["timing_s/update_actor", "timing_s/step", "wait/trainers", "wait/updates"]),
     ):
         assert [pair.name for pair in compare(plan_of(k), [measured])] == names
-    rows = [{"tools/group_seconds/median": 2.0, "tools/group_seconds/max": seconds} for seconds in (7.0, 8.0, 9.0)]
+    rows = [
+        {"tools/seconds_per_group/median": 2.0, "tools/seconds_per_group/max": seconds} for seconds in (7.0, 8.0, 9.0)
+    ]
     assert waits_of(config("rl", data={"batch_size": 4}), rows) == Waits(2.0, 9.0, 4)
