@@ -23,11 +23,11 @@ class Waits:
     """Seconds in which the slowest episode of a group waits for tools and the simulated user."""
 
     median: float = 0.0
-    """Over the groups of a step"""
+    """The median of the groups of a step"""
     longest: float = 0.0
-    """Of the groups of a step; its median over steps"""
+    """The longest of the groups of a step; its median over steps"""
     groups: int = 1
-    """Of a step"""
+    """How many groups a step has"""
 
     def sampler(self) -> Callable[[], float]:
         """Return what draws the seconds of a group: log-normal, with the same median and longest of so many."""
