@@ -1,17 +1,27 @@
-"""Step rate and learning of asynchronous `rl` beside synchronous, with waits that have a long tail.
+"""Step rate and learning of asynchronous `rl` beside synchronous, with waits that have a long tail, or on GSM8K.
 
     python scripts/bench_async.py --seeds 0 1 2                  every mode
     python scripts/bench_async.py --seeds 0 --modes "k = 1"      some
 
-The untrained tiny model learns to write vowels: an episode's reward is their share among its characters. What it talks
-to is ready after a log-normal time: half of the episodes wait ``--wait`` seconds, one in a hundred 16 times as long,
-one in a thousand 40 times. A step has 8 prompts x 8 episodes; engine and trainer share the cores. Results are kept in
-``--out``, and a script that is started again does what is missing.
+    python scripts/bench_async.py --out runs/tails --model MODEL --seeds 0 --wait 1 --set rollout.engine=sglang \\
+        train.dtype=bfloat16 train.optim.lr=1e-5 data.batch_size=16 rollout.max_response_tokens=256
+    python scripts/bench_async.py --out runs/gsm8k --task gsm8k --model MODEL --data FOLDER --seeds 0 \\
+        --modes synchronous "k = 1" "k = 4" --set rollout.engine=sglang
+
+`vowels`: the untrained tiny model, or another, learns to write vowels: an episode's reward is their share among its
+characters. What it talks to is ready after a log-normal time: half of the episodes wait ``--wait`` seconds, one in a
+hundred 16 times as long, one in a thousand 40 times. A step has 8 prompts x 8 episodes. `gsm8k`: the preset
+`smollm2-135m-gsm8k` with a model after SFT and the folder that `posttrain prep gsm8k --demos calculator` wrote.
+
+Engine and trainer share the cores and the GPU. The modes of a seed run one after the other. Results are kept in
+``--out``, and a script that is started again does what is missing. Of seconds the first steps are left out, in which
+processes start and nothing was sampled ahead.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from statistics import mean, median
@@ -19,7 +29,9 @@ from typing import Any
 
 from posttrain.cluster.cluster import local_ray
 from posttrain.config.presets import resolve
+from posttrain.core.errors import UserError
 from posttrain.data.parquet import write_rows
+from posttrain.plan.command import PlanOptions, show_run
 from posttrain.rl import command as rl
 
 UNCORRECTED = [
@@ -33,6 +45,7 @@ MODES: dict[str, list[str]] = {
     "synchronous": [],
     "over-sampling": ["rollout.over_sample_rate=0.25", "rollout.partial_rollouts=true"],
     "k = 1": ["rollout.staleness=1"],
+    "k = 1, window 0.25": ["rollout.staleness=1", "rollout.window=0.25"],
     "k = 4": ["rollout.staleness=4"],
     "k = 4, no correction": ["rollout.staleness=4", *UNCORRECTED],
 }
@@ -68,6 +81,9 @@ class Late(Interaction):
     async def respond(self, state, messages):
         return UserTurn(None)
 '''
+VOWELS = ["data.batch_size=8", "rollout.n=8", "train.optim.lr=6e-3", "rollout.tools=[]", "rollout.interaction='late'"]
+VOWELS += ["rollout.max_turns=2", "rollout.max_response_tokens=64"]
+GSM8K = ["data.val=''", "val.before_train=false"]
 WARM = 3
 """Steps at the beginning that no time is taken of: in the first the processes start, and nothing was sampled ahead."""
 LAST = 5
@@ -81,33 +97,63 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--wait", type=float, default=0.2, help="median seconds")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_async"))
+    parser.add_argument("--task", choices=("vowels", "gsm8k"), default="vowels")
+    parser.add_argument("--model", default="builtin:tiny", help="folder, or run:NAME")
+    parser.add_argument("--data", type=Path, help="of gsm8k: the folder with train.parquet")
+    parser.add_argument("--set", nargs="+", default=[], dest="sets", help="of every mode")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "late_vowels.py").write_text(PLUGIN.replace("WAIT", str(args.wait)))
-    prompts = [{"role": "user", "content": f"Write {i}"} for i in range(64)]
-    rows = [{"data_source": "bench/vowels", "prompt": [p], "reward_model": {"ground_truth": ""}} for p in prompts]
-    write_rows(args.out / "train.parquet", rows)
+    if args.task == "vowels":
+        write_vowels(args.out, args.wait)
+        task = ("tiny-arith", args.out / "train.parquet", [f"plugins=['{args.out / 'late_vowels.py'}']", *VOWELS])
+    else:
+        if args.data is None:
+            parser.error("--task gsm8k needs --data")
+        task = ("smollm2-135m-gsm8k", args.data / "train.parquet", GSM8K)
     with local_ray():
         for seed in args.seeds:
             for mode in args.modes:
-                measure(args.out, mode, seed, args.steps)
+                measure(args.out, mode, seed, args.steps, *task, [f"model.path='{args.model}'", *args.sets])
     print(table(args.out, args.seeds, args.modes))
+    print("\n" + curves(args.out, args.seeds, args.modes))
 
 
-def measure(folder: Path, mode: str, seed: int, steps: int) -> None:
+def write_vowels(folder: Path, wait: float) -> None:
+    """Write the plugin and the prompts of `vowels`."""
+    (folder / "late_vowels.py").write_text(PLUGIN.replace("WAIT", str(wait)))
+    prompts = [{"role": "user", "content": f"Write {i}"} for i in range(64)]
+    rows = [{"data_source": "bench/vowels", "prompt": [p], "reward_model": {"ground_truth": ""}} for p in prompts]
+    write_rows(folder / "train.parquet", rows)
+
+
+def measure(
+    folder: Path, mode: str, seed: int, steps: int, preset: str, data: Path, of_task: list[str], sets: list[str]
+) -> None:
     """Train in one mode, if that has not been done."""
     result = folder / f"{slug(mode, seed)}.json"
     if result.is_file():
         return
-    sets = [*MODES[mode], "model.path='builtin:tiny'", "data.batch_size=8", "rollout.n=8", "train.optim.lr=6e-3"]
-    sets += [f"plugins=['{folder / 'late_vowels.py'}']", "rollout.tools=[]", "rollout.interaction='late'"]
-    sets += ["rollout.max_turns=2", "rollout.max_response_tokens=64", "run.report=false", "run.rollouts=false"]
+    sets = [*MODES[mode], *of_task, "run.report=false", "run.rollouts=false", *sets]
     flags = {"run.dir": str(folder), "run.name": slug(mode, seed), "run.seed": seed, "run.overwrite": True}
-    flags |= {"data.train": str(folder / "train.parquet"), "train.steps": steps}
-    run = rl.run(resolve("rl", "tiny-arith", sets, flags))
+    flags |= {"data.train": str(data), "train.steps": steps}
+    run = rl.run(resolve("rl", preset, sets, flags))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    result.write_text(json.dumps(summary(rows)))
-    print(f"seed {seed}  {mode}: {summary(rows)}", flush=True)
+    found = summary(rows) | {"compared": compared(run)}
+    result.write_text(json.dumps(found))
+    shown = {name: value for name, value in found.items() if name not in ("rewards", "seconds", "compared")}
+    print(f"seed {seed}  {mode}: {shown}", flush=True)
+    for pair in found["compared"]:
+        print(f"  {pair['metric']}: predicted {pair['predicted']:.3g}, measured {pair['measured']:.3g}", flush=True)
+
+
+def compared(run: Path) -> list[dict[str, Any]]:
+    """What `posttrain plan --run` says of a run; nothing, where it knows nothing."""
+    try:
+        found: list[dict[str, Any]] = json.loads(show_run(run, PlanOptions(), as_json=True))["compared"]
+    except UserError as error:
+        print(f"  not compared with the plan: {error.message}")
+        return []
+    return found
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
@@ -130,27 +176,62 @@ def slug(mode: str, seed: int) -> str:
     return "".join(c for c in mode if c.isalnum() or c == "-") + f"_{seed}"
 
 
-def table(out: Path, seeds: list[int], modes: list[str]) -> str:
-    """A markdown table of what has been measured: means over seeds; of rewards each seed's."""
+def results_of(out: Path, seeds: list[int], modes: list[str]) -> dict[str, list[dict[str, Any]]]:
     found = {
         mode: [json.loads(f.read_text()) for s in seeds if (f := out / f"{slug(mode, s)}.json").is_file()]
         for mode in modes
     }
-    first = mean(r["mean_step_s"] for r in found[modes[0]])
+    return {mode: results for mode, results in found.items() if results}
+
+
+def table(out: Path, seeds: list[int], modes: list[str]) -> str:
+    """A markdown table of what has been measured: means over seeds; of rewards and rates each seed's."""
+    found = results_of(out, seeds, modes)
+    first = [r["mean_step_s"] for r in found[modes[0]]]
     lines = [
-        "| mode | seconds a step | step rate | trainers wait | engines wait | mean / largest staleness | reward, last "
-        f"{LAST} steps |",
-        "| --- " * 7 + "|",
+        "| mode | seconds a step | step rate, each seed | mean | trainers wait | engines wait | updates | "
+        f"mean / largest staleness | reward, last {LAST} steps | step of the plan |",
+        "| --- " * 10 + "|",
     ]
     for mode, results in found.items():
-        if not results:
-            continue
-        seconds = mean(r["mean_step_s"] for r in results)
+        each = [r["mean_step_s"] for r in results]
+        rates = [one / other for one, other in zip(first, each, strict=False)]
+        seconds, rate = (" / ".join(f"{value:.2f}" for value in values) for values in (each, rates))
         rewards = " / ".join(f"{mean(r['rewards'][-LAST:]):.2f}" for r in results)
-        shares = " | ".join(f"{100 * mean(r[f'{who}_wait'] for r in results):.0f} %" for who in ("trainers", "engines"))
+        waits = [mean(r[name] for r in results) for name in ("trainers_wait", "engines_wait", "updates")]
+        shares = " | ".join(f"{100 * share:.0f} %" for share in waits)
         age = f"{mean(r['staleness'] for r in results):.2f} / {max(r['staleness_max'] for r in results):.0f}"
-        lines.append(f"| {mode} | {seconds:.2f} | {first / seconds:.2f} | {shares} | {age} | {rewards} |")
+        steps = [p for r in results for p in r.get("compared", []) if p["metric"] == "timing_s/step"]
+        plan = " / ".join(f"{p['predicted']:.2f} ({p['off']:+.0%})" for p in steps)
+        lines.append(f"| {mode} | {seconds} | {rate} | {mean(rates):.2f} | {shares} | {age} | {rewards} | {plan} |")
     return "\n".join(lines)
+
+
+def curves(out: Path, seeds: list[int], modes: list[str]) -> str:
+    """A markdown table of the mean reward of ``LAST`` steps, at equal samples and at equal seconds."""
+    found = results_of(out, seeds, modes)
+    steps = min(len(r["rewards"]) for results in found.values() for r in results)
+    seconds = min(sum(r["seconds"][1:]) for results in found.values() for r in results)
+    parts = (1 / 3, 2 / 3, 1.0)
+    at = [f"step {round(part * steps)}" for part in parts] + [f"{part * seconds:.0f} s" for part in parts]
+    lines = ["| mode | " + " | ".join(at) + " |", "| --- " * (1 + len(at)) + "|"]
+    for mode, results in found.items():
+        cells = [mean(until(r["rewards"], round(part * steps)) for r in results) for part in parts]
+        cells += [
+            mean(until(r["rewards"], steps_within(r["seconds"], part * seconds)) for r in results) for part in parts
+        ]
+        lines.append(f"| {mode} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def until(rewards: list[float], step: int) -> float:
+    """Return the mean reward of the ``LAST`` steps up to one."""
+    return mean(rewards[max(0, step - LAST) : max(1, step)])
+
+
+def steps_within(seconds: list[float], limit: float) -> int:
+    """Return how many steps ended within so many seconds after the first."""
+    return 1 + sum(total <= limit + 1e-9 for total in itertools.accumulate(seconds[1:]))
 
 
 if __name__ == "__main__":

@@ -71,9 +71,10 @@ class RolloutConfig(Section):
     staleness: NaturalInt = 0
     """`rl`: asynchronous training with sampling up to this many steps ahead: the version of the weights that train a
     token minus the version that sampled it is never above it. 0: sampling and training take turns. See async.md."""
-    window: Annotated[float, Field(ge=0.0, le=1.0)] = 0.25
+    window: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = "auto"
     """With `staleness`: share of a batch that may overtake a group which is still played, before the next batch waits
-    for it; 0: strict order."""
+    for it; 0: strict order. auto: 0 where `staleness` is 1, since so large a share of each batch is then sampled while
+    trainers wait; else 0.25."""
     in_flight_updates: bool = True
     """With `staleness`: engines take new weights amid their requests, which then go on with these; false: the turns in
     progress end with the old weights first."""
@@ -142,6 +143,13 @@ class RolloutConfig(Section):
     replay_schedule: str = ""
     """Run to repeat to the bit, by its name or folder: one with `record_schedule`, the same config and the same data;
     empty: none."""
+
+    @property
+    def overtaking(self) -> float:
+        """Return the share of a batch that `window` stands for."""
+        if self.window != "auto":
+            return self.window
+        return 0.0 if self.staleness == 1 else 0.25
 
     @property
     def has_agent(self) -> bool:

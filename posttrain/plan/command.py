@@ -31,7 +31,7 @@ from posttrain.models.load import locate, read_config
 from posttrain.models.processors import processor_settings
 from posttrain.plan.advice import Replan, Settings, assignments, changed
 from posttrain.plan.batch import Lengths, assumed_lengths, longest_of, sequences_of_step
-from posttrain.plan.compare import Pair, compare, lengths_of
+from posttrain.plan.compare import Pair, compare, lengths_of, waits_of
 from posttrain.plan.estimate import Plan, Question
 from posttrain.plan.images import ImageLoad, images_of, limits_of
 from posttrain.plan.known import known_models
@@ -138,7 +138,7 @@ def compared(question: Question, folder: Path) -> list[Pair]:
     if lengths is None:
         raise DataError(f"{file} has no steps yet", hint="wait for the first step")
     lengths = replace(lengths, images=question.lengths.images)
-    return compare(Plan(replace(question, lengths=lengths, typical=True)), rows)
+    return compare(Plan(replace(question, lengths=lengths, typical=True, waits=waits_of(question.cfg, rows))), rows)
 
 
 def closing_line(cfg: Config, folder: Path) -> str | None:

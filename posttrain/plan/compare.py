@@ -10,6 +10,7 @@ from posttrain.config import Config
 from posttrain.core.sizes import GIB
 from posttrain.plan.batch import Lengths, longest_of, sequences_of_step
 from posttrain.plan.estimate import Plan
+from posttrain.plan.pacing import Waits
 
 Row = Mapping[str, float]
 """The metrics of a step"""
@@ -55,6 +56,12 @@ def lengths_of(cfg: Config, rows: Sequence[Row]) -> Lengths | None:
     return Lengths(mean, longest_of(cfg), min(prompt, mean), "measured")
 
 
+def waits_of(cfg: Config, rows: Sequence[Row]) -> Waits:
+    """Return how long a run has waited for tools."""
+    middle, longest = (median(rows, f"tools/seconds_per_group/{name}") or 0.0 for name in ("median", "max"))
+    return Waits(middle, longest, cfg.data.batch_size)
+
+
 def compare(plan: Plan, rows: Sequence[Row]) -> list[Pair]:
     """All that is both predicted and measured. Times and memory only where there is a GPU."""
     found: list[Pair] = []
@@ -82,4 +89,6 @@ def compare(plan: Plan, rows: Sequence[Row]) -> list[Pair]:
             pair(f"timing_s/{name}", phase.total)
     if ahead:
         pair("timing_s/step", plan.step_seconds)
+        for name, share in plan.waiting.items():
+            pair(name, share)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,7 +13,10 @@ from posttrain.plan import speed
 from posttrain.plan.batch import Lengths, StepBatch, batch_of
 from posttrain.plan.layout import Kernels, Layout, Moment, Shapes, lay_out, moments, scoring
 from posttrain.plan.memory import Terms
+from posttrain.plan.pacing import Pace, Waits, paced
 from posttrain.plan.speed import Seconds
+
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Question:
     """Memory is that of the micro-batches to be expected, and not of the largest that there may be"""
     notes: tuple[str, ...] = field(default=())
     """What had to be assumed"""
+    waits: Waits = field(default_factory=Waits)
+    """For tools; known of a run that was made"""
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,8 @@ class Plan:
             return {}
         found: dict[str, Seconds] = {}
         if layout.engine is not None:
-            found["gen"] = self._generation()
+            waits = 0.0 if cfg.rollout.staleness else self.question.waits.longest
+            found["gen"] = _added(self._generation(), Seconds(fixed=waits))
         step = replace(self.batch.work, micro_batches=self.batch.work.micro_batches * self.batch.updates)
         fixed = Seconds(fixed=known.CALL_S)
         for trainer, name in scoring(cfg, layout.trainers) if layout.trainers else ():
@@ -104,14 +111,15 @@ class Plan:
             found["sync"] = speed.sync_seconds(layout.actor, machine, layout.transfer, engine.name, engine.in_fp8)
         return found
 
-    def _generation(self) -> Seconds:
+    def _generation(self, groups: int | None = None) -> Seconds:
+        """Sampling of so many groups; None: those of a step."""
         cfg, lengths, engine = self.question.cfg, self.question.lengths, self.layout.engine
         assert engine is not None
-        more = 1.0 + cfg.rollout.over_sample_rate
+        started = cfg.data.batch_size * (1.0 + cfg.rollout.over_sample_rate) if groups is None else groups
         return speed.generation_seconds(
             engine,
             self.question.machine,
-            episodes=max(1, round(cfg.data.batch_size * cfg.rollout.n * more / cfg.rollout.replicas)),
+            episodes=max(1, round(started * cfg.rollout.n / cfg.rollout.replicas)),
             prompt=lengths.prompt,
             response=lengths.mean - lengths.prompt,
             longest=min(float(cfg.rollout.max_response_tokens), 1.0 * lengths.longest),
@@ -125,23 +133,64 @@ class Plan:
         return sum(t.state() for t in self.layout.trainers if t.trainable) / rate
 
     @property
-    def overlap(self) -> float:
-        """Return the seconds of a step in which engines sample while trainers work.
+    def ahead(self) -> bool:
+        """Return whether engines sample while trainers work, and the seconds of both are known."""
+        return bool(self.question.cfg.rollout.staleness) and "gen" in self.phases and "sync" in self.phases
 
-        With `rollout.staleness` both have a GPU of their own or share one. On one of their own the shorter of sampling
-        and training takes place during the longer, but for updates of weights, in which both wait. On a shared one
-        their products take the time that they take: what overlaps there is waits, for tools and graders, which are not
-        known.
+    @property
+    def _training(self) -> list[Seconds]:
+        """What trainers do between two updates of weights."""
+        return [phase for name, phase in self.phases.items() if name not in ("gen", "sync")]
+
+    @property
+    def overlap(self) -> float:
+        """Return the seconds of a step in which engines sample while trainers work, or wait: all of sampling with
+        `rollout.staleness`, where a step has the time of trainers alone."""
+        return self.phases["gen"].total if self.ahead else 0.0
+
+    @cached_property
+    def _pace(self) -> Pace:
+        """Engines take the longer for a group the more of them they sample side by side: found in a few rounds."""
+        cfg, waits = self.question.cfg, self.question.waits
+        size, busy = cfg.data.batch_size, self.phases["sync"].total + sum(phase.total for phase in self._training)
+        found = Pace(0.0, float(size))
+        for _ in range(_ROUNDS):
+            sampling = self._generation(max(1, round(found.sampled))).total
+            window = math.floor(cfg.rollout.overtaking * size)
+            found = paced(cfg.rollout.staleness, window, size, busy, sampling, waits)
+        return found
+
+    @property
+    def late(self) -> float:
+        """Return the seconds of a step that trainers lose to sampling with `rollout.staleness`: they wait for groups
+        that are not ready, or share a GPU with the engines.
+
+        On a shared GPU what it has to do for both adds up. While the host of one launches, its driver packs, or it
+        waits for tools, the GPU is the other's.
         """
-        if not self.question.cfg.rollout.staleness or self.layout.colocated or "gen" not in self.phases:
+        if not self.ahead:
             return 0.0
-        training = sum(phase.total for name, phase in self.phases.items() if name not in ("gen", "sync"))
-        return min(self.phases["gen"].total, training)
+        late = self._pace.waiting
+        if self.layout.colocated:
+            both = self.phases["gen"].gpu + sum(phase.gpu for phase in self._training)
+            late = max(late, both - sum(phase.total for phase in self._training))
+        return late
 
     @property
     def step_seconds(self) -> float | None:
         """Return the seconds of a step without validation and saving; None: not known."""
-        return sum(phase.total for phase in self.phases.values()) - self.overlap if self.phases else None
+        return sum(phase.total for phase in self.phases.values()) - self.overlap + self.late if self.phases else None
+
+    @property
+    def waiting(self) -> dict[str, float]:
+        """Return the shares of a step by the names of `wait/`; empty where sampling and training take turns, or the
+        GPU's speed is not known. Engines are taken to sample the groups that a step starts side by side, and to have no
+        request in the rest of it; where waits for tools spread requests out, that is too much."""
+        if not self.ahead or not self.step_seconds:
+            return {}
+        step, sync = self.step_seconds, self.phases["sync"].total
+        left = max(0.0, step - sync - self.phases["gen"].total)
+        return {"wait/trainers": self._pace.waiting / step, "wait/engines": left / step, "wait/updates": sync / step}
 
     @property
     def mfu(self) -> float | None:

@@ -67,13 +67,18 @@ class Seconds:
     fixed: float = 0.0
 
     @property
+    def gpu(self) -> float:
+        """What the GPU has to do."""
+        return self.compute + self.memory + self.communication
+
+    @property
     def total(self) -> float:
-        return max(self.compute + self.memory + self.communication, self.host) + self.fixed
+        return max(self.gpu, self.host) + self.fixed
 
     @property
     def bound(self) -> str:
         """What takes most of them."""
-        if self.host > self.compute + self.memory + self.communication:
+        if self.host > self.gpu:
             return "host"
         parts = {
             "compute": self.compute,

@@ -119,6 +119,8 @@ def _time(plan: Plan) -> list[list[str]]:
     assert seconds is not None
     if plan.overlap:
         rows.append(["sampling while training", f"-{plan.overlap:.2f}", ""])
+    if plan.late:
+        rows.append(["waiting for groups that are not ready", f"{plan.late:.2f}", ""])
     rows.append(["step", f"{seconds:.2f}", f"{plan.batch.tokens / seconds:,.0f} tokens/s"])
     if plan.mfu is not None:
         rows.append(["MFU of the updates", f"{100 * plan.mfu:.0f} %", ""])
@@ -195,6 +197,8 @@ def as_data(plan: Plan, found: Sequence[Problem]) -> dict[str, Any]:
         "host_gib": {name: size / GIB for name, size in plan.host.items()},
         "seconds": {name: {"total": phase.total, "bound_by": phase.bound} for name, phase in plan.phases.items()},
         "overlap_seconds": plan.overlap,
+        "late_seconds": plan.late,
+        "waiting": plan.waiting,
         "step_seconds": plan.step_seconds,
         "fits": plan.fits if q.machine.memory else None,
         "problems": [

@@ -51,6 +51,7 @@ def episode_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     episodes = [t for group in groups for t in group]
     played = [t for t in episodes if t.error is None]
     lengths = np.array([t.response_length for t in played] or [0])
+    slowest = [max((t.tool_seconds for t in group), default=0.0) for group in groups] or [0.0]
     flat = [g for g in groups if len({t.reward for t in g if t.trainable}) <= 1]
     parts: dict[str, list[float]] = {}
     for trajectory in played:
@@ -64,6 +65,8 @@ def episode_metrics(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         "num_turns/mean": float(np.mean([t.turns for t in played] or [0])),
         "num_turns/user": float(np.mean([t.user_turns for t in played] or [0])),
         "tools/seconds_per_episode": float(np.mean([t.tool_seconds for t in played] or [0])),
+        "tools/seconds_per_group/median": float(np.median(slowest)),
+        "tools/seconds_per_group/max": max(slowest),
         "tools/calls_per_episode": float(np.mean([t.tool_calls for t in played] or [0])),
         "rollout/accuracy": _share(played, lambda t: t.correct),
         "rollout/groups_without_signal": len(flat) / len(groups),

@@ -75,7 +75,7 @@ class TrainingBatches:
         self._n, self._sampling = n, sampling
         self._cfg = source.env.cfg
         self._size = order.batch_size
-        self._window = math.floor(self._cfg.window * self._size)
+        self._window = math.floor(self._cfg.overtaking * self._size)
         self._drawn: list[Draw] = []
         """Groups that are played or ready, in draw order."""
         self._places = itertools.count()

@@ -293,7 +293,9 @@ class Episode:
             if self.prompt_length > self.env.cfg.max_prompt_tokens:
                 return "prompt_too_long"
             self.state = "tool_calling"
+            begun = time.perf_counter()
             await self._create()
+            self.tool_seconds += time.perf_counter() - begun
         while True:
             self.state = "running"
             if (reason := await self._assistant_turn(sampler)) is not None:

@@ -107,7 +107,8 @@ class Replay(Schedule):
         recorded: the schedule of that run.
         seed: of the run.
         log: takes what happens in this run.
-        deadline_s: longest wait of an update for what older weights are to sample.
+        deadline_s: longest wait of an update for what older weights are to sample, and longest wait of a group for its
+            turn in which nothing is sampled.
     """
 
     repeats = True
@@ -123,12 +124,16 @@ class Replay(Schedule):
             if "ended" in event
         }
         self._version = -1
+        self._training = False
+        """Trainers work on a step."""
         self._place = 0
         """Turns that were taken."""
         self._left: Counter[int] = Counter()
         """Tokens that a version of the weights is to sample still."""
         self._failure: RunError | None = None
         self._news = asyncio.Event()
+        self._changes = 0
+        """How often there was news."""
 
     # ------------------------------------------------------------------ groups
 
@@ -136,14 +141,33 @@ class Replay(Schedule):
         if self._rows.get(number, row) != row:
             raise self.fail(f"draw {number} is row {row}, and was row {self._rows[number]}")
         self._log.drawn(number, row)
+        self._tell()
 
     def sampler(self, number: int, episode: int, sampler: Generator) -> Generator:
         parts = self._ends.get(number)
         return _Repeating(self, sampler, None if parts is None else parts[episode], f"draw {number}, episode {episode}")
 
     async def ended(self, number: int, episodes: Sequence[Trajectory]) -> None:
-        """Return when it is the group's turn to end. Raises ``RunError`` if it is not what was recorded."""
-        await self._until(lambda: self._place < len(self._turns) and self._turns[self._place].get("ended") == number)
+        """Return when it is the group's turn to end.
+
+        Raises:
+            DeadlineError: the group whose turn it is does not end, and nothing is sampled any more.
+            RunError: it is not what was recorded.
+        """
+        while not (self._place < len(self._turns) and self._turns[self._place].get("ended") == number):
+            before = self._changes
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    await self._change()
+            except TimeoutError:
+                other = self._late() if before == self._changes else None
+                if other is not None and number in self._ends:
+                    what = (
+                        f"{self._of(number)} has been played, and waited {self._deadline_s:g} s for its turn, in which "
+                        f"nothing was sampled: in the recorded run {self._of(other)} ended before it"
+                    )
+                    hint = f"{_DIFFERENT}, or takes longer; then raise rollout.episode_deadline_s"
+                    raise self._fail(DeadlineError(f"replay of {self.name}: {what}", hint=hint)) from None
         for i, (episode, wanted) in enumerate(zip(episodes, self._turns[self._place]["episodes"], strict=True)):
             got = played(episode)
             for what, key in (("error", "error"), ("tokens", "tokens"), ("reward", "reward"), ("weights", "versions")):
@@ -167,6 +191,7 @@ class Replay(Schedule):
         if list(numbers) != wanted:
             raise self.fail(f"step {self._version + 1}: draws {list(numbers)} are trained instead of {wanted}")
         self._log.trained(numbers)
+        self._training = True
         self._next()
 
     # ------------------------------------------------------------------ weights
@@ -190,7 +215,7 @@ class Replay(Schedule):
             ) from None
 
     def updated(self, version: int) -> None:
-        self._version = version
+        self._version, self._training = version, False
         self._log.updated(version)
         self._tell()
 
@@ -224,18 +249,39 @@ class Replay(Schedule):
         self._tell()
 
     def _tell(self) -> None:
+        self._changes += 1
         self._news.set()
+
+    def _late(self) -> int | None:
+        """Return the draw whose group is to end next; None: the next turn is the loop's, or trainers work, and what is
+        to be sampled may need their weights. Their calls have deadlines of their own."""
+        if self._training or self._place == len(self._turns):
+            return None
+        found: int | None = self._turns[self._place].get("ended")
+        return found
+
+    def _of(self, number: int) -> str:
+        row = self._rows.get(number)
+        return f"draw {number}" if row is None else f"draw {number} (row {row})"
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         while not reached():
-            if self._failure is not None:
-                raise self._failure
+            await self._change()
+
+    async def _change(self) -> None:
+        """Return when a group was drawn, something was sampled, or a turn was taken. Raises what the run failed of."""
+        if self._failure is None:
             self._news.clear()
             await self._news.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def fail(self, what: str) -> RunError:
         """Return the error of a run that does something else, which ends all that waits for a turn."""
-        self._failure = self._failure or RunError(f"replay of {self.name}: {what}", hint=_DIFFERENT)
+        return self._fail(RunError(f"replay of {self.name}: {what}", hint=_DIFFERENT))
+
+    def _fail(self, error: RunError) -> RunError:
+        self._failure = self._failure or error
         self._tell()
         return self._failure
 

@@ -29,7 +29,7 @@ MAY_CHANGE = frozenset(
 )
 """Keys in which a resumed run may differ from the run it goes on with."""
 
-REPEATS = (MAY_CHANGE | {"run.name", "rollout.replay_schedule"}) - {
+REPEATS = (MAY_CHANGE | {"run.name", "rollout.replay_schedule", "rollout.episode_deadline_s"}) - {
     *("train.steps", "train.val_every", "cluster.workers", "train.sequence_parallel", "train.shard_size"),
 }
 """Keys in which a run may differ from the one whose schedule it repeats."""

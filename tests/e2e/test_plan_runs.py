@@ -96,6 +96,22 @@ def test_the_batches_of_rl_are_those_of_its_plan(here: Path, ray_here: None) -> 
     assert row["perf/total_num_tokens"] <= number(shown, "tokens")
 
 
+@pytest.mark.slow
+def test_an_asynchronous_run_is_compared_by_its_step_and_its_waits(here: Path, ray_here: None) -> None:
+    succeed(here, *RL, "--set", "rollout.staleness=1", "--steps", "3", "--name", "ahead")
+    folder = here / "runs" / "ahead"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(0.0 < row["tools/seconds_per_group/median"] <= row["tools/seconds_per_group/max"] for row in rows)
+    here_told = json.loads(succeed(here, "plan", "--run", "ahead", "--json").stdout)["compared"]
+    assert [row["metric"] for row in here_told] == ["perf/total_num_tokens", "actor/updates"]  # of no GPU, no times
+    told = json.loads(succeed(here, "plan", "--run", "ahead", "--gpu", "h200", "--json").stdout)
+    compared = {row["metric"]: row for row in told["compared"]}
+    assert {"timing_s/update_actor", "timing_s/sync", "timing_s/step", "wait/updates"} <= compared.keys()
+    assert "timing_s/gen" not in compared  # which is what trainers wait for, and not the time of sampling
+    assert compared["timing_s/step"]["measured"] == rows[-1]["timing_s/step"]
+    assert 0.0 < compared["wait/updates"]["predicted"] < 1.0
+
+
 def test_bad_input_ends_a_dry_run_as_it_ends_a_run(here: Path) -> None:
     for arguments in (
         (*RL, "--model", "builtin:tinny"),

@@ -1,43 +1,183 @@
 """The step of a run that samples while it trains."""
 
+import asyncio
+import itertools
+import math
+import random
+from dataclasses import replace
+from statistics import mean, median
+
 import pytest
 
-from posttrain.plan.compare import compare
+from posttrain.core.types import Sample
+from posttrain.data.loader import BatchOrder
+from posttrain.plan.compare import compare, waits_of
 from posttrain.plan.estimate import Plan
+from posttrain.plan.pacing import WARM_UP, Waits, paced
 from posttrain.plan.speed import Seconds
 from posttrain.plan.table import as_data, render
+from posttrain.rollout.batches import TrainingBatches
+from posttrain.rollout.interaction import Interaction, UserTurn
+from posttrain.rollout.pool import SamplerPool
+from posttrain.rollout.source import TrajectorySource
+from tests.helpers.scripted import EOS, environment, gsm8k_prompt
 from tests.unit.plan.test_plan import config, question
 
-
-@pytest.mark.parametrize(("gen", "training"), [(7.0, 4.0), (3.0, 4.0)])
-@pytest.mark.parametrize(("k", "placement"), [(0, "separate"), (1, "colocated"), (1, "separate")])
-def test_sampling_and_training_overlap_where_they_are_asynchronous_and_on_gpus_of_their_own(
-    k, placement, gen, training
-):
-    cfg = config("rl", rollout={"engine": "vllm", "staleness": k}, cluster={"placement": placement})
-    found = Plan(question(cfg, gpus=2))
-    seconds = {"gen": gen, "old_log_prob": 1.0, "update_actor": training - 1.0, "sync": 0.5}
-    vars(found)["phases"] = {name: Seconds(fixed=s) for name, s in seconds.items()}
-    overlapped = k == 1 and placement == "separate"
-    assert found.step_seconds == pytest.approx(0.5 + (max(gen, training) if overlapped else gen + training))
-    assert as_data(found, [])["overlap_seconds"] == (min(gen, training) if overlapped else 0.0)
-    assert ("sampling while training" in render(found, [])) == overlapped
+SIZE, N, STEPS = 8, 4, 100
 
 
-def test_an_asynchronous_step_is_as_long_as_the_longer_of_sampling_and_training_and_the_update_of_weights():
-    separate = {"placement": "separate"}
-    turns, found = (
-        Plan(question(config("rl", rollout={"engine": "vllm", "staleness": k}, cluster=separate), gpus=2))
-        for k in (0, 1)
-    )
+def plan_of(k, placement="separate", **rollout):
+    cfg = config("rl", rollout={"engine": "vllm", "staleness": k, **rollout}, cluster={"placement": placement})
+    return Plan(question(cfg, gpus=2))
+
+
+# ---------------------------------------------------------------------- beside the batches of a run
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to what is next, so that a wait takes no time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, select = 0.0, self._selector.select
+
+        def jump(timeout):
+            self.now += timeout or 0.0
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self):
+        return self.now
+
+
+class Engine:
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    async def generate(self, prompt_ids, params, images=()):
+        await asyncio.sleep(self.seconds)
+        return Sample([41, EOS], [-1.0, -1.0], "stop", 0)
+
+
+class Late(Interaction):
+    """Answers after a log-normal time, and says nothing."""
+
+    def __init__(self, median, sigma):
+        self.median, self.sigma, self.random, self.waits = median, sigma, random.Random(1), []
+
+    async def create(self, prompt):
+        return None
+
+    async def respond(self, state, messages):
+        self.waits.append(self.median * math.exp(self.sigma * self.random.gauss(0, 1)))
+        await asyncio.sleep(self.waits[-1])
+        return UserTurn(None)
+
+
+class Rewards:
+    async def reward(self, episodes):
+        for episode in episodes:
+            episode.reward, episode.reward_parts = 1.0, {"correct": 1.0}
+        return ["" for _ in episodes]
+
+
+def played(k, window, busy, sampling, late):
+    """The mean seconds of a step of ``TrainingBatches``, and how long its groups waited."""
+
+    async def main():
+        cfg = {"staleness": k, "window": window, "max_turns": 3, "max_response_tokens": 60}
+        env = replace(environment(**cfg, tool_deadline_s=1e6, episode_deadline_s=1e6), interaction=late)
+        pool = SamplerPool([Engine(sampling)], None, restarts=0)
+        prompts = [gsm8k_prompt(f"row {i}?", index=i) for i in range(64)]
+        source = TrajectorySource(pool, env, Rewards())
+        batches = TrainingBatches(source, prompts, BatchOrder(64, SIZE, 0, True), n=N)
+        loop, begun = asyncio.get_running_loop(), []
+        for step in range(STEPS):
+            begun.append(loop.time())
+            await batches.next(STEPS - 1 - step)
+            await asyncio.sleep(busy)
+        await batches.close()
+        await pool.close()
+        return [later - sooner for sooner, later in itertools.pairwise(begun[10:-9])]
+
+    loop = VirtualTime()
+    try:
+        seconds = loop.run_until_complete(main())
+    finally:
+        loop.close()
+    groups = [max(late.waits[i : i + N]) for i in range(0, len(late.waits) - N + 1, N)]
+    of_steps = [groups[i : i + SIZE] for i in range(0, len(groups) - SIZE + 1, SIZE)]
+    return mean(seconds), Waits(median(map(median, of_steps)), median(map(max, of_steps)), SIZE)
+
+
+@pytest.mark.parametrize(("wait", "sigma"), [(0.0, 0.0), (0.2, 1.2), (1.0, 0.5)])
+@pytest.mark.parametrize(("k", "window"), [(1, 0.0), (1, 0.25), (2, 0.25), (4, 0.25)])
+def test_what_trainers_wait_for_is_what_the_batches_of_a_run_make_them_wait_for(k, window, wait, sigma):
+    busy, sampling = 1.1, 0.8
+    measured, waits = played(k, window, busy, sampling, Late(wait, sigma))
+    found = paced(k, math.floor(window * SIZE), SIZE, busy, sampling, waits)
+    assert busy + found.waiting == pytest.approx(measured, rel=0.1)
+    assert WARM_UP < STEPS
+
+
+def test_a_window_makes_trainers_wait_where_groups_are_sampled_one_step_ahead():
+    no_waits = Waits()
+    assert paced(1, 0, 64, 2.0, 1.5, no_waits).waiting == 0.0
+    assert paced(1, 16, 64, 2.0, 1.5, no_waits).waiting == pytest.approx(1.5)
+    assert paced(2, 16, 64, 2.0, 1.5, no_waits).waiting == 0.0
+    overtaking = [config("rl", rollout={"staleness": k}).rollout.overtaking for k in (1, 2, 4)]
+    assert overtaking == [0.0, 0.25, 0.25]
+
+
+# ---------------------------------------------------------------------- the step of a plan
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_sampling_takes_no_time_of_a_step_where_it_is_ahead(placement):
+    turns, found = plan_of(0, placement), plan_of(1, placement)
     assert turns.step_seconds == pytest.approx(sum(phase.total for phase in turns.phases.values()))
-    gen, sync = found.phases["gen"].total, found.phases["sync"].total
-    training = sum(phase.total for phase in found.phases.values()) - gen - sync
-    assert found.step_seconds == pytest.approx(max(gen, training) + sync)
+    assert (turns.overlap, turns.late, turns.waiting) == (0.0, 0.0, {})
+    busy = sum(phase.total for name, phase in found.phases.items() if name != "gen")
+    assert found.overlap == found.phases["gen"].total
+    assert found.step_seconds == pytest.approx(busy + found.late)
+    assert busy <= found.step_seconds <= busy + found.overlap
+    told = as_data(found, [])
+    assert (told["overlap_seconds"], told["late_seconds"]) == (found.overlap, found.late)
+    assert told["waiting"]["wait/updates"] == pytest.approx(found.phases["sync"].total / found.step_seconds)
+    assert "sampling while training" in render(found, [])
+    assert "sampling while training" not in render(turns, [])
+
+
+@pytest.mark.parametrize(("kind", "late"), [("compute", 3.0), ("host", 0.0)])
+def test_on_one_gpu_only_what_the_gpu_itself_does_adds_up(kind, late):
+    found = plan_of(2, "colocated")
+    seconds = {"gen": Seconds(**{kind: 3.0}), "update_actor": Seconds(compute=4.0), "sync": Seconds(fixed=0.5)}
+    vars(found)["phases"] = seconds
+    vars(found)["_pace"] = paced(2, 2, 8, 4.5, 3.0, Waits())
+    assert found.late == pytest.approx(late)
+    assert found.step_seconds == pytest.approx(4.5 + late)
+
+
+def test_waits_for_tools_are_part_of_sampling_in_turns_and_make_trainers_wait_otherwise():
+    waits = Waits(60.0, 90.0, 8)
+    for k in (0, 1):
+        cfg = config("rl", rollout={"engine": "vllm", "staleness": k}, cluster={"placement": "separate"})
+        without, found = (Plan(replace(question(cfg, gpus=2), waits=w)) for w in (Waits(), waits))
+        assert found.phases["gen"].total - without.phases["gen"].total == pytest.approx(0.0 if k else 90.0)
+        assert found.step_seconds > without.step_seconds + 15.0
+    assert found.waiting["wait/trainers"] > without.waiting["wait/trainers"]
 
 
 def test_what_trainers_wait_for_is_not_compared_with_the_time_of_sampling():
     measured = {"timing_s/gen": 0.1, "timing_s/update_actor": 2.0, "timing_s/step": 3.0}
-    for k, names in ((0, ["timing_s/gen", "timing_s/update_actor"]), (1, ["timing_s/update_actor", "timing_s/step"])):
-        cfg = config("rl", rollout={"engine": "vllm", "staleness": k}, cluster={"placement": "separate"})
-        assert [pair.name for pair in compare(Plan(question(cfg, gpus=2)), [measured])] == names
+    measured |= {"wait/trainers": 0.2, "wait/updates": 0.1}
+    for k, names in (
+        (0, ["timing_s/gen", "timing_s/update_actor"]),
+        (1, ["timing_s/update_actor", "timing_s/step", "wait/trainers", "wait/updates"]),
+    ):
+        assert [pair.name for pair in compare(plan_of(k), [measured])] == names
+    rows = [
+        {"tools/seconds_per_group/median": 2.0, "tools/seconds_per_group/max": seconds} for seconds in (7.0, 8.0, 9.0)
+    ]
+    assert waits_of(config("rl", data={"batch_size": 4}), rows) == Waits(2.0, 9.0, 4)

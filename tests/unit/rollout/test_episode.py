@@ -301,6 +301,16 @@ def with_user(user, *tools, **cfg):
     return dataclasses.replace(environment(*tools, **cfg), interaction=user)
 
 
+async def test_the_time_of_opening_a_user_counts_as_waiting():
+    class Late(User):
+        async def create(self, prompt):
+            await asyncio.sleep(0.1)
+            return await super().create(prompt)
+
+    trajectory = await play(ScriptedSampler("a"), with_user(Late(UserTurn(None))))
+    assert 0.1 <= trajectory.tool_seconds <= trajectory.seconds
+
+
 async def test_a_user_answers_turns_without_a_call():
     user = User(UserTurn("No. Try again.", 0.0), UserTurn(None, 1.0))
     env = with_user(user, Gsm8kTool())

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.errors import ConfigError, DataError, RunError
+from posttrain.core.errors import ConfigError, DataError, DeadlineError, RunError
 from posttrain.core.types import Sample
 from posttrain.rollout.files import RolloutFiles, write_rollouts
-from posttrain.rollout.schedule import FILE, ScheduleLog, header
+from posttrain.rollout.schedule import FILE, Schedule, ScheduleLog, header
 from posttrain.rollout.schedule_replay import Recorded, Replay
 from posttrain.rollout.seeds import seed_of
+from posttrain.runs.resume import REPEATS
 from tests.helpers.scripted import EOS, gsm8k_prompt
 from tests.unit.rollout.test_async_batches import AS_CHECKPOINT, DELAYS, STEPS, Engine, World, staleness, turns
 
@@ -127,6 +128,65 @@ def test_what_differs_from_the_recorded_run_is_named(tmp_path):
         RunError, match=r"draw \d, episode \d: \d+ tokens of version 0 instead of"
     ):  # another seed samples another text
         play(tmp_path, [3] * 4, staleness(1), replay_of(tmp_path, recorded, seed=4))
+
+
+def waiting(number, *recorded):
+    """A replay of these turns with a deadline of 0.05 s, and the end of a draw that waits for its own."""
+    drawn = [{"drawn": n, "row": n + 5} for n in range(3)]
+    replay = Replay(Recorded("first", HEADER, [*drawn, *recorded]), 3, Schedule(), 0.05)
+    replay.resume(None)
+    replay.updated(0)
+    return replay, asyncio.create_task(replay.ended(number, []))
+
+
+def end(number):
+    return {"ended": number, "episodes": []}
+
+
+def test_a_group_that_waits_for_its_turn_in_vain_says_whose_turn_it_is():
+    async def wait():
+        replay, other = waiting(1, end(0), end(1))
+        with pytest.raises(DeadlineError) as error:
+            await other
+        with pytest.raises(DeadlineError):  # whatever else waits ends with the same error
+            await replay.sampled_by(1)
+        return error.value
+
+    error = asyncio.run(wait())
+    assert "draw 1 (row 6) has been played, and waited 0.05 s for its turn" in error.message
+    assert "draw 0 (row 5) ended before it" in error.message
+    assert "rollout.episode_deadline_s" in error.hint
+
+
+def test_a_group_waits_for_trainers_and_the_loop_without_a_deadline():
+    async def wait():
+        replay, other = waiting(1, end(0), {"trained": [0], "step": 1}, end(2), end(1))
+        await replay.ended(0, [])
+        await asyncio.sleep(0.2)  # the turn is the loop's, which may validate
+        assert not other.done()
+        replay.trained([0])
+        await asyncio.sleep(0.2)  # draw 2 may need the weights that trainers work on
+        assert not other.done()
+        replay.updated(1)
+        await replay.ended(2, [])
+        await other
+
+    asyncio.run(wait())
+
+
+def test_a_group_that_the_recorded_run_did_not_end_waits_for_the_end_of_the_run():
+    async def wait():
+        _, other = waiting(2, end(0), end(1))
+        await asyncio.sleep(0.2)
+        assert not other.done()
+        other.cancel()
+
+    asyncio.run(wait())
+
+
+def test_a_replay_may_have_other_deadlines_than_the_recorded_run():
+    recorded = Recorded("first", HEADER | {"config": {"rollout.episode_deadline_s": 600.0}}, [])
+    recorded.check(HEADER | {"config": {"rollout.episode_deadline_s": 3600.0}}, REPEATS)
 
 
 def test_the_schedule_of_a_run_that_was_stopped_is_repeated_to_its_end(tmp_path):
