@@ -20,7 +20,7 @@ from posttrain.core.errors import CodeError, DataError, PosttrainError
 from posttrain.core.plugins import definition_of, expect, user_code, with_place
 from posttrain.core.types import ENV_PART, ON_POLICY, Ids, Message, Prompt, Sampling, StopReason, Trajectory
 from posttrain.core.user_calls import within
-from posttrain.data.chat import ChatDeltas, decode, encoded_lengths, prompt_text, render_prompt
+from posttrain.data.chat import ChatDeltas, decode, render_prompt
 from posttrain.data.images import ImageError, PlacedImage
 from posttrain.data.record import Record
 from posttrain.data.turns import IMAGE, with_image_parts
@@ -97,11 +97,6 @@ class EpisodeContext:
     def prompt_ids(self, prompt: Prompt) -> Ids:
         """Return token ids of a prompt, ending where the assistant starts to write. Raises ``DataError``."""
         return self.opened(prompt)[0]
-
-    def text_lengths(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Return the number of ``prompt_ids`` of each of these prompts, which have no images. Raises ``DataError``."""
-        texts = [prompt_text(p.messages, self.tokenizer, self.schemas, **self.template_kwargs) for p in prompts]
-        return encoded_lengths(self.tokenizer, texts)
 
     def opened(self, prompt: Prompt) -> Opened:
         """Return ``prompt_ids`` and the images among them, each of which they hold as often as it has features. Raises

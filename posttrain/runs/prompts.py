@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.data.chat import encoded_lengths, prompt_text
 from posttrain.data.parquet import read_prompts, refuse_images
 from posttrain.data.shards import one_file
 
@@ -25,7 +26,7 @@ def check_prompts(prompts: Iterable[Prompt], env: EpisodeContext, file: str) -> 
         DataError: naming the file, the first row that is too long, how many are, and the longest; or a row with images.
     """
     prompts = list(prompts)
-    _check_lengths(prompts, _lengths(prompts, env, file), env.cfg.max_prompt_tokens, file)
+    _check_lengths(prompts, prompt_lengths(prompts, env, file), env.cfg.max_prompt_tokens, file)
 
 
 def _check_lengths(prompts: Sequence[Prompt], lengths: Sequence[int], limit: int, file: str) -> None:
@@ -78,7 +79,7 @@ def fitting_prompts(prompts: Sequence[Prompt], env: EpisodeContext, file: str, t
     Raises:
         DataError: naming the file and the row of a prompt that is too long, or has images; or none is left.
     """
-    limit, lengths = env.cfg.max_prompt_tokens, _lengths(prompts, env, file)
+    limit, lengths = env.cfg.max_prompt_tokens, prompt_lengths(prompts, env, file)
     if truncation != "drop":
         _check_lengths(prompts, lengths, limit, file)
     fitting = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
@@ -102,14 +103,15 @@ def _overlong(lengths: Sequence[int]) -> str:
     return f"{len(lengths):,} {many} too long, the longest has {max(lengths)} tokens"
 
 
-def _lengths(prompts: Sequence[Prompt], env: EpisodeContext, file: str) -> list[int]:
+def prompt_lengths(prompts: Sequence[Prompt], env: EpisodeContext, file: str) -> list[int]:
     """Return the lengths of prompts in tokens. Raises ``DataError`` for one with images that are not read, or cannot
     be."""
     if env.vision is None or env.world is not None or env.agents is not None:
         for prompt in prompts:
             refuse_images(prompt, file, prompt.index)
     if env.vision is None:
-        return env.text_lengths(prompts)
+        texts = [prompt_text(p.messages, env.tokenizer, env.schemas, **env.template_kwargs) for p in prompts]
+        return encoded_lengths(env.tokenizer, texts)
     lengths = []
     for prompt in prompts:
         try:

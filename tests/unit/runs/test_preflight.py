@@ -26,7 +26,7 @@ from posttrain.runs.preflight import (
     open_model,
     with_engine,
 )
-from posttrain.runs.prompts import check_prompts, fitting_prompts
+from posttrain.runs.prompts import check_prompts, fitting_prompts, prompt_lengths
 from posttrain.train import checkpoint, saver
 from tests.helpers.seeing import save_model
 
@@ -183,7 +183,7 @@ def test_a_prompt_that_is_too_long_names_its_file_and_row():
 def test_lengths_of_many_prompts_are_those_of_each(tools):
     env = environment(tools=tools)
     rows = [prompt(text, index=i) for i, text in enumerate(("word " * 30, "", "<|im_end|> é 123", "one\n\ntwo"))]
-    assert env.text_lengths(rows) == [len(env.prompt_ids(row)) for row in rows]
+    assert prompt_lengths(rows, env, "x") == [len(env.prompt_ids(row)) for row in rows]
 
 
 def test_rl_leaves_out_prompts_that_are_too_long_if_asked():
