@@ -6,7 +6,7 @@
     python scripts/bench_vision.py grpo --engine vllm     a step by phase, and the gap with images and without
 
 `--source` has geometry3k's original folders of a problem, `--tokenizer` Qwen's vocab.json, merges.txt and templates;
-`data` makes of both what the other commands need, so that it can be carried to a machine with a GPU. The model has the
+`data` makes of both what the other commands need, so that it can be taken to a machine with a GPU. The model has the
 shape of Qwen2.5-VL-3B and random weights, or with `--shape tiny` is small enough for a CPU. There are few figures,
 which are repeated; what a figure takes of the GPU does not depend on that. Geometry3k has no worked solutions: answers
 of `--answer` words stand in for them. Rates are of the median step after the first two. TRL runs in `--peer-python`,

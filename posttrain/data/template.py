@@ -151,8 +151,11 @@ def shows_parts_alone(source: str) -> bool:
     """Return true for a chat template that shows a message's text only as a part of a list, as SmolVLM's does: a plain
     text it goes through letter by letter, and shows nothing."""
     text = "(text)"
-    environment, tree = parse(source)
-    template = environment.from_string(tree)
+    try:
+        environment, tree = parse(source)
+        template = environment.from_string(tree)
+    except _RAISED:  # rendering a conversation says what is wrong
+        return False
 
     def shows(content: Any) -> bool:
         try:
