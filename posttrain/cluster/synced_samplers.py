@@ -53,10 +53,6 @@ class SyncedSamplers:
         self.pool = SamplerPool(samplers, self._restart, self._cluster.cfg.cluster.sampler_restarts)
         return self.pool
 
-    async def warm_up(self, check: Sequence[Ids]) -> None:
-        """Let the trainer score what a weight-sync check of these sequences will."""
-        await self._actor.score(check_sequences(check))
-
     async def to_trainers(self) -> None:
         """Let the trainers work. Where samplers sleep, nobody samples until ``publish``."""
         await self.pool.settled()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -159,12 +160,15 @@ def prompt_text(
     return template.text(normalize_messages(messages), tools, add_generation_prompt=True)
 
 
-def encoded_lengths(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
+def encoded_lengths(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[int]:
     """Return how many token ids ``encode`` gives for each text, computed on all cores where the tokenizer can."""
     if not tokenizer.is_fast:
         return [len(encode(tokenizer, text)) for text in texts]
-    encode_batch = tokenizer.backend_tokenizer.encode_batch_fast
-    return [len(encoded.ids) for encoded in encode_batch(list(texts), add_special_tokens=False)]
+    lengths, left = list[int](), iter(texts)
+    while some := list(islice(left, _AT_ONCE)):
+        found = tokenizer.backend_tokenizer.encode_batch_fast(some, add_special_tokens=False)
+        lengths += [len(encoded.ids) for encoded in found]
+    return lengths
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -183,6 +187,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
+_AT_ONCE = 1024
+"""Texts that are encoded together: each takes much more memory meanwhile than its ids do."""
 _USER: dict[str, Any] = {"role": "user", "content": "?"}
 _PLAIN = {"role", "name", "content"}
 """Keys of a reply that has nothing out of the ordinary."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -109,9 +108,8 @@ async def start(
     """
     await open_player(task, closing)
     weights = SyncedSamplers(cluster, learner.actor, learner.models)
+    pool = await weights.start(run.source, task.stop_token_ids)
     first = [task.env.prompt_ids(prompt) for prompt in task.prompts[:SYNC_CHECK_SEQUENCES]]
-    # The first forward pass compiles: beside the start of the engines, so that the first update does not wait for it.
-    pool, _ = await asyncio.gather(weights.start(run.source, task.stop_token_ids), weights.warm_up(first))
     schedule = task.schedule(run)
     engines = SyncedEngines(weights, first, MemoryBudget(budget_gib, run.tracker.note), run.tracker, schedule)
     source = await open_source(cluster, pool, run, task, closing, seed=schedule.seed)

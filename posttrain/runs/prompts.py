@@ -110,7 +110,7 @@ def prompt_lengths(prompts: Sequence[Prompt], env: EpisodeContext, file: str) ->
         for prompt in prompts:
             refuse_images(prompt, file, prompt.index)
     if env.vision is None:
-        texts = [prompt_text(p.messages, env.tokenizer, env.schemas, **env.template_kwargs) for p in prompts]
+        texts = (prompt_text(p.messages, env.tokenizer, env.schemas, **env.template_kwargs) for p in prompts)
         return encoded_lengths(env.tokenizer, texts)
     lengths = []
     for prompt in prompts:

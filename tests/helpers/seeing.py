@@ -141,6 +141,12 @@ def save_text_side(family: str, folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(processor_of(family)))
 
 
+def text_source(family: str, folder: Path) -> ModelSource:
+    """Return a model of a family without weights, written into ``folder``."""
+    save_text_side(family, folder)
+    return ModelSource(str(folder))
+
+
 def picture(height: int, width: int, seed: int = 0) -> bytes:
     """Return a PNG of noise."""
     return png(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))

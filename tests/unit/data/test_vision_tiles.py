@@ -30,14 +30,13 @@ from tests.helpers.seeing import (
     picture,
     rendered,
     save_text_side,
+    text_source,
 )
 
 
 @pytest.fixture(scope="module", params=TILED)
 def source(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    save_text_side(request.param, folder)
-    return ModelSource(str(folder))
+    return text_source(request.param, tmp_path_factory.mktemp(request.param))
 
 
 class SizesAlone(SmolVLMImageProcessorPil):

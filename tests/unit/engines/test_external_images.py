@@ -20,6 +20,7 @@ from tests.helpers.seeing import (
     picture,
     rendered,
     save_text_side,
+    text_source,
 )
 
 GRIDS = [family for family in FAMILIES if family not in TILED]
@@ -27,9 +28,7 @@ GRIDS = [family for family in FAMILIES if family not in TILED]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def source(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    save_text_side(request.param, folder)
-    return ModelSource(str(folder))
+    return text_source(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def images_of(source):

@@ -11,6 +11,7 @@ from posttrain.config import Config
 from posttrain.config.presets import list_presets, resolve
 from posttrain.core.errors import ConfigError, DataError, ModelError, UserError
 from posttrain.core.types import Prompt
+from posttrain.data import chat
 from posttrain.engines import choice
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.start import open_engine
@@ -180,7 +181,8 @@ def test_a_prompt_that_is_too_long_names_its_file_and_row():
 
 
 @pytest.mark.parametrize("tools", [[], ["gsm8k"]])
-def test_lengths_of_many_prompts_are_those_of_each(tools):
+def test_lengths_of_many_prompts_are_those_of_each(tools, monkeypatch):
+    monkeypatch.setattr(chat, "_AT_ONCE", 3)
     env = environment(tools=tools)
     rows = [prompt(text, index=i) for i, text in enumerate(("word " * 30, "", "<|im_end|> é 123", "one\n\ntwo"))]
     assert prompt_lengths(rows, env, "x") == [len(env.prompt_ids(row)) for row in rows]
