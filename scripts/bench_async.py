@@ -7,15 +7,19 @@
         train.dtype=bfloat16 train.optim.lr=1e-5 data.batch_size=16 rollout.max_response_tokens=256
     python scripts/bench_async.py --out runs/gsm8k --task gsm8k --model MODEL --data FOLDER --seeds 0 \\
         --modes synchronous "k = 1" "k = 4" --set rollout.engine=sglang
+    python scripts/bench_async.py --out runs/apart --model MODEL --seeds 0 --words 300 --modes synchronous \\
+        "k = 4, separate" --set cluster.workers=2 rollout.replicas=2 rollout.engine=sglang data.batch_size=32
 
 `vowels`: the untrained tiny model, or another, learns to write vowels: an episode's reward is their share among its
 characters. What it talks to is ready after a log-normal time: half of the episodes wait ``--wait`` seconds, one in a
-hundred 16 times as long, one in a thousand 40 times. A step has 8 prompts x 8 episodes. `gsm8k`: the preset
-`smollm2-135m-gsm8k` with a model after SFT and the folder that `posttrain prep gsm8k --demos calculator` wrote.
+hundred 16 times as long, one in a thousand 40 times. A step has 8 prompts x 8 episodes; prompts begin with ``--words``
+words, as those of agents with long contexts do. `gsm8k`: the preset `smollm2-135m-gsm8k` with a model after SFT and the
+folder that `posttrain prep gsm8k --demos calculator` wrote.
 
-Engine and trainer share the cores and the GPU. The modes of a seed run one after the other. Results are kept in
-``--out``, and a script that is started again does what is missing. Of seconds the first steps are left out, in which
-processes start and nothing was sampled ahead.
+Engine and trainer share the cores and the GPU, except in the modes "separate": these have one trainer and one engine,
+each with a GPU of its own, where `cluster.workers` and `rollout.replicas` may give the other modes two of each on both.
+The modes of a seed run one after the other. Results are kept in ``--out``, and a script that is started again does what
+is missing. Of seconds the first steps are left out, in which processes start and nothing was sampled ahead.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ UNCORRECTED = [
 ]
 """A rejection that rejects nothing: ratios are taken to the policy before the update, and no weight makes up for the
 older one that sampled."""
+APART = ["cluster.placement='separate'", "cluster.workers=1", "rollout.replicas=1"]
 MODES: dict[str, list[str]] = {
     "synchronous": [],
     "over-sampling": ["rollout.over_sample_rate=0.25", "rollout.partial_rollouts=true"],
@@ -48,6 +53,8 @@ MODES: dict[str, list[str]] = {
     "k = 1, window 0.25": ["rollout.staleness=1", "rollout.window=0.25"],
     "k = 4": ["rollout.staleness=4"],
     "k = 4, no correction": ["rollout.staleness=4", *UNCORRECTED],
+    "k = 1, separate": ["rollout.staleness=1", *APART],
+    "k = 4, separate": ["rollout.staleness=4", *APART],
 }
 PLUGIN = '''
 import asyncio
@@ -92,10 +99,11 @@ LAST = 5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--modes", nargs="+", default=[m for m in MODES if "separate" not in m], choices=MODES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--wait", type=float, default=0.2, help="median seconds")
+    parser.add_argument("--words", type=int, default=0, help="that prompts begin with")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_async"))
     parser.add_argument("--task", choices=("vowels", "gsm8k"), default="vowels")
     parser.add_argument("--model", default="builtin:tiny", help="folder, or run:NAME")
@@ -104,7 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.task == "vowels":
-        write_vowels(args.out, args.wait)
+        write_vowels(args.out, args.wait, args.words)
         task = ("tiny-arith", args.out / "train.parquet", [f"plugins=['{args.out / 'late_vowels.py'}']", *VOWELS])
     else:
         if args.data is None:
@@ -118,10 +126,10 @@ def main() -> None:
     print("\n" + curves(args.out, args.seeds, args.modes))
 
 
-def write_vowels(folder: Path, wait: float) -> None:
+def write_vowels(folder: Path, wait: float, words: int = 0) -> None:
     """Write the plugin and the prompts of `vowels`."""
     (folder / "late_vowels.py").write_text(PLUGIN.replace("WAIT", str(wait)))
-    prompts = [{"role": "user", "content": f"Write {i}"} for i in range(64)]
+    prompts = [{"role": "user", "content": f"{'word ' * words}Write {i}"} for i in range(64)]
     rows = [{"data_source": "bench/vowels", "prompt": [p], "reward_model": {"ground_truth": ""}} for p in prompts]
     write_rows(folder / "train.parquet", rows)
 
@@ -133,7 +141,7 @@ def measure(
     result = folder / f"{slug(mode, seed)}.json"
     if result.is_file():
         return
-    sets = [*MODES[mode], *of_task, "run.report=false", "run.rollouts=false", *sets]
+    sets = [*of_task, "run.report=false", "run.rollouts=false", *sets, *MODES[mode]]
     flags = {"run.dir": str(folder), "run.name": slug(mode, seed), "run.seed": seed, "run.overwrite": True}
     flags |= {"data.train": str(data), "train.steps": steps}
     run = rl.run(resolve("rl", preset, sets, flags))

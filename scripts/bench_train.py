@@ -8,6 +8,8 @@
     python scripts/bench_train.py rows --shape 30b-a3b --weights random --lora-rank 32 --checkpointing full --only ours
                                                                adapters of a mixture whose files would fill the disk
     python scripts/bench_train.py shards --shape 7b --gpus 2   FSDP2, float32 master weights
+    python scripts/bench_train.py rows --shape 7b-a1b --gpus 2 --expert-parallel 2 --only ours
+                                                               experts that are shared out
     python scripts/bench_train.py long --shape 7b --gpus 2     sequences of 32k tokens shared by 1, 2, ... GPUs
 
 Models are random Qwen2.5 shapes, written to `--models` once. Every measurement runs in processes of its own. Rates are
@@ -146,6 +148,7 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     train = {
         "param_dtype": args.param_dtype, "attention": args.attention, "compile": args.compile,
         "activation_checkpointing": args.checkpointing, "sequence_parallel": args.sequence_parallel,
+        "expert_parallel": args.expert_parallel,
         "reduce_gradients": args.reduce, "gather_weights": args.gather,
         "optim": {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0}, "lora": {"rank": args.lora_rank},
     }  # fmt: skip
@@ -155,7 +158,11 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     worker = TrainWorker(spec, rank, args.gpus)
     start = time.perf_counter()
     loader = mock.patch("posttrain.train.worker.load_weights", fill_random)
-    with loader if args.weights == "random" else nullcontext():
+    compiler, of_torch = mock.patch("torch.compile", lambda forward, **_: of_torch(forward)), torch.compile
+    with (
+        loader if args.weights == "random" else nullcontext(),
+        compiler if args.compile_for == "first-length" else nullcontext(),
+    ):
         metadata = worker.setup("127.0.0.1", args.port, 300.0)
     loaded = time.perf_counter() - start
     torch.cuda.reset_peak_memory_stats()
@@ -182,7 +189,7 @@ def train_ours(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     rates = [n / s for n, s in zip(tokens, seconds, strict=True)][WARM_UP:]
     work = [f / s for f, s in zip(flops, seconds, strict=True)][WARM_UP:]
     return {
-        "what": f"posttrain, {metadata['attention']}",
+        "what": f"posttrain, {metadata['attention']}, compiled for {args.compile_for.replace('-', ' ')}",
         "tokens_per_s_gpu": statistics.median(rates) / args.gpus,
         "mfu": statistics.median(work) / metadata["peak_flops"],
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -377,6 +384,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-microbatch", type=int, default=8192)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compile", default="auto")
+    parser.add_argument("--compile-for", choices=["any-length", "first-length"], default="any-length")
     parser.add_argument("--checkpointing", default="none")
     parser.add_argument("--param-dtype", default="bfloat16")
     parser.add_argument("--lora-rank", type=int, help="train adapters of this rank")
@@ -384,6 +392,7 @@ def main() -> None:
     parser.add_argument("--reduce", default="microbatch")
     parser.add_argument("--gather", default="pass")
     parser.add_argument("--sequence-parallel", type=int, default=1)
+    parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--data", help="chats: a parquet file of SFT rows")
     parser.add_argument("--tokenizer", help="chats: a tokenizer's folder")
     parser.add_argument("--peer-rows", type=int, default=1, help="rows that TRL runs at once")

@@ -3,19 +3,23 @@
     python scripts/bench_updates.py --steps 50 --kill 25                              the embedded engine
     python scripts/bench_updates.py --model MODEL --out runs/updates_vllm --set rollout.engine=vllm \\
         train.dtype=bfloat16 train.optim.lr=1e-5 data.batch_size=32 rollout.max_response_tokens=512
+    python scripts/bench_updates.py --steps 20 --kill 10 --in-broadcast --set cluster.placement=separate \\
+        cluster.weight_transfer=broadcast                                             it dies amid an update
 
 An asynchronous run of `rl` (staleness 2, answers as long as they may be) learns to write vowels, as in bench_async.py.
 Each step brings new weights to the engine while it samples, and compares log-probabilities with the trainer's; a
-difference ends the run. In step ``--kill`` the engine is killed with all of its processes amid its requests. The script
-ends with status 1 if one of these fails: every step trained, all updates checked, requests amid their tokens in at
-least half of the updates, no token older than the bound, one engine lost, and memory that does not grow by more than
-``--grows``: GPU memory, or on a CPU that of the run's processes, from a tenth of the steps before and after the death
-to the end of either.
+difference ends the run. In step ``--kill`` the engine is killed with all of its processes amid its requests; with
+``--in-broadcast`` in that step's update, a second after the trainer began to broadcast weights which the engine, that
+was stopped before, does not take. The script ends with status 1 if one of these fails: every step trained, all updates
+checked, requests amid their tokens in at least half of the updates, no token older than the bound, one engine lost, and
+memory that does not grow by more than ``--grows``: GPU memory, or on a CPU that of the run's processes, from a tenth of
+the steps before and after the death to the end of either.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -37,6 +41,7 @@ from posttrain.config.presets import resolve
 from posttrain.core.errors import PosttrainError
 from posttrain.core.sizes import GIB
 from posttrain.rl import command as rl
+from posttrain.weight_sync.transfers import BroadcastTransfer
 
 STALENESS = 2
 LONG = "rollout.max_response_tokens=192"
@@ -47,11 +52,14 @@ POLL_S = 0.05
 class Watcher(Killer):
     """Looks at a run while it goes on: its memory after each step, and kills its engine in one of them."""
 
-    def __init__(self, metrics: Path, kill: int) -> None:
+    def __init__(self, metrics: Path, kill: int, *, in_broadcast: bool = False) -> None:
         self.samplers: dict[str, Any] = {}
         self.groups: list[Any] = []
         self.moment = ""
         self.metrics, self.at = metrics, kill
+        self.in_broadcast = in_broadcast
+        self.due = False
+        """The step has come."""
         self.memory: list[float] = []
         """GiB of the engine's and the trainers' processes after each step."""
         self.killed = 0
@@ -75,21 +83,33 @@ class Watcher(Killer):
             steps = self.metrics.read_text().count("\n") if self.metrics.exists() else 0
             if steps > len(self.memory):
                 self.memory += [self._held()] * (steps - len(self.memory))
-            if steps >= self.at - 1 and not self.killed and self.at:
+            self.due = bool(self.at) and steps >= self.at - 1
+            if self.due and not self.killed and not self.in_broadcast:
                 time.sleep(0.2)  # amid the step
                 self.kill()
 
+    def broadcast_begins(self) -> None:
+        """The trainer is about to send a bucket."""
+        if self.in_broadcast and self.due and not self.killed:
+            self.killed = self._signal(signal.SIGSTOP)
+            threading.Timer(1.0, self.kill).start()
+
     def kill(self) -> None:
-        pid = self._engine()
+        self.killed = self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> int:
+        """Send a signal to the engine's processes. Returns how many got it."""
+        pid, sent = self._engine(), 0
         if pid is None or not psutil.pid_exists(pid):
-            return
+            return 0
         engine = psutil.Process(pid)
         for process in [*engine.children(recursive=True), engine]:
             try:
-                os.kill(process.pid, signal.SIGKILL)
-                self.killed += 1
+                os.kill(process.pid, number)
+                sent += 1
             except ProcessLookupError:
                 continue
+        return sent
 
     def _held(self) -> float:
         pids = [self._engine(), self._worker()]
@@ -101,6 +121,18 @@ class Watcher(Killer):
             except psutil.NoSuchProcess:  # it has just died
                 return float("nan")
         return held / GIB
+
+
+def install_broadcasts(watcher: Watcher) -> None:
+    """Let the watcher see the broadcasts of the run that this process is the driver of."""
+    deliver = BroadcastTransfer.deliver
+
+    @functools.wraps(deliver)
+    async def watched(self: BroadcastTransfer, *args: Any) -> None:
+        watcher.broadcast_begins()
+        await deliver(self, *args)
+
+    BroadcastTransfer.deliver = watched  # type: ignore[method-assign]
 
 
 def mixed(run: Path) -> set[int]:
@@ -129,6 +161,7 @@ def main() -> None:
     parser.add_argument("--model", default="builtin:tiny", help="folder, or run:NAME")
     parser.add_argument("--steps", type=int, default=50, help="updates")
     parser.add_argument("--kill", type=int, default=25, help="step in which the engine dies; 0: none")
+    parser.add_argument("--in-broadcast", action="store_true", help="it dies amid a broadcast of weights")
     parser.add_argument("--grows", type=float, default=0.5, help="GiB that memory may grow by")
     parser.add_argument("--set", nargs="+", default=[], dest="sets")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_updates"))
@@ -141,8 +174,9 @@ def main() -> None:
     resolved = resolve("rl", "tiny-arith", sets, flags | {"data.train": str(args.out / "train.parquet")})
     file = args.out / "updates/metrics.jsonl"
     file.unlink(missing_ok=True)
-    watcher = Watcher(file, args.kill)
+    watcher = Watcher(file, args.kill, in_broadcast=args.in_broadcast)
     install(watcher)
+    install_broadcasts(watcher)
     failure = ""
     with local_ray():
         watcher.start()

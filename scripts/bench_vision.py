@@ -140,7 +140,7 @@ def posttrain(args: argparse.Namespace, command: str, name: str, **values: Any) 
     values = {
         "run.name": name, "run.logger": ["jsonl"], "model.path": str(args.model), "train.optim.lr": LEARNING_RATE,
         "train.tokens_per_microbatch": args.tokens, "train.activation_checkpointing": args.checkpointing,
-        "train.steps": args.steps + WARM_UP, **values,
+        "train.steps": args.steps + WARM_UP, "cluster.workers": args.workers, **values,
     }  # fmt: skip
     preset = args.out / f"{command}.toml"  # of defaults alone
     preset.write_text(f'command = "{command}"\n')
@@ -322,6 +322,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384, help="train.tokens_per_microbatch")
     parser.add_argument("--patches", type=int, default=32_768, help="train.patches_per_microbatch")
     parser.add_argument("--checkpointing", default="none")
+    parser.add_argument("--workers", type=int, default=1, help="of SFT and GRPO, each with a GPU")
     parser.add_argument("--towers", nargs="+", choices=["frozen", "trained"], default=["frozen", "trained"])
     parser.add_argument("--engine", default="hf")
     parser.add_argument("--prompts", type=int, default=32, help="of a step of GRPO")
