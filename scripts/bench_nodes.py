@@ -169,7 +169,12 @@ class Bench:
         sets = [*COMMON, *SETS[kind], f"run.dir={self.out / 'runs'}", f"cluster.address={ADDRESSES[0]}:{PORT}"]
         sets += [f"cluster.workers={workers}", f"train.steps={args.steps}"]
         if kind == "sft":
-            return [*sets, f"model.path={args.model}", f"data.train={self.out / 'data/arith/sft_train.parquet'}", *args.sets]
+            return [
+                *sets,
+                f"model.path={args.model}",
+                f"data.train={self.out / 'data/arith/sft_train.parquet'}",
+                *args.sets,
+            ]
         sets += [f"data.train={self.out / 'data/arith/train.parquet'}", f"rollout.engine={args.engine}"]
         sets += [f"reward.function={self.out / 'vowels.py'}:vowels", f"model.path={self.start_of_rl()}"]
         replicas = workers if args.placement == "colocated" else 1
