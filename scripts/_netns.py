@@ -1,6 +1,8 @@
 """Network namespaces of one machine, and a cable between two of them (a veth pair), by system calls alone.
 
-Neither `ip` nor a Python package is needed. What the constants mean: netlink(7), rtnetlink(7), netdevice(7), setns(2).
+    python scripts/_netns.py        say whether this machine has them; exit code 1: no
+
+Neither `ip` nor a Python package is needed. Without root they are made in a user namespace (`ROOTLESS`). What the constants mean: netlink(7), rtnetlink(7), netdevice(7), setns(2).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +28,8 @@ IFLA_INFO_KIND, IFLA_INFO_DATA, VETH_INFO_PEER = 1, 2, 1
 SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK = 0x8913, 0x8914, 0x8916, 0x891C
 IFF_UP = 0x1
 OWN = "/proc/thread-self/ns/net"
+ROOTLESS = ("unshare", "--user", "--map-root-user", "--net")
+"""Put before a command, it gives the command a user namespace in which it may make network namespaces."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -36,7 +41,7 @@ class NetnsError(RuntimeError):
 def _call(name: str, *arguments: int) -> None:
     if getattr(_libc, name)(*arguments):
         code = ctypes.get_errno()
-        raise NetnsError(f"{name}: {os.strerror(code)}; network namespaces need root, or `unshare -Urn` before")
+        raise NetnsError(f"{name}: {os.strerror(code)}; network namespaces need root, or {' '.join(ROOTLESS)}")
 
 
 class Namespace:
@@ -47,7 +52,7 @@ class Namespace:
         try:
             _call("unshare", CLONE_NEWNET)
             self._fd = os.open(OWN, os.O_RDONLY | os.O_CLOEXEC)
-            _set_up("lo")
+            _set_link("lo", True)
             _call("setns", own, CLONE_NEWNET)
         finally:
             os.close(own)
@@ -96,6 +101,11 @@ class Namespace:
             lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
         return next(int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith(f"{device}:"))
 
+    def set_link(self, device: str, up: bool) -> None:
+        """Set a device up or down; one that is down is a cable that was pulled."""
+        with self.inside():
+            _set_link(device, up)
+
     def close(self) -> None:
         os.close(self._fd)
 
@@ -120,7 +130,8 @@ def connect(ends: tuple[Namespace, Namespace], device: str, addresses: tuple[str
         raise NetnsError(f"cannot make a veth pair: {os.strerror(code)}{hint}")
     for end, address in zip(ends, addresses, strict=True):
         with end.inside():
-            _set_up(device, address)
+            _set_address(device, address)
+            _set_link(device, True)
 
 
 def _name(device: str) -> bytes:
@@ -132,17 +143,20 @@ def _attribute(kind: int, value: bytes) -> bytes:
     return struct.pack("HH", 4 + len(value), kind) + value + b"\0" * (-len(value) % 4)
 
 
-def _set_up(device: str, address: str | None = None) -> None:
-    """Set a device of this thread's namespace up, with an address in a /24 network."""
-    name = device.encode()
+def _set_address(device: str, address: str) -> None:
+    """Give a device of this thread's namespace an address in a /24 network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for request, value in ((SIOCSIFADDR, address), (SIOCSIFNETMASK, "255.255.255.0")):
-            if address is not None:
-                of_kind = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(str(value)))
-                fcntl.ioctl(any_socket, request, struct.pack("16s24s", name, of_kind))
-        found = fcntl.ioctl(any_socket, SIOCGIFFLAGS, struct.pack("16s24x", name))
-        flags = struct.unpack_from("16xH", found)[0]
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", name, flags | IFF_UP))
+            of_kind = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(value))
+            fcntl.ioctl(any_socket, request, struct.pack("16s24s", device.encode(), of_kind))
+
+
+def _set_link(device: str, up: bool) -> None:
+    """Set a device of this thread's namespace up or down."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        found = fcntl.ioctl(any_socket, SIOCGIFFLAGS, struct.pack("16s24x", device.encode()))
+        flags = struct.unpack_from("16xH", found)[0] & ~IFF_UP
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", device.encode(), flags | (IFF_UP if up else 0)))
 
 
 def _lives(pid: int) -> bool:
@@ -151,3 +165,24 @@ def _lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def try_it() -> None:
+    """Make two namespaces and send something from one to the other. Raises ``NetnsError``."""
+    ends = Namespace(), Namespace()
+    try:
+        connect(ends, "try0", ("10.77.0.1", "10.77.0.2"))
+        with ends[1].inside():
+            listener = socket.create_server(("10.77.0.2", 0))
+        with listener, ends[0].inside(), socket.create_connection(listener.getsockname(), timeout=10.0):
+            listener.accept()[0].close()
+    finally:
+        for end in ends:
+            end.close()
+
+
+if __name__ == "__main__":
+    try:
+        try_it()
+    except NetnsError as error:
+        sys.exit(f"no network namespaces: {error}")

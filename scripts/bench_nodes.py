@@ -36,7 +36,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _netns import Namespace, NetnsError, connect
+from _netns import ROOTLESS, Namespace, NetnsError, connect
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE, ADDRESSES, PORT = "pt0", ("10.77.0.1", "10.77.0.2"), 6379
@@ -48,9 +48,11 @@ REWARD = '''"""A reward that the untrained model gets a little of, so that each 
 def vowels(data_source, solution_str, ground_truth, extra_info):
     return sum(solution_str.count(letter) for letter in "aeiou") / max(1, len(solution_str))
 '''
+BATCH = 4
+"""Prompts of a step of `rl`."""
 SETS = {
     "sft": ["data.batch_size=32", "data.shuffle=true"],
-    "rl": ["data.batch_size=4", "rollout.n=4", "rollout.tools=[]", "rollout.max_response_tokens=32"],
+    "rl": [f"data.batch_size={BATCH}", "rollout.n=4", "rollout.tools=[]", "rollout.max_response_tokens=32"],
 }
 COMMON = ["run.report=false", "run.logger=['jsonl']", "train.compile=off", "train.save_every=2"]
 
@@ -94,6 +96,7 @@ class Node:
     def start(self) -> None:
         """Start Ray, and wait until it runs. Raises ``Failed``."""
         self._starts += 1
+        self.namespace.set_link(DEVICE, True)
         log = self._out / f"ray{self.index}.{self._starts}.log"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += ["--node-ip-address", ADDRESSES[self.index], "--num-cpus", "2", "--num-gpus", str(self.gpus)]
@@ -107,8 +110,14 @@ class Node:
                 raise Failed(f"Ray did not start on node {self.index}: {log.read_text(errors='replace')[-1500:]}")
             time.sleep(0.1)
 
-    def kill(self) -> int:
-        """End all processes of the node with SIGKILL; returns how many."""
+    def kill(self, *, pull: bool = False) -> int:
+        """End all processes of the node with SIGKILL; returns how many.
+
+        Args:
+            pull: its cable first. Otherwise the kernel, which lives, tells those who are connected to the processes.
+        """
+        if pull:
+            self.namespace.set_link(DEVICE, False)
         killed = self.namespace.kill()
         if self._ray is not None:
             self._ray.wait(timeout=30.0)
@@ -151,6 +160,7 @@ class Part:
     def row(self) -> list[str]:
         moved = " + ".join(str(len(actors)) for actors in self.actors)
         transports = ", ".join(f"{name} x {count}" for name, count in sorted(self.transports.items()))
+        transports = transports or ("gloo" if self.whole else "")
         cells = [self.what, str(self.workers), moved, f"{self.first_s:.1f}", str(self.steps), f"{self.step_s:.2f}"]
         ended = "" if math.isnan(self.end_s) else f"{self.end_s:.1f}"
         return [*cells, f"{self.bytes / 1e6:.1f}", transports, ended]
@@ -168,6 +178,8 @@ class Bench:
         args = self.args
         sets = [*COMMON, *SETS[kind], f"run.dir={self.out / 'runs'}", f"cluster.address={ADDRESSES[0]}:{PORT}"]
         sets += [f"cluster.workers={workers}", f"train.steps={args.steps}"]
+        if args.model != "builtin:tiny":
+            sets.append("train.optim.lr=1e-5")  # the presets are for the tiny model
         if kind == "sft":
             return [
                 *sets,
@@ -254,7 +266,9 @@ class Bench:
         """Run a command over both nodes, kill one, go on with the other, and then with both again."""
         name, steps = f"{kind}_killed", self.args.steps
         first, second = steps // 3 | 1, 2 * steps // 3  # odd: the checkpoint is that of the step before
-        part = self.run(f"{kind}, a node is killed", kind, name, 2, first, lambda _: self.nodes[1].kill())
+        part = self.run(
+            f"{kind}, a node is killed", kind, name, 2, first, lambda _: self.nodes[1].kill(pull=self.args.pull)
+        )
         part.whole = True
         self.check(part, code=1)
         told = re.search(r"error: .*", part.shown, re.DOTALL)
@@ -273,6 +287,10 @@ class Bench:
         self.steps(name)
         if not (part.steps and left.steps and back.steps):
             self.wrong.append(f"{name}: a part had no step: {part.steps}, {left.steps}, {back.steps}")
+
+    def lose(self, driver: Driver) -> None:
+        """Kill the node that the driver is not on."""
+        self.nodes[1].kill(pull=self.args.pull)
 
     def steps(self, name: str) -> None:
         """Note steps of a run that are missing or there twice."""
@@ -300,10 +318,13 @@ class Bench:
         seen: Counter[int] = Counter()
         for file in sorted((self.out / "runs" / name / "rollouts").glob("step_*.parquet")):
             rows = pq.read_table(file, columns=["row", "kind"]).to_pylist()
-            seen.update({row["row"] for row in rows if row["kind"] == "train"})
+            of_step = {row["row"] for row in rows if row["kind"] == "train"}
+            seen.update(of_step)
+            if len(of_step) != BATCH:
+                self.wrong.append(f"{name}: {file.name} has {len(of_step)} prompts instead of {BATCH}")
         print(f"{name}: {len(seen)} prompts, each at most {max(seen.values(), default=0)} times", flush=True)
-        if not seen or max(seen.values()) > 1 or len(seen) != 4 * self.args.steps:
-            self.wrong.append(f"{name}: {len(seen)} prompts instead of {4 * self.args.steps}, or some twice")
+        if len(seen) != BATCH * self.args.steps or max(seen.values()) > 1:
+            self.wrong.append(f"{name}: {len(seen)} prompts instead of {BATCH * self.args.steps}, or some twice")
 
 
 def rows_of(metrics: Path, since: float = 0.0) -> list[dict[str, Any]]:
@@ -338,18 +359,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="of each run")
     parser.add_argument("--only", nargs="+", choices=("sft", "rl"), default=["sft", "rl"])
     parser.add_argument("--no-kill", action="store_true", help="runs that are left alone, and nothing else")
+    parser.add_argument("--pull", action="store_true", help="the node's cable, before it is killed")
     parser.add_argument("--engine", choices=("hf", "sglang", "vllm"), default="hf")
     parser.add_argument("--placement", choices=("colocated", "separate"), default="colocated", help="of rl")
     parser.add_argument("--gpus", type=int, choices=(0, 1), help="of each node; default: 1 where there are two")
     parser.add_argument("--tolerance", type=float, help="relative, of losses; default 1e-5, with GPUs (bfloat16) 1e-2")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds from a node's death to the error")
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds from a node's death to the error")
     parser.add_argument("--set", nargs="+", default=[], dest="sets", help="of every run")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_nodes"))
     parser.add_argument("--userns", action="store_true", help="in a user namespace, as is done without root")
     args = parser.parse_args()
     if (args.userns or os.geteuid() != 0) and "POSTTRAIN_BENCH_NODES" not in os.environ:
         os.environ["POSTTRAIN_BENCH_NODES"] = "inside"
-        os.execvp("unshare", ["unshare", "--user", "--map-root-user", "--net", sys.executable, *sys.argv])
+        os.execvp(ROOTLESS[0], [*ROOTLESS, sys.executable, *sys.argv])
     args.gpus = int(gpus_of_machine() >= 2) if args.gpus is None else args.gpus
     args.tolerance = args.tolerance or (1e-2 if args.gpus else 1e-5)
     wrong = measure(args)
@@ -373,7 +395,7 @@ def measure(args: argparse.Namespace) -> list[str]:
         connect((namespaces[0], namespaces[1]), DEVICE, ADDRESSES)
         first, second = (Node(index, ends, Path(folder), out, args.gpus) for index, ends in enumerate(namespaces))
         bench = Bench(args, (first, second), out)
-        rows = max(400, 4 * args.steps)
+        rows = max(400, BATCH * args.steps)
         prepare = ["prep", "arith", "--train-rows", str(rows), "--test-rows", "20", "--overwrite"]
         prepared = first.popen([sys.executable, "-m", "posttrain", *prepare], out / "prep.log")
         if prepared.wait(timeout=START_S):
