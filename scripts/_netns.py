@@ -2,7 +2,8 @@
 
     python scripts/_netns.py        say whether this machine has them; exit code 1: no
 
-Neither `ip` nor a Python package is needed. Without root they are made in a user namespace (`ROOTLESS`). What the constants mean: netlink(7), rtnetlink(7), netdevice(7), setns(2).
+Neither `ip` nor a Python package is needed. Without root they are made in a user namespace (`ROOTLESS`).
+What the constants mean: netlink(7), rtnetlink(7), netdevice(7), setns(2).
 """
 
 from __future__ import annotations
