@@ -51,6 +51,7 @@ class Process:
     """A process, as it describes itself."""
 
     node: str
+    """Ray's id of its node."""
     pid: int
     created: float
     """Seconds since 1970, which tell it from another process of the same number."""
@@ -60,6 +61,8 @@ class Process:
     """Descriptor of the file into which it writes the stacks of its threads at SIGUSR1."""
     oom_kills: int
     """Processes that the kernel of its node had ended for lack of memory when this one started."""
+    address: str
+    """Its node's, by which people know that node."""
 
     @classmethod
     def current(cls, stacks: int) -> Process:
@@ -72,6 +75,7 @@ class Process:
             stderr if os.path.isfile(stderr) else None,
             stacks,
             _oom_kills(),
+            ray.util.get_node_ip_address(),
         )
 
     def find(self) -> psutil.Process | None:

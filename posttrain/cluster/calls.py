@@ -18,6 +18,7 @@ _DIAGNOSED = 16
 """Most late actors that are diagnosed."""
 _SHOWN = 4
 """Most different diagnoses that an error shows."""
+_CRASHED = "its process was killed or crashed"
 
 
 async def wait_until_up(actors: Sequence[ActorHandle], deadline_s: float) -> None:
@@ -62,9 +63,9 @@ async def gather(refs: Sequence[Any], actors: Sequence[ActorHandle], what: str, 
         # Nobody awaits them after a deadline, another actor's failure or Ctrl-C; asyncio would warn of that.
         for task in (answers, *watches, *futures):
             task.cancel()
-    failures = [(a, f.exception()) for a, f in zip(actors, futures, strict=True) if f in done and f.exception()]
-    if failures:
-        actor, error = min(failures, key=lambda failure: _precedence(failure[1]))
+    asked = dict(zip(futures, actors, strict=True))
+    if failures := [(asked[f], error) for f in done if (error := f.exception())]:
+        actor, error = min(failures, key=lambda failure: _precedence(failure[1]))  # of the like, the first
         failure = await _failure(actor, error, what)
         failure.who = failure.who or actor.name
         raise failure from error  # whose text has the traceback of the process
@@ -74,15 +75,16 @@ async def gather(refs: Sequence[Any], actors: Sequence[ActorHandle], what: str, 
     return [f.result() for f in futures]
 
 
-async def _answers(futures: Sequence[asyncio.Future[Any]], deadline_s: float) -> set[asyncio.Future[Any]]:
-    """Return the calls that have ended when all have, one has failed, or the deadline has passed."""
+async def _answers(futures: Sequence[asyncio.Future[Any]], deadline_s: float) -> list[asyncio.Future[Any]]:
+    """Return the calls that have ended when all have, one has failed, or the deadline has passed; those that failed
+    because another had come after it."""
     done, pending = await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
     # One failure usually makes the other ranks fail in a collective, and their error may come before the news of a
     # death.
+    more: set[asyncio.Future[Any]] = set()
     if pending and any(f.exception() for f in done):
         more, _ = await asyncio.wait(pending, timeout=_DEATH_NOTICE_S, return_when=asyncio.FIRST_EXCEPTION)
-        done |= more
-    return done
+    return [f for ended in (done, more) for f in futures if f in ended]
 
 
 def _precedence(error: BaseException | None) -> int:
@@ -98,12 +100,7 @@ async def _failure(actor: ActorHandle, error: BaseException | None, what: str) -
         return error.cause
     found = await actor.diagnose(stacks=False)
     if isinstance(error, ray.exceptions.RayActorError):
-        memory = found is not None and found.oom_kills > 0
-        message = f"{actor.name} died during {what}: {cause_of_death(error)}"
-        if memory:
-            message += "; the kernel of its machine has ended processes for lack of memory meanwhile"
-        hint = "give it more memory, or less to do at once" if memory else "was it killed, or out of memory?"
-        return WorkerError(_paragraphs(message, _log(actor, found)), hint=hint)
+        return _death(actor, error, what, found)
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     if cause is not None and isinstance(told := explained(cause), RunError):  # a full disk is no fault of the worker
         return RunError(f"{actor.name} failed in {what}: {told.message}", hint=told.hint)
@@ -112,13 +109,33 @@ async def _failure(actor: ActorHandle, error: BaseException | None, what: str) -
     return WorkerError(_paragraphs(message, traceback, _log(actor, found)))
 
 
+def _death(actor: ActorHandle, error: ray.exceptions.RayActorError, what: str, found: Diagnosis | None) -> WorkerError:
+    hint = "was it killed, or out of memory?"
+    if found is not None and found.oom_kills:
+        cause = f"{cause_of_death(error)}; the kernel of its machine has ended processes for lack of memory meanwhile"
+        hint = "give it more memory, or less to do at once"
+    elif found is not None and found.ended and isinstance(error, ray.exceptions.ActorUnavailableError):
+        cause = _CRASHED
+    elif found is None and actor.process is not None and _tells_of_node(error):
+        cause = f"its node has died or cannot be reached ({actor.process.address})"
+        hint = "is that machine up? The same command goes on from the last checkpoint, with fewer cluster.workers too"
+    else:
+        cause = cause_of_death(error)
+    return WorkerError(_paragraphs(f"{actor.name} died during {what}: {cause}", _log(actor, found)), hint=hint)
+
+
+def _tells_of_node(error: ray.exceptions.RayActorError) -> bool:
+    """Return whether an actor may be lost with its node, of which Ray at first knows only that nobody answers."""
+    return isinstance(error, ray.exceptions.ActorUnavailableError) or "its node has died" in str(error)
+
+
 def cause_of_death(error: ray.exceptions.RayActorError) -> str:
     """Return how an actor died, as far as Ray knows."""
     text = str(error)
     if getattr(error, "actor_init_failed", False):
         return f"it could not start\n{_last_lines(text)}"
     if "connection error code" in text:  # what Ray says of a process that is gone
-        return "its process was killed or crashed"
+        return _CRASHED
     reason = re.search(r"The actor (?:is dead|died) because (.*)", text, re.DOTALL)
     told = " ".join((reason[1] if reason else text).split())
     return told if len(told) <= 400 else told[:400] + " ..."
@@ -163,7 +180,7 @@ def _finding(actors: Sequence[ActorHandle], found: Diagnosis | None) -> str:
         return "" if actors[0].actor is None else f"{', '.join(actor.name for actor in actors)}: no process came up"
     who = ", ".join(f"{actor.name} (process {actor.process.pid})" for actor in actors if actor.process)
     if found is None:
-        return f"{who}: node {process.node} does not answer"
+        return f"{who}: node {process.address} does not answer"
     if found.ended:
         return f"{who}: ended"
     if found.stopped:
@@ -178,7 +195,7 @@ def _log(actor: ActorHandle, found: Diagnosis | None) -> str:
     if actor.process is None or actor.process.log is None:
         return ""
     if found is None:
-        return f"its log: {actor.process.log} on node {actor.process.node}"
+        return f"its log: {actor.process.log} on node {actor.process.address}"
     return f"the end of its log, {actor.process.log}:\n{_indented(found.log)}" if found.log else ""
 
 

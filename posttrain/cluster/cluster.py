@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from posttrain.cluster.actors import ActorContext, ActorHandle, actor_class
 from posttrain.cluster.calls import gather
 from posttrain.cluster.head import Head
-from posttrain.cluster.placement import check_total, placement_timeout
+from posttrain.cluster.placement import check_total, placement_timeout, spread
 from posttrain.cluster.reward_models import RemoteRewardModel, RewardActor, RewardModelSpec
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 from posttrain.cluster.start import init_ray
@@ -361,11 +361,11 @@ class Cluster:
         return found
 
     async def _options(self, pool: str, count: int, index: int) -> dict[str, Any]:
-        """Return Ray's options that put a process on GPU ``index`` of a pool; on a CPU processes share the machine
-        freely."""
+        """Return Ray's options that put a process on GPU ``index`` of a pool; on a CPU processes share the nodes."""
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
         if self.device == "cpu":
-            return options
+            apart = pool != "trainers" and self.cfg.cluster.placement == "separate"
+            return options | spread(count, index, after=self.cfg.cluster.workers if apart else 0)
         if pool not in self.groups:
             await self._reserve(pool, count)
         group = self.groups[pool]

@@ -1,10 +1,12 @@
-"""Check that a Ray cluster has enough GPUs and CPUs for a run."""
+"""Where processes go: whether a Ray cluster has enough GPUs and CPUs, and the nodes of processes without GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.core.errors import ConfigError, DeadlineError
 
@@ -37,6 +39,28 @@ def placement_timeout(wanted: int, what: str, deadline_s: float) -> DeadlineErro
         hint="another run on this Ray cluster holds them: wait for it, lower cluster.workers or rollout.replicas, or "
         "name another cluster in cluster.address",
     )
+
+
+def spread(count: int, index: int, after: int = 0) -> dict[str, Any]:
+    """Return Ray's options that put process ``index`` of ``count``, which asks for no GPU, on a node of the cluster:
+    each node gets as many as any other, neighbours are together, and the driver's node is the first.
+
+    Ray itself would put each on a node at random, and does so with ``soft=True`` for processes that ask for nothing.
+
+    Args:
+        after: processes that are spread already, and beside which these are not to be.
+    """
+    own = str(ray.get_runtime_context().get_node_id())
+    living = [str(node["NodeID"]) for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    if len(living) < 2:
+        return {}
+    node = node_of(sorted(living, key=lambda node: (node != own, node)), count, index, after)
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+def node_of(nodes: Sequence[str], count: int, index: int, after: int = 0) -> str:
+    """Return the node of process ``index`` of ``count`` after ``after`` others; as ``spread``."""
+    return nodes[(min(after, len(nodes)) + index % count * len(nodes) // count) % len(nodes)]
 
 
 def _bundles(count: int) -> str:

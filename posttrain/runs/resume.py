@@ -25,12 +25,14 @@ MAY_CHANGE = frozenset(
         *("checkpoint.keep", "checkpoint.best", "checkpoint.best_mode", "checkpoint.save_hf", "checkpoint.background"),
         *("cluster.address", "cluster.workers", "cluster.start_deadline_s", "cluster.step_deadline_s"),
         *("cluster.silence_deadline_s", "cluster.sampler_restarts", "train.sequence_parallel", "train.shard_size"),
+        "rollout.replicas",
     }
 )
 """Keys in which a resumed run may differ from the run it goes on with."""
 
 REPEATS = (MAY_CHANGE | {"run.name", "rollout.replay_schedule", "rollout.episode_deadline_s"}) - {
     *("train.steps", "train.val_every", "cluster.workers", "train.sequence_parallel", "train.shard_size"),
+    "rollout.replicas",
 }
 """Keys in which a run may differ from the one whose schedule it repeats."""
 

@@ -196,7 +196,15 @@ async def test_processes_on_another_node_are_looked_at_there(far):
     error, seconds = await call
     assert seconds < 60
     assert error.message.startswith("sleeper died during a nap: its node has died")
-    assert f"its log: {handle.process.log} on node {handle.process.node}" in error.message
+    assert f"its log: {handle.process.log} on node {handle.process.address}" in error.message
+
+
+async def test_every_node_without_gpus_gets_a_worker(far):
+    for _ in range(3):  # Ray would choose nodes at random
+        async with Cluster(config(workers=2)) as cluster:
+            group = await cluster.trainer("actor", SOURCE)
+            where = [handle.process.node for handle in group.handles]
+        assert where[0] == ray.get_runtime_context().get_node_id() != where[1]
 
 
 # ---------------------------------------------------------------------- memory

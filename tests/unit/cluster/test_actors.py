@@ -1,16 +1,18 @@
 """What an error says about processes that died or do not answer."""
 
 import asyncio
+import concurrent.futures
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from posttrain.cluster import actors, calls
 from posttrain.cluster.actors import (
@@ -24,7 +26,7 @@ from posttrain.cluster.actors import (
     tail_of,
 )
 from posttrain.cluster.calls import cause_of_death
-from posttrain.core.errors import RunError
+from posttrain.core.errors import RunError, WorkerError
 
 
 def test_reads_the_end_of_a_log(tmp_path):
@@ -101,7 +103,7 @@ def child():
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         stacks = int(process.stdout.readline())
         created = psutil.Process(process.pid).create_time()
-        yield Process("node", process.pid, created, None, stacks, 0)
+        yield Process("node", process.pid, created, None, stacks, 0, "10.0.0.7")
         process.kill()
 
 
@@ -153,7 +155,7 @@ def test_does_not_kill_a_process_that_has_ended(child, monkeypatch):
 
 
 def test_does_not_take_a_reused_pid_for_the_process(child):
-    other = Process("node", child.pid, child.created - 10, None, child.stacks, 0)
+    other = Process("node", child.pid, child.created - 10, None, child.stacks, 0, "10.0.0.7")
     assert diagnose_process(other, True).ended
     assert psutil.Process(child.pid).is_running()
 
@@ -163,7 +165,7 @@ class Seen(ActorHandle):
 
     def __init__(self, name, pid, found):
         super().__init__(name, actor=object(), silence_s=60.0)
-        self.process = Process("node-7", pid, 0.0, f"/logs/{pid}.err", 3, 0)
+        self.process = Process("node-7", pid, 0.0, f"/logs/{pid}.err", 3, 0, "10.0.0.7")
         self.found = found
 
     async def diagnose(self, *, stacks=True, within_s=8.0):
@@ -183,8 +185,8 @@ def test_groups_processes_that_hang_at_the_same_line():
         "  a warning",
         "worker 1 (process 11): at work here, innermost call first:",
         "  user.py:3 in f",
-        "worker 3 (process 13): node node-7 does not answer",
-        "its log: /logs/13.err on node node-7",
+        "worker 3 (process 13): node 10.0.0.7 does not answer",
+        "its log: /logs/13.err on node 10.0.0.7",
         "worker 4 (process 14): stopped, by SIGSTOP or a debugger",
     ]
     assert all(handle.unresponsive for handle in handles)
@@ -196,6 +198,51 @@ def test_reports_death_for_lack_of_memory():
     assert "ended processes for lack of memory" in error.message
     assert error.message.endswith("the end of its log, /logs/10.err:\n  last")
     assert "more memory" in error.hint
+
+
+UNAVAILABLE = ActorUnavailableError("RpcError: recvmsg:Connection reset by peer", b"1" * 16)
+"""What Ray says of an actor that has just been lost with its node."""
+
+
+def test_a_lost_node_is_named():
+    died = ActorDiedError()
+    died.error_msg = "The actor died because its node has died. Node Id: 12"
+    for error in (died, UNAVAILABLE):
+        told = asyncio.run(calls._failure(Seen("worker 1", 10, None), error, "update"))
+        assert told.message == (
+            "worker 1 died during update: its node has died or cannot be reached (10.0.0.7)\n"
+            "its log: /logs/10.err on node 10.0.0.7"
+        )
+        assert "fewer cluster.workers" in told.hint
+
+
+def test_a_lost_connection_to_a_process_that_has_ended_is_a_crash():
+    told = asyncio.run(calls._failure(Seen("worker 1", 10, Diagnosis(ended=True)), UNAVAILABLE, "update"))
+    assert told.message == "worker 1 died during update: its process was killed or crashed"
+    assert "was it killed" in told.hint
+
+
+class Reference:
+    """A call that fails with an error after some seconds."""
+
+    def __init__(self, after_s, error):
+        self.after_s, self.error = after_s, error
+
+    def future(self):
+        found = concurrent.futures.Future()
+        threading.Timer(self.after_s, found.set_exception, [self.error]).start()
+        return found
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_actor_that_was_lost_first_is_named(first):
+    """NCCL ends the processes of other ranks after it has lost one."""
+    refs = [Reference(0.05 if index == first else 0.3, ActorDiedError()) for index in (0, 1)]
+    handles = [Seen(f"worker {index}", index, Diagnosis(ended=True)) for index in (0, 1)]
+    for handle in handles:
+        handle.process = None  # nobody to ask for heartbeats
+    with pytest.raises(WorkerError, match=f"worker {first} died during update"):
+        asyncio.run(calls.gather(refs, handles, "update", 20.0))
 
 
 @pytest.mark.parametrize(

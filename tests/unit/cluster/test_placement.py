@@ -3,6 +3,7 @@
 import pytest
 
 from posttrain.cluster.cluster import _on_one_node, _threads
+from posttrain.cluster.placement import node_of
 from posttrain.config import RolloutConfig
 from posttrain.core.errors import ConfigError
 from posttrain.engines.base import EngineSpec
@@ -39,3 +40,20 @@ def test_engine_options_may_not_be_ours():
     assert arguments(spec(extra=1), {"seed": 0}) == {"seed": 0, "extra": 1}
     with pytest.raises(ConfigError, match=r"rollout\.engine_options\.seed is what posttrain sets itself"):
         arguments(spec(seed=3, extra=1), {"seed": 0})
+
+
+@pytest.mark.parametrize(
+    ("count", "after", "expected"),
+    [
+        (1, 0, "a"),
+        (2, 0, "ab"),
+        (3, 0, "abc"),
+        (6, 0, "aabbcc"),  # neighbours are together, as a shard of weights is to be
+        (1, 1, "b"),  # an engine beside one trainer
+        (2, 1, "bc"),
+        (2, 6, "ab"),  # no node is left
+    ],
+)
+def test_processes_without_gpus_are_spread_over_nodes(count, after, expected):
+    assert "".join(node_of("abc", count, index, after) for index in range(count)) == expected
+    assert node_of("abc", count, -1, after) == expected[-1]

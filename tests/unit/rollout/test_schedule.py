@@ -189,6 +189,12 @@ def test_a_replay_may_have_other_deadlines_than_the_recorded_run():
     recorded.check(HEADER | {"config": {"rollout.episode_deadline_s": 3600.0}}, REPEATS)
 
 
+def test_a_replay_has_the_engines_of_the_recorded_run():
+    recorded = Recorded("first", HEADER | {"config": {"rollout.replicas": 2}}, [])
+    with pytest.raises(ConfigError, match=r"rollout\.replicas: 2 -> 1"):
+        recorded.check(HEADER | {"config": {"rollout.replicas": 1}}, REPEATS)
+
+
 def test_the_schedule_of_a_run_that_was_stopped_is_repeated_to_its_end(tmp_path):
     wanted, recorded = recorded_by(tmp_path, [3] * 4, staleness(1))
     place = next(i for i, event in enumerate(recorded.events) if event.get("step") == 3)

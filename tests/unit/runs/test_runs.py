@@ -170,6 +170,15 @@ def test_unfinished_run_is_resumed_with_what_may_change(tmp_path: Path) -> None:
     assert (state(again)["status"], state(again)["pid"]) == ("running", os.getpid())
 
 
+def test_a_run_goes_on_with_the_workers_and_engines_that_are_left(tmp_path: Path) -> None:
+    flags = {"run.dir": str(tmp_path), "run.name": "left"}
+    both, one = ([f"rollout.replicas={count}", f"cluster.workers={count}"] for count in (2, 1))
+    RunTarget.find(resolve("rl", "tiny-arith", both, flags)).open().finish("failed")
+    fewer = RunTarget.find(resolve("rl", "tiny-arith", one, flags)).open()
+    assert fewer.resumed
+    assert sorted(fewer.changes) == ["cluster.workers: 2 -> 1", "rollout.replicas: 2 -> 1"]
+
+
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
 def test_a_run_that_ended_early_is_resumed(tmp_path: Path, status: Status) -> None:
     RunTarget.find(make(tmp_path)).open().finish(status)
