@@ -34,8 +34,8 @@ class Node:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
         own |= {"NCCL_SOCKET_IFNAME": DEVICE, "GLOO_SOCKET_IFNAME": DEVICE, "NCCL_HOSTID": f"node{self.index}"}
-        own |= {"NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "INFO"}
-        own |= {"NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
+        own |= {"NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0"}
+        own |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
         own |= {"NCCL_DEBUG_FILE": str(self._out / "nccl" / f"node{self.index}.%p.log")}
         return os.environ | own | {"CUDA_VISIBLE_DEVICES": str(self.index) if self.gpus else ""}
 
@@ -57,7 +57,7 @@ class Node:
         log = self._out / f"ray{self.index}.{self._starts}.log"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += ["--node-ip-address", ADDRESSES[self.index], "--num-cpus", "2", "--num-gpus", str(self.gpus)]
-        command += ["--object-store-memory", "400000000", "--temp-dir", f"{self._folder}/{self.index}{self._starts}"]
+        command += ["--object-store-memory", "1000000000", "--temp-dir", f"{self._folder}/{self.index}{self._starts}"]
         first = ["--head", "--port", str(PORT), "--include-dashboard", "false"]
         command += first if self.index == 0 else ["--address", f"{ADDRESSES[0]}:{PORT}"]
         self._ray = self.popen(command, log)

@@ -25,6 +25,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any
 
 from _netns import ROOTLESS, Namespace, NetnsError, connect
@@ -297,8 +299,8 @@ def indented(text: str) -> str:
 
 
 def gpus_of_machine() -> int:
-    """Return how many GPUs there are, by the driver's own list: torch would start CUDA in this process."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    """Return how many GPUs there are, by their device files: torch would start CUDA in this process."""
+    return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in Path("/dev").iterdir())
 
 
 def main() -> None:
@@ -314,6 +316,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, choices=(0, 1), help="of each node; default: 1 where there are two")
     parser.add_argument("--tolerance", type=float, help="relative, of losses; default 1e-5, with GPUs (bfloat16) 1e-2")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds from a node's death to the error")
+    parser.add_argument("--limit", type=int, default=900, help="seconds for everything")
     parser.add_argument("--set", nargs="+", default=[], dest="sets", help="of every run")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_nodes"))
     parser.add_argument("--userns", action="store_true", help="in a user namespace, as is done without root")
@@ -336,6 +339,9 @@ def measure(args: argparse.Namespace) -> list[str]:
     shutil.rmtree(out / "nccl", ignore_errors=True)
     (out / "nccl").mkdir(parents=True)
     (out / "vowels.py").write_text(REWARD)
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, give_up)
+    signal.alarm(args.limit)
     namespaces: list[Namespace] = []
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets have short paths only
     bench: Bench | None = None
@@ -355,6 +361,8 @@ def measure(args: argparse.Namespace) -> list[str]:
     except (Failed, NetnsError, subprocess.TimeoutExpired) as error:
         return [*(bench.wrong if bench else []), str(error)]
     finally:
+        for number in (signal.SIGALRM, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         for namespace in namespaces:
             namespace.kill()
             namespace.close()
@@ -362,6 +370,10 @@ def measure(args: argparse.Namespace) -> list[str]:
         if bench is not None:
             print(table(bench.parts), flush=True)
     return bench.wrong
+
+
+def give_up(number: int, frame: FrameType | None) -> None:
+    raise Failed("not done within --limit" if number == signal.SIGALRM else "ended by SIGTERM")
 
 
 def parts(bench: Bench, args: argparse.Namespace) -> None:
