@@ -25,6 +25,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,14 +35,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any
 
 from _netns import ROOTLESS, Namespace, NetnsError, connect
+from _nodes import ADDRESSES, DEVICE, PORT, START_S, Failed, Node
 
-ROOT = Path(__file__).resolve().parent.parent
-DEVICE, ADDRESSES, PORT = "pt0", ("10.77.0.1", "10.77.0.2"), 6379
-START_S = 240.0
-"""Longest start of a Ray node, of a run, and of a step."""
 REWARD = '''"""A reward that the untrained model gets a little of, so that each step has gradients."""
 
 
@@ -58,82 +57,6 @@ COMMON = ["run.report=false", "run.logger=['jsonl']", "train.compile=off", "trai
 
 
 Driver = subprocess.Popen[bytes]
-
-
-class Failed(RuntimeError):
-    """Something did not answer in time, or ended that should not have."""
-
-
-class Node:
-    """A Ray node in a namespace of its own, with one GPU or none."""
-
-    def __init__(self, index: int, namespace: Namespace, folder: Path, out: Path, gpus: int) -> None:
-        self.index, self.namespace, self.gpus = index, namespace, gpus
-        self._folder, self._out, self._starts = folder, out, 0
-        self._ray: subprocess.Popen[bytes] | None = None
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment of all processes of the node."""
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        own = {"PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
-        own |= {"NCCL_SOCKET_IFNAME": DEVICE, "GLOO_SOCKET_IFNAME": DEVICE, "NCCL_HOSTID": f"node{self.index}"}
-        own |= {"NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "INFO"}
-        own |= {"NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
-        own |= {"NCCL_DEBUG_FILE": str(self._out / "nccl" / f"node{self.index}.%p.log")}
-        return os.environ | own | {"CUDA_VISIBLE_DEVICES": str(self.index) if self.gpus else ""}
-
-    def popen(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
-        with self.namespace.inside(), log.open("wb") as output:
-            return subprocess.Popen(
-                command,
-                cwd=self._out,
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    def start(self) -> None:
-        """Start Ray, and wait until it runs. Raises ``Failed``."""
-        self._starts += 1
-        self.namespace.set_link(DEVICE, True)
-        log = self._out / f"ray{self.index}.{self._starts}.log"
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-        command += ["--node-ip-address", ADDRESSES[self.index], "--num-cpus", "2", "--num-gpus", str(self.gpus)]
-        command += ["--object-store-memory", "400000000", "--temp-dir", f"{self._folder}/{self.index}{self._starts}"]
-        first = ["--head", "--port", str(PORT), "--include-dashboard", "false"]
-        command += first if self.index == 0 else ["--address", f"{ADDRESSES[0]}:{PORT}"]
-        self._ray = self.popen(command, log)
-        end = time.monotonic() + START_S
-        while "Ray runtime started" not in log.read_text(errors="replace"):
-            if self._ray.poll() is not None or time.monotonic() > end:
-                raise Failed(f"Ray did not start on node {self.index}: {log.read_text(errors='replace')[-1500:]}")
-            time.sleep(0.1)
-
-    def kill(self, *, pull: bool = False) -> int:
-        """End all processes of the node with SIGKILL; returns how many.
-
-        Args:
-            pull: its cable first. Otherwise the kernel, which lives, tells those who are connected to the processes.
-        """
-        if pull:
-            self.namespace.set_link(DEVICE, False)
-        killed = self.namespace.kill()
-        if self._ray is not None:
-            self._ray.wait(timeout=30.0)
-        return killed
-
-    def actors(self) -> list[str]:
-        """Return the actors that train or sample on the node, by Ray's names of their processes."""
-        found = []
-        for pid in self.namespace.pids():
-            try:
-                title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-            except OSError:  # it has just ended
-                continue
-            if name := re.match(r"ray::(TrainActor|SamplerActor)", title):
-                found.append(name[1])
-        return sorted(found)
 
 
 @dataclass
@@ -196,12 +119,23 @@ class Bench:
         return "run:sft" if (self.out / "runs/sft/checkpoints").is_dir() else self.args.model
 
     def run(
-        self, what: str, kind: str, name: str, workers: int, at: int = 0, then: Callable[[Driver], Any] | None = None
+        self,
+        what: str,
+        kind: str,
+        name: str,
+        workers: int,
+        at: int = 0,
+        then: Callable[[Driver], Any] | None = None,
+        more: tuple[str, ...] = (),
     ) -> Part:
-        """Run a command to its end; once step ``at`` is done, do ``then`` with its process. Raises ``Failed``."""
+        """Run a command to its end; once step ``at`` is done, do ``then`` with its process. Raises ``Failed``.
+
+        Args:
+            more: sets.
+        """
         preset = {"sft": "tiny-arith-sft", "rl": "tiny-arith"}[kind]
         command = [sys.executable, "-m", "posttrain", kind, "--preset", preset, "--name", name]
-        for one in self.sets(kind, workers):
+        for one in [*self.sets(kind, workers), *more]:
             command += ["--set", one]
         metrics, log = self.out / "runs" / name / "metrics.jsonl", self.out / f"{len(self.parts)}.{name}.log"
         part = Part(what, workers)
@@ -288,6 +222,20 @@ class Bench:
         if not (part.steps and left.steps and back.steps):
             self.wrong.append(f"{name}: a part had no step: {part.steps}, {left.steps}, {back.steps}")
 
+    def restarted(self, kind: str) -> None:
+        """Run a command that starts its workers again by itself, over both nodes; one is killed, and comes back."""
+
+        def lose_and_bring_back(driver: Driver) -> None:
+            self.lose(driver)
+            self.nodes[1].start()
+
+        name, at = f"{kind}_restarted", self.args.steps // 3 | 1
+        what = f"{kind}, a node is killed and comes back"
+        part = self.run(what, kind, name, 2, at, lose_and_bring_back, ("run.restarts=1",))
+        part.whole = True
+        self.check(part)
+        self.steps(name)
+
     def lose(self, driver: Driver) -> None:
         """Kill the node that the driver is not on."""
         self.nodes[1].kill(pull=self.args.pull)
@@ -298,18 +246,20 @@ class Bench:
         if found != list(range(1, self.args.steps + 1)):
             self.wrong.append(f"{name}: steps {found} instead of 1 to {self.args.steps}")
 
-    def compare(self) -> None:
-        """Compare the sft run that was killed with the one that was left alone."""
-        alone, killed = (rows_of(self.out / "runs" / name / "metrics.jsonl") for name in ("sft", "sft_killed"))
+    def compare(self, name: str) -> None:
+        """Compare an sft run with the one that was left alone."""
+        alone, killed = (rows_of(self.out / "runs" / run / "metrics.jsonl") for run in ("sft", name))
         data = ("train/tokens", "train/loss_tokens", "train/epoch")
         same = [[row[key] for key in data] for row in alone] == [[row[key] for key in data] for row in killed]
         if not same:
-            self.wrong.append("sft: the data of steps differ")
+            self.wrong.append(f"{name}: the data of steps differ")
         pairs = list(zip(alone, killed, strict=False))
         gap = max((abs(a["train/loss"] - b["train/loss"]) / abs(a["train/loss"]) for a, b in pairs), default=math.inf)
-        print(f"sft: largest relative difference of a step's loss {gap:.2g}, data {'the same' if same else 'differ'}")
+        print(
+            f"{name}: largest relative difference of a step's loss {gap:.2g}, data {'the same' if same else 'differ'}"
+        )
         if not gap <= self.args.tolerance:
-            self.wrong.append(f"sft: a loss differs by {gap:.2g}, more than {self.args.tolerance:g}")
+            self.wrong.append(f"{name}: a loss differs by {gap:.2g}, more than {self.args.tolerance:g}")
 
     def prompts(self, name: str) -> None:
         """Note prompts that an rl run trained twice, while others wait."""
@@ -349,8 +299,8 @@ def indented(text: str) -> str:
 
 
 def gpus_of_machine() -> int:
-    """Return how many GPUs there are, by the driver's own list: torch would start CUDA in this process."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    """Return how many GPUs there are, by their device files: torch would start CUDA in this process."""
+    return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in Path("/dev").iterdir())
 
 
 def main() -> None:
@@ -359,12 +309,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="of each run")
     parser.add_argument("--only", nargs="+", choices=("sft", "rl"), default=["sft", "rl"])
     parser.add_argument("--no-kill", action="store_true", help="runs that are left alone, and nothing else")
+    parser.add_argument("--restarts", action="store_true", help="also with run.restarts=1, where the node comes back")
     parser.add_argument("--pull", action="store_true", help="the node's cable, before it is killed")
     parser.add_argument("--engine", choices=("hf", "sglang", "vllm"), default="hf")
     parser.add_argument("--placement", choices=("colocated", "separate"), default="colocated", help="of rl")
     parser.add_argument("--gpus", type=int, choices=(0, 1), help="of each node; default: 1 where there are two")
     parser.add_argument("--tolerance", type=float, help="relative, of losses; default 1e-5, with GPUs (bfloat16) 1e-2")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds from a node's death to the error")
+    parser.add_argument("--limit", type=int, default=900, help="seconds for everything")
     parser.add_argument("--set", nargs="+", default=[], dest="sets", help="of every run")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_nodes"))
     parser.add_argument("--userns", action="store_true", help="in a user namespace, as is done without root")
@@ -387,6 +339,9 @@ def measure(args: argparse.Namespace) -> list[str]:
     shutil.rmtree(out / "nccl", ignore_errors=True)
     (out / "nccl").mkdir(parents=True)
     (out / "vowels.py").write_text(REWARD)
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, give_up)
+    signal.alarm(args.limit)
     namespaces: list[Namespace] = []
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets have short paths only
     bench: Bench | None = None
@@ -406,6 +361,8 @@ def measure(args: argparse.Namespace) -> list[str]:
     except (Failed, NetnsError, subprocess.TimeoutExpired) as error:
         return [*(bench.wrong if bench else []), str(error)]
     finally:
+        for number in (signal.SIGALRM, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         for namespace in namespaces:
             namespace.kill()
             namespace.close()
@@ -415,6 +372,10 @@ def measure(args: argparse.Namespace) -> list[str]:
     return bench.wrong
 
 
+def give_up(number: int, frame: FrameType | None) -> None:
+    raise Failed("not done within --limit" if number == signal.SIGALRM else "ended by SIGTERM")
+
+
 def parts(bench: Bench, args: argparse.Namespace) -> None:
     """Run what was asked for."""
     kills = not args.no_kill
@@ -422,7 +383,10 @@ def parts(bench: Bench, args: argparse.Namespace) -> None:
         bench.whole("sft")
         if kills:
             bench.killed("sft")
-            bench.compare()
+            bench.compare("sft_killed")
+        if args.restarts:
+            bench.restarted("sft")
+            bench.compare("sft_restarted")
     if "rl" in args.only:
         kills &= args.placement == "colocated"  # an engine of its own node is waited for, until there is one again
         if kills:
@@ -430,6 +394,9 @@ def parts(bench: Bench, args: argparse.Namespace) -> None:
         else:
             bench.whole("rl")
         bench.prompts("rl_killed" if kills else "rl")
+        if args.restarts:
+            bench.restarted("rl")
+            bench.prompts("rl_restarted")
 
 
 def table(parts: list[Part]) -> str:

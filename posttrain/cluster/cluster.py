@@ -365,7 +365,7 @@ class Cluster:
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
         if self.device == "cpu":
             apart = pool != "trainers" and self.cfg.cluster.placement == "separate"
-            return options | spread(count, index, after=self.cfg.cluster.workers if apart else 0)
+            return options | await spread(count, index, after=self.cfg.cluster.workers if apart else 0)
         if pool not in self.groups:
             await self._reserve(pool, count)
         group = self.groups[pool]

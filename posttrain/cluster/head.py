@@ -53,7 +53,7 @@ class Head:
         heard, tries = time.monotonic(), 0
         while True:
             await asyncio.sleep(_INTERVAL_S)
-            if await _answers(host, int(port)):
+            if await answers(host, int(port)):
                 heard, tries = time.monotonic(), 0
                 continue
             tries += 1
@@ -67,7 +67,8 @@ class Head:
         waiting.cancel()
 
 
-async def _answers(host: str, port: int) -> bool:
+async def answers(host: str, port: int) -> bool:
+    """Return whether a process of Ray listens there, after at most ``_ANSWER_S`` seconds."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(_ANSWER_S):
             _, writer = await asyncio.open_connection(host, port)

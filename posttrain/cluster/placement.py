@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from posttrain.cluster.head import answers
 from posttrain.core.errors import ConfigError, DeadlineError
 
 
@@ -41,7 +43,7 @@ def placement_timeout(wanted: int, what: str, deadline_s: float) -> DeadlineErro
     )
 
 
-def spread(count: int, index: int, after: int = 0) -> dict[str, Any]:
+async def spread(count: int, index: int, after: int = 0) -> dict[str, Any]:
     """Return Ray's options that put process ``index`` of ``count``, which asks for no GPU, on a node of the cluster:
     each node gets as many as any other, neighbours are together, and the driver's node is the first.
 
@@ -51,8 +53,13 @@ def spread(count: int, index: int, after: int = 0) -> dict[str, Any]:
         after: processes that are spread already, and beside which these are not to be.
     """
     own = str(ray.get_runtime_context().get_node_id())
-    living = [str(node["NodeID"]) for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-    if len(living) < 2:
+    known = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    if len(known) < 2:
+        return {}
+    # For some seconds Ray still believes in a node that has died, and would let a process wait there.
+    up = await asyncio.gather(*(answers(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in known))
+    living = [str(node["NodeID"]) for node, is_up in zip(known, up, strict=True) if is_up]
+    if not living:
         return {}
     node = node_of(sorted(living, key=lambda node: (node != own, node)), count, index, after)
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}

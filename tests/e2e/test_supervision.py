@@ -18,6 +18,7 @@ from posttrain.algos.reduce import token_weights
 from posttrain.cluster.actors import ActorHandle, Supervised, actor_class
 from posttrain.cluster.calls import gather, wait_until_up
 from posttrain.cluster.cluster import Cluster, local_ray
+from posttrain.cluster.placement import spread
 from posttrain.config import Config
 from posttrain.core.errors import ConfigError, DeadlineError, PosttrainError, WorkerError
 from posttrain.data.pack import PackedBatch
@@ -205,6 +206,15 @@ async def test_every_node_without_gpus_gets_a_worker(far):
             group = await cluster.trainer("actor", SOURCE)
             where = [handle.process.node for handle in group.handles]
         assert where[0] == ray.get_runtime_context().get_node_id() != where[1]
+
+
+async def test_a_node_that_has_just_died_gets_no_worker(far):
+    _, second = far
+    own = ray.get_runtime_context().get_node_id()
+    assert [(await spread(2, index))["scheduling_strategy"].node_id == own for index in (0, 1)] == [True, False]
+    second.kill_raylet(check_alive=False)
+    assert [node["Alive"] for node in ray.nodes()] == [True, True]  # Ray has not seen it yet
+    assert [(await spread(2, index))["scheduling_strategy"].node_id == own for index in (0, 1)] == [True, True]
 
 
 # ---------------------------------------------------------------------- memory
