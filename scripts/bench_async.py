@@ -55,6 +55,7 @@ MODES: dict[str, list[str]] = {
     "k = 4, no correction": ["rollout.staleness=4", *UNCORRECTED],
     "k = 1, separate": ["rollout.staleness=1", *APART],
     "k = 4, separate": ["rollout.staleness=4", *APART],
+    "k = 4, separate, no pacing": ["rollout.staleness=4", "rollout.pacing=false", *APART],
 }
 PLUGIN = '''
 import asyncio

@@ -32,7 +32,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "prefer": ("prefer",), "algo": _RL, "critic": _RL, "val": _RL,
     "rollout": _SAMPLING, "rollout.over_sample_rate": _RL, "rollout.partial_rollouts": _RL,
     "rollout.filter_groups": _RL, "rollout.filter_max_batches": _RL, "rollout.sleep": _RL, "rollout.staleness": _RL,
-    "rollout.window": _RL, "rollout.in_flight_updates": _RL, "rollout.keep_kv": _RL,
+    "rollout.window": _RL, "rollout.pacing": _RL, "rollout.in_flight_updates": _RL, "rollout.keep_kv": _RL,
     "rollout.replay": _RL, "rollout.only": _RL, "rollout.record_schedule": _RL, "rollout.replay_schedule": _RL,
     "tools": _SAMPLING, "reward": ("rl", "eval"), "sandbox": (*_SAMPLING, "eval"),
     "cluster": _RUNS, "cluster.workers": _TRAINING, "cluster.placement": _RL, "cluster.sampler_restarts": _SAMPLING,

@@ -75,6 +75,9 @@ class RolloutConfig(Section):
     """With `staleness`: share of a batch that may overtake a group which is still played, before the next batch waits
     for it; 0: strict order. auto: 0 where `staleness` is 1, since so large a share of each batch is then sampled while
     trainers wait; else 0.25."""
+    pacing: bool = True
+    """With a `staleness` above 1: sample ahead only what trainers need not to wait, so that tokens are less stale.
+    false: all that `staleness` allows, at all times, which keeps trainers busier where waits have a long tail."""
     in_flight_updates: bool = True
     """With `staleness`: engines take new weights amid their requests, which then go on with these; false: the turns in
     progress end with the old weights first."""
@@ -228,9 +231,11 @@ class RolloutConfig(Section):
 
     def _check_staleness(self) -> None:
         if not self.staleness:
-            if unused := self.changed & {"window", "in_flight_updates", "keep_kv"}:
+            if unused := self.changed & {"window", "pacing", "in_flight_updates", "keep_kv"}:
                 raise ValueError(f"rollout.{min(unused)} has no effect without rollout.staleness")
             return
+        if self.staleness == 1 and not self.pacing:
+            raise ValueError("rollout.pacing has no effect with rollout.staleness = 1: no less can be sampled ahead")
         if self.keep_kv and not self.in_flight_updates:
             raise ValueError(
                 "rollout.keep_kv has no effect with rollout.in_flight_updates = false: no request is amid its tokens "

@@ -157,7 +157,7 @@ class Plan:
         for _ in range(_ROUNDS):
             sampling = self._generation(max(1, round(found.sampled))).total
             window = math.floor(cfg.rollout.overtaking * size)
-            found = paced(cfg.rollout.staleness, window, size, busy, sampling, waits)
+            found = paced(cfg.rollout.staleness, window, size, busy, sampling, waits, pacing=cfg.rollout.pacing)
         return found
 
     @property

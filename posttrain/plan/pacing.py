@@ -54,7 +54,9 @@ class Pace:
     """Mean groups whose sampling is in progress, waits for tools left out"""
 
 
-def paced(ahead: int, window: int, size: int, busy: float, sampling: float, waits: Waits) -> Pace:
+def paced(
+    ahead: int, window: int, size: int, busy: float, sampling: float, waits: Waits, *, pacing: bool = True
+) -> Pace:
     """Return what becomes of a run.
 
     Args:
@@ -64,10 +66,11 @@ def paced(ahead: int, window: int, size: int, busy: float, sampling: float, wait
         busy: seconds of a step in training and updates of weights.
         sampling: seconds that engines take for a group.
         waits: of a group, on top of these.
+        pacing: `rollout.pacing`.
     """
     draw, now = waits.sampler(), 0.0
     most = size * (1 + ahead) - window
-    least = min(2 * size, most)
+    least = min(2 * size, most) if pacing else most
     pace, drawn, waited = 0, list[_Group](), list[float]()
 
     def fill() -> None:

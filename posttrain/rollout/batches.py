@@ -112,7 +112,8 @@ class TrainingBatches:
         ahead = self._cfg.staleness if later is None else min(self._cfg.staleness, later)
         most = self.capacity(ahead)
         # Twice a batch: with nothing to wait for, one is played while the other is trained. The rest is for waits.
-        least = most if self._schedule.repeats else min(most, 2 * self._size)
+        all_of_it = self._schedule.repeats or not self._cfg.pacing
+        least = most if all_of_it else min(most, 2 * self._size)
         self._pace = max(self._pace, least, len(self._drawn))
         self._capacity = min(self._pace, most)
         if self._cfg.filter_groups:

@@ -57,6 +57,12 @@ def test_tree_is_frozen_and_closed() -> None:
         ("rl", {"rollout": {"staleness": 1}, "train": {"offload": True}}, "trainers work while engines sample"),
         ("rl", {"rollout": {"staleness": 1, "only": True}}, "no effect with rollout.only"),
         ("rl", {"rollout": {"window": 0.5}}, "rollout.window has no effect without rollout.staleness"),
+        ("rl", {"rollout": {"pacing": False}}, "rollout.pacing has no effect without rollout.staleness"),
+        (
+            "rl",
+            {"rollout": {"staleness": 1, "pacing": False}},
+            "rollout.pacing has no effect with rollout.staleness = 1",
+        ),
         ("rl", {"rollout": {"in_flight_updates": False}}, "no effect without rollout.staleness"),
         ("rl", {"rollout": {"keep_kv": True}}, "rollout.keep_kv has no effect without rollout.staleness"),
         (

@@ -82,11 +82,11 @@ class Rewards:
         return ["" for _ in episodes]
 
 
-def played(k, window, busy, sampling, late):
+def played(k, window, busy, sampling, late, *, pacing=True):
     """The mean seconds of a step of ``TrainingBatches``, and how long its groups waited."""
 
     async def main():
-        cfg = {"staleness": k, "window": window, "max_turns": 3, "max_response_tokens": 60}
+        cfg = {"staleness": k, "window": window, "max_turns": 3, "max_response_tokens": 60, "pacing": pacing}
         env = replace(environment(**cfg, tool_deadline_s=1e6, episode_deadline_s=1e6), interaction=late)
         pool = SamplerPool([Engine(sampling)], None, restarts=0)
         prompts = [gsm8k_prompt(f"row {i}?", index=i) for i in range(64)]
@@ -118,6 +118,17 @@ def test_what_trainers_wait_for_is_what_the_batches_of_a_run_make_them_wait_for(
     measured, waits = played(k, window, busy, sampling, Late(wait, sigma))
     found = paced(k, math.floor(window * SIZE), SIZE, busy, sampling, waits)
     assert busy + found.waiting == pytest.approx(measured, rel=0.1)
+
+
+def test_without_pacing_trainers_wait_less_where_waits_have_a_long_tail():
+    busy, sampling, steps = 1.1, 0.8, []
+    for pacing in (True, False):
+        measured, waits = played(4, 0.25, busy, sampling, Late(0.05, 1.2), pacing=pacing)
+        found = paced(4, 2, SIZE, busy, sampling, waits, pacing=pacing)
+        assert busy + found.waiting == pytest.approx(measured, rel=0.1)
+        steps.append(measured)
+    with_pacing, without = steps
+    assert without < 1.02 * busy < 1.08 * busy < with_pacing
     assert WARM_UP < STEPS
 
 

@@ -183,10 +183,11 @@ def test_groups_without_a_signal_are_replaced_within_the_bound(delays, k):
     assert [len(rows) for rows in world.trained] == [SIZE] * STEPS
 
 
-@pytest.mark.parametrize("repeats", [False, True])
-def test_no_more_is_sampled_ahead_than_trainers_need_not_to_wait(repeats):
+@pytest.mark.parametrize(("repeats", "pacing"), [(False, True), (True, True), (False, False)])
+def test_no_more_is_sampled_ahead_than_trainers_need_not_to_wait(repeats, pacing):
     """At k = 4. What is sampled in a step is ready for the next one; then engines are slow, and quick again. A run that
-    repeats another one samples ahead all that the bound allows: the other one has decided."""
+    repeats another one samples ahead all that the bound allows: the other one has decided. So does one without
+    `rollout.pacing`."""
 
     class Late(Engine):
         async def generate(self, prompt_ids, params, images=()):
@@ -204,7 +205,7 @@ def test_no_more_is_sampled_ahead_than_trainers_need_not_to_wait(repeats):
         nonlocal late
         schedule = Schedule()
         schedule.repeats = repeats
-        world = World([0], staleness(4), engine=Late, schedule=schedule)
+        world = World([0], staleness(4, pacing=pacing), engine=Late, schedule=schedule)
         batches, found = world.open(), []
         for number in range(1, 17):
             late = 3000 if 4 < number <= 8 else 0
@@ -214,7 +215,7 @@ def test_no_more_is_sampled_ahead_than_trainers_need_not_to_wait(repeats):
 
     late = 0
     left, oldest = zip(*asyncio.run(play()), strict=True)
-    if repeats:
+    if repeats or not pacing:
         assert set(left) == {4 * SIZE - SIZE // 4}
         assert max(oldest) == 4
         return
