@@ -414,7 +414,8 @@ def main() -> None:
         results = head(args)
     else:
         if args.model is None:
-            make = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench_train as b; from pathlib import Path; "
+            make = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench_train as b; "
+            make += "from pathlib import Path; "
             make += f"print(b.model_folder(Path({str(args.models)!r}), {args.shape!r}, {args.weights!r}))"
             made = subprocess.run([sys.executable, "-c", make], check=True, stdout=subprocess.PIPE, text=True)
             args.model = Path(made.stdout.splitlines()[-1])
