@@ -65,6 +65,8 @@ def run(resolved: Resolved, prepare: Prepare) -> Path:
     with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, job.steps) as tracker:
         for note in job.notes():
             tracker.note(note)
+        if (warning := plan.memory_warning(cfg)) is not None:
+            tracker.note(warning)
         with job.opened(tracker) as loop:
             train(TrainingRun(cfg, folder, job.source, tracker, stop, job.steps, reporter), loop)
         if (line := plan.closing_line(cfg, folder.path)) is not None:

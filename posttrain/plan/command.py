@@ -29,14 +29,14 @@ from posttrain.engines.choice import EngineChoice, choose_engine
 from posttrain.models.config_json import read_config_file
 from posttrain.models.load import locate, read_config
 from posttrain.models.processors import processor_settings
-from posttrain.plan.advice import Replan, Settings, assignments, changed
+from posttrain.plan.advice import Problem, Replan, Settings, assignments, changed
 from posttrain.plan.batch import Lengths, assumed_lengths, longest_of, sequences_of_step
 from posttrain.plan.compare import Pair, compare, lengths_of, waits_of
 from posttrain.plan.estimate import Plan, Question
 from posttrain.plan.images import ImageLoad, images_of, limits_of
 from posttrain.plan.known import known_models
 from posttrain.plan.layout import Kernels, Shapes, sync_budget
-from posttrain.plan.problems import impossible, problems
+from posttrain.plan.problems import impossible, problems, too_large
 from posttrain.plan.shape import ModelShape, shape_of
 from posttrain.plan.table import as_data, render
 from posttrain.plan.tower import TowerShape
@@ -405,19 +405,42 @@ def check_budget(cfg: Config) -> float | None:
     Raises:
         ConfigError: weights and caches alone do not fit onto the GPUs of this machine.
     """
-    machine = Machine(None)
-    if cfg.cluster.device != "cpu" and cfg.cluster.address is None:
-        machine = this_machine()
+    plan = _plan_here(cfg)
+    if plan is None:
+        return None
+    problem = impossible(plan, replans(plan.question, PlanOptions()))
+    if problem is not None:
+        raise ConfigError(problem.message, hint=f"{_fixes(problem)}; `posttrain plan` shows every moment")
+    budget = sync_budget(plan.layout)
+    return None if budget is None else budget / GIB
+
+
+def memory_warning(cfg: Config) -> str | None:
+    """Return what to tell of a run that has no room on this machine's GPUs, with micro-batches as large as they may be;
+    None: it has, or it is not known."""
+    plan = _plan_here(cfg)
+    problem = None if plan is None else too_large(plan, replans(plan.question, PlanOptions()))
+    if problem is None:
+        return None
+    hint = f"{_fixes(problem)}; `posttrain plan` shows every moment"
+    return f"warning: by its plan this run {problem.message}\n  hint: {hint}"
+
+
+def _plan_here(cfg: Config) -> Plan | None:
+    """Return the plan of a run on this machine's GPUs; None: it runs on a CPU or elsewhere, or no plan can be made of
+    its kind of model."""
+    if cfg.cluster.device == "cpu" or cfg.cluster.address is not None:
+        return None
+    machine = this_machine()
     if not machine.memory:
         return None
     try:
-        plan = Plan(question_of(cfg, PlanOptions(), machine=machine))
+        return Plan(question_of(cfg, PlanOptions(), machine=machine))
     except ModelError:
-        return None  # a kind of model that no plan can be made of
-    problem = impossible(plan, replans(plan.question, PlanOptions()))
-    if problem is not None:
-        fixes = [f"--set {' --set '.join(assignments(settings))}" for settings in problem.settings]
-        advice = " or ".join(fixes) or problem.otherwise
-        raise ConfigError(problem.message, hint=f"{advice}; `posttrain plan` shows every moment")
-    budget = sync_budget(plan.layout)
-    return None if budget is None else budget / GIB
+        return None
+
+
+def _fixes(problem: Problem) -> str:
+    """Return the settings that put a problem right, as they are typed, or what else helps."""
+    fixes = [f"--set {' --set '.join(assignments(settings))}" for settings in problem.settings]
+    return " or ".join(fixes) or problem.otherwise

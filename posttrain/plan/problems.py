@@ -267,6 +267,11 @@ def impossible(plan: Plan, replan: Replan) -> Problem | None:
     return next(iter(advised(plan, _impossible, replan)), None)
 
 
+def too_large(plan: Plan, replan: Replan) -> Problem | None:
+    """What does not fit where micro-batches are as large as they may be; ``impossible`` leaves their work out."""
+    return next(iter(advised(plan, lambda of: [p for p in _memory(of) if p.level == "error"], replan)), None)
+
+
 def _impossible(plan: Plan) -> list[Problem]:
     memory = plan.question.machine.memory
     # Without what the allocator may waste: what is refused could not have run.

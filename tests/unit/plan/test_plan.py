@@ -253,6 +253,24 @@ def test_a_budget_that_cannot_be_met_is_refused(monkeypatch):
     assert plan.check_budget(config("rl", cluster={"device": "cpu"})) is None
 
 
+def test_a_run_whose_updates_do_not_fit_is_told_so(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(bench.QWEN["7b"]))
+    monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("h100"), 2))
+
+    def warned(**rollout):
+        train = {"lora": {"rank": 32}, "param_dtype": "bfloat16", "tokens_per_microbatch": 8192}
+        cfg = {"rollout": {"engine": "sglang", "replicas": 2, **rollout}, "cluster": {"workers": 2}, "train": train}
+        return plan.memory_warning(config("rl", model={"path": str(tmp_path)}, **cfg))
+
+    text = warned()  # two H100 ran out of memory with it
+    assert text.startswith("warning: by its plan this run does not fit by ")
+    assert "update_actor" in text
+    assert "--set rollout.sleep=true or --set" in text
+    assert warned(sleep=True) is None
+    monkeypatch.setattr(plan, "this_machine", lambda: Machine(None))
+    assert warned() is None
+
+
 def test_the_refusal_of_a_run_is_bad_input(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(bench.QWEN["7b"]))
     monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("4090")))
