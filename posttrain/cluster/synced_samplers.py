@@ -71,8 +71,9 @@ class SyncedSamplers:
         lost: list[tuple[RemoteSampler, PosttrainError]] = []
         async with self._trainers_busy, self._turns():
             await self._onload()  # where trainers did not work since the last update
-            # An engine that restarts on the same GPU sizes its KV cache by the free memory.
-            await asyncio.gather(*(trainer.free_cache() for trainer in self._trainers))
+            if self._cluster.cfg.cluster.placement == "colocated":
+                # An engine computes in the memory that is left, and one that restarts sizes its KV cache by it.
+                await asyncio.gather(*(trainer.free_cache() for trainer in self._trainers))
             metrics = await self._publish(self._living, lost)
         for sampler, error in lost:
             if sampler in self.pool.samplers:

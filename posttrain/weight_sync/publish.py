@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -49,7 +50,8 @@ async def publish(
 
     Returns:
         ``sync/check_gap``, the largest mean absolute difference of any engine; on GPUs ``sync/gpu_used_gib``, what
-        all processes used of the fullest GPU during the update.
+        all processes used of the fullest GPU during the update; ``perf/sync_send_s`` and ``perf/sync_check_s``, the
+        seconds of sending the weights and of the check.
 
     Raises:
         RunError: the trainer's weights, or its log-probabilities of the ``check`` sequences, are not finite.
@@ -62,18 +64,24 @@ async def publish(
     async def finish(receiver: R) -> None:
         scores[receiver.name] = await receiver.finish_update(version, check)
 
+    begun = time.perf_counter()
     if any(receiver.trainers for receiver in receivers):  # the engines' KV caches take the memory that trainers need
         expected, _ = await asyncio.gather(source.score(check), targets.each(lambda receiver: receiver.wake()))
+        scored = time.perf_counter()
         used = await _send(source, targets, transfers, frozen)
+        sent = time.perf_counter()
         if offload is not None:
             await offload()
         await targets.each(finish)
     else:  # they have GPUs of their own, and score at the same time
         await targets.each(lambda receiver: receiver.wake())
+        scored = time.perf_counter()
         used = await _send(source, targets, transfers, frozen)
+        sent = time.perf_counter()
         expected, _ = await asyncio.gather(source.score(check), targets.each(finish))
         if offload is not None:
             await offload()
+    seconds = {"perf/sync_send_s": sent - scored, "perf/sync_check_s": time.perf_counter() - sent + scored - begun}
     if not expected.isfinite().all():
         raise diverged(
             f"the {source.role} gives log-probabilities that are not finite", f"weight version {version} is of no use"
@@ -86,7 +94,7 @@ async def publish(
         if replace is None:
             raise error
         await replace(receiver, error)
-    return {"sync/check_gap": gap} | ({"sync/gpu_used_gib": used} if used else {})
+    return {"sync/check_gap": gap, **seconds} | ({"sync/gpu_used_gib": used} if used else {})
 
 
 def _largest_gap(

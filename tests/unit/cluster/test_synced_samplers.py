@@ -29,8 +29,10 @@ class Replica:
 
 
 class Trainer:
+    freed = 0
+
     async def free_cache(self):
-        pass
+        self.freed += 1
 
 
 @pytest.fixture
@@ -61,12 +63,13 @@ def opened(monkeypatch):
         await asyncio.sleep(0)
         return Replica(index + 10)
 
-    async def make(**rollout):
-        cfg = Config.model_validate({"command": "rl", "rollout": {"staleness": 1, "replicas": 2} | rollout})
+    async def make(trainer=None, placement="colocated", **rollout):
+        rollout = {"staleness": 1, "replicas": 2} | rollout
+        cfg = Config.model_validate({"command": "rl", "rollout": rollout, "cluster": {"placement": placement}})
         cluster = SimpleNamespace(
             cfg=cfg, samplers=samplers, sampler=sampler, transfers=lambda: None, sync_tolerance=1.0
         )
-        synced = SyncedSamplers(cluster, None, [Trainer()])
+        synced = SyncedSamplers(cluster, None, [trainer or Trainer()])
         await synced.start(None, [])
         await synced.publish(0, [])
         return synced
@@ -136,3 +139,10 @@ async def test_without_updates_in_flight_new_weights_wait_for_the_turns_in_progr
     await asyncio.wait_for(updating, 10)
     assert (await turn).version == 0
     assert replica.version == 1
+
+
+@pytest.mark.parametrize(("placement", "freed"), [("colocated", 1), ("separate", 0)])
+async def test_trainers_keep_their_memory_where_no_engine_needs_it(opened, placement, freed):
+    trainer = Trainer()
+    await opened[0](trainer, placement)
+    assert trainer.freed == freed

@@ -1,5 +1,7 @@
 """The weight-sync check of ``publish``, with a trainer and an engine whose log-probabilities are given."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -57,3 +59,14 @@ async def test_what_rounding_does_to_unlikely_tokens_is_not_counted():
 async def test_other_weights_are_found_by_the_likely_tokens(errors):
     with pytest.raises(WeightSyncError, match="sampler 0 does not hold weight version 3"):
         await gap(errors)
+
+
+async def test_sending_and_checking_are_timed(monkeypatch):
+    async def sent(*_):
+        await asyncio.sleep(0.05)
+        return 0.0
+
+    monkeypatch.setattr(module, "_send", sent)
+    metrics = await publish(Trainer(), [Engine([0.0] * 8)], None, version=3, check=CHECK, tolerance=0.1)
+    assert metrics["perf/sync_send_s"] >= 0.05
+    assert metrics["perf/sync_check_s"] >= 0.0
