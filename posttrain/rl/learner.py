@@ -85,6 +85,13 @@ class Learner:
         """The models that a checkpoint holds, by the names of their folders in it."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
+    def warm_up(self) -> None:
+        """Have the models that are trained prepare for their first update while engines sample, where they do not leave
+        the GPUs to these."""
+        if not (self.run.cfg.rollout.sleep or self.run.cfg.train.offload):
+            for group in self.trained.values():
+                group.warm_up()
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps besides the models, as JSON."""
         return {"kl_coef": self.kl.value}

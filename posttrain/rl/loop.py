@@ -101,6 +101,7 @@ async def train(run: TrainingRun, start: Start) -> None:
             learner.restore(state["learner"])
         rollouts.resume(run.step, state)
         await engines.start(run.step)
+        learner.warm_up()
         position = {**rollouts.state(), "learner": learner.state()}, rollouts.files()
 
         if cfg.val.before_train and run.step == 0 and (metrics := await rollouts.validate(0)):

@@ -244,6 +244,19 @@ class TrainWorker:
             maxima={"seconds": time.perf_counter() - start, "memory_gib": self._memory_gib()},
         )
 
+    def warm_up(self) -> None:
+        """Compile the layers' passes with gradients ahead of the first update, on a few tokens that count for nothing.
+        Weights and optimizer stay as they are."""
+        if not self.compiled or self.optimizer is None:
+            return
+        batch = PackedBatch.from_sequences([[0] * 8, [0] * 9], [[True] * 8, [True] * 9])
+        batch.loss_weights = torch.zeros(batch.num_tokens)
+        self._backward(self._micro_batch(batch, replay=False), LossSpec())
+        if self.spec.train.gather_weights == "step":
+            reshard(self.lm)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.free_cache()
+
     def start_profile(self) -> None:
         """Trace what this worker does from now on."""
         self.profiler.start()

@@ -4,14 +4,21 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from posttrain.config import TrainConfig
+from posttrain.data.pack import PackedBatch
 from posttrain.models import attention
 from posttrain.models.attention import Kernel, Ragged
 from posttrain.models.experts import Mixture, RoutedTokens
+from posttrain.models.load import ModelSource
 from posttrain.models.prefixes import SharedPrefixes
 from posttrain.train import parallel
 from posttrain.train.model import PackedLM
+from posttrain.train.spec import LossSpec, WorkerSpec
+from posttrain.train.worker import TrainWorker
+from tests.helpers.ports import free_ports
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
@@ -177,3 +184,38 @@ def test_routers_of_compiled_layers_replay_balance_and_count(monkeypatch):
         seen.append(counters["stats"]["unique_graphs"])
     assert seen[1] == seen[2] <= 2
     assert not counters["graph_break"], dict(counters["graph_break"])
+
+
+@pytest.mark.parametrize("train", [{}, {"gather_weights": "step", "param_dtype": "bfloat16"}])
+def test_the_first_update_of_a_worker_that_warmed_up_compiles_nothing_and_is_the_same(monkeypatch, train):
+    counters = torch._dynamo.utils.counters["stats"]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(attention, "choose", lambda *_: KERNEL)
+    settings = TrainConfig.model_validate({"compile": "on", **train})
+
+    def updates(*, warm):
+        torch._dynamo.reset()
+        counters.clear()
+        worker = TrainWorker(WorkerSpec(ModelSource("builtin:tiny"), "cpu", "float32", 9, 1.0, settings), 0, 1)
+        worker.setup("127.0.0.1", int(free_ports(1)[0]), 60.0)
+        try:
+            if warm:
+                worker.warm_up()
+            before, found = counters["unique_graphs"], []
+            for lengths in ([5, 9, 30], [12]):
+                ids = [list(range(5, 5 + n)) for n in lengths]
+                packed = PackedBatch.from_sequences(ids, [[True] * n for n in lengths])
+                packed.loss_weights = packed.loss_mask / packed.num_tokens
+                metrics = worker.update([packed], LossSpec())
+                found.append(metrics.sums | {"grad_norm": metrics.shared["grad_norm"]})
+            whole = ((name, getattr(p, "full_tensor", p.clone)()) for name, p in worker.parameters.items())
+            weights = {name: value.detach() for name, value in whole}
+            return found, weights, before, counters["unique_graphs"]
+        finally:
+            dist.destroy_process_group()
+
+    cold, cold_weights, none, graphs = updates(warm=False)
+    warm, warm_weights, before, after = updates(warm=True)
+    assert none == 0 < before == after == graphs
+    assert warm == cold
+    assert all(torch.equal(warm_weights[name], value) for name, value in cold_weights.items())
