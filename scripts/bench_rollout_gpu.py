@@ -11,7 +11,8 @@ The model is a random Qwen2.5 shape (`bench_train.py` writes it). "Raw" are the 
 Python API at once, in its process, without our driver: no episodes, no Ray. No prompt comes twice, since its prefix
 would be cached. Multi-turn: each turn samples, and then reads a tool's answer; raw, the same tokens without decoding,
 parsing and templates. On GPUs of their own, weights are updated while all requests are being sampled, every
-`--interval` seconds; each goes on with the new ones, and must come to its end.
+`--interval` seconds; each goes on with the new ones, and must come to its end. With `--amid N` others follow those that
+have ended until there were N updates.
 
 With `--fp8` the same engine is measured twice in one run, in bfloat16 and with `rollout.quantization = "fp8"`
 (`--fp8-kv`: and a KV cache in FP8): tokens per second through our driver, updates with quantization and check, the gap
@@ -208,9 +209,10 @@ async def measure_in_flight(args: argparse.Namespace) -> list[tuple[str, str]]:
     clock, check = Clock(), prompts(4, 64)
     async with together(args, clock) as (_, sync, sampler):
         await ours(sampler, prompts(32, args.prompt), 64, 1, 0)
-        version = 0
+        version, amid, gaps = 0, 0, [0.0]
+        episodes: list[tuple[list[int], bool]] = []
         for version in range(1, args.updates + 2):
-            metrics = await clock("update with check, at rest", sync.publish(version, check))
+            await clock("update with check, at rest", sync.publish(version, check))
 
         async def episode(ids: list[int]) -> tuple[list[int], bool]:
             """The version of each token; whether it came to its end."""
@@ -223,16 +225,25 @@ async def measure_in_flight(args: argparse.Namespace) -> list[tuple[str, str]]:
                     break
             return versions, sample.finish_reason in ("stop", "length")
 
+        async def play(ids: list[int]) -> None:
+            """One episode, or with ``--amid`` one after the other until so many updates have come."""
+            episodes.append(await episode(ids))
+            while amid < args.amid:
+                episodes.append(await episode(ids))
+
         begun = time.perf_counter()
-        running = [asyncio.create_task(episode(ids)) for ids in prompts(args.requests, args.prompt)]
+        running = [asyncio.create_task(play(ids)) for ids in prompts(args.requests, args.prompt)]
         while (await asyncio.wait(running, timeout=args.interval))[1]:
-            version += 1
-            await clock("update with check, amid sampling", sync.publish(version, check))
-        episodes = await asyncio.gather(*running)
+            if not args.amid or amid < args.amid:
+                version += 1
+                metrics = await clock("update with check, amid sampling", sync.publish(version, check))
+                gaps.append(metrics["sync/check_gap"])
+                amid += 1
+        await asyncio.gather(*running)
         seconds = time.perf_counter() - begun
         whole = sum(ended and versions == sorted(versions) for versions, ended in episodes)
         rows = [(name, f"{clock.median(name):.3f} s ({len(clock.seconds[name])})") for name in clock.seconds]
-        rows.append(("check gap", f"{metrics['sync/check_gap']:.4f}"))
+        rows.append(("largest check gap amid sampling", f"{max(gaps):.4f}"))
         rows.append(("episodes, come to their end", f"{len(episodes)}, {whole}"))
         rows.append(("of several versions", str(sum(len(set(versions)) > 1 for versions, _ in episodes))))
         sampled = sum(len(versions) for versions, _ in episodes)
@@ -298,6 +309,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--turns", type=int, nargs="+", choices=[1, 5], default=[1, 5])
+    parser.add_argument("--amid", type=int, default=0, help="updates amid sampling; default: until all requests ended")
     parser.add_argument("--interval", type=float, default=4.0, help="seconds between updates amid sampling")
     parser.add_argument("--memory-fraction", type=float, default=0.5)
     parser.add_argument("--tensor-parallel", type=int, default=1)
