@@ -71,9 +71,7 @@ class SyncedSamplers:
         lost: list[tuple[RemoteSampler, PosttrainError]] = []
         async with self._trainers_busy, self._turns():
             await self._onload()  # where trainers did not work since the last update
-            if self._cluster.cfg.cluster.placement == "colocated":
-                # An engine computes in the memory that is left, and one that restarts sizes its KV cache by it.
-                await asyncio.gather(*(trainer.free_cache() for trainer in self._trainers))
+            await self._free_caches()
             metrics = await self._publish(self._living, lost)
         for sampler, error in lost:
             if sampler in self.pool.samplers:
@@ -115,11 +113,20 @@ class SyncedSamplers:
             for trainer in self._trainers:
                 await trainer.onload()
 
-    async def _offload_trainers(self) -> None:
-        if self._offload and not self._offloaded:
+    async def _make_room(self) -> None:
+        """Have trainers leave the engines' GPUs, or give up the memory there that they do not need."""
+        if not self._offload:
+            await self._free_caches()
+        elif not self._offloaded:
             self._offloaded = True
             for trainer in self._trainers:
                 await trainer.offload()
+
+    async def _free_caches(self) -> None:
+        """Give back what torch keeps for later, where engines share the GPUs: they compute in the memory that is left,
+        and one that restarts sizes its KV cache by it."""
+        if self._cluster.cfg.cluster.placement == "colocated":
+            await asyncio.gather(*(trainer.free_cache() for trainer in self._trainers))
 
     async def _publish(
         self, samplers: Sequence[RemoteSampler], lost: list[tuple[RemoteSampler, PosttrainError]] | None = None
@@ -138,7 +145,7 @@ class SyncedSamplers:
             version=self.version,
             check=self._check,
             tolerance=self._cluster.sync_tolerance,
-            offload=self._offload_trainers,
+            make_room=self._make_room,
             replace=None if lost is None else note,
             frozen=not complete,
         )

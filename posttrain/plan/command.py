@@ -400,7 +400,8 @@ class MemoryBudget:
 
 
 def check_budget(cfg: Config) -> float | None:
-    """GiB that a weight update is to take of the trainers' fullest GPU; None: on a CPU, or of a cluster elsewhere.
+    """GiB that a weight update is to take of the trainers' fullest GPU; None: on a CPU, or of a cluster elsewhere, or
+    where no engine shares it.
 
     Raises:
         ConfigError: weights and caches alone do not fit onto the GPUs of this machine.

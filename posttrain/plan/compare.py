@@ -80,7 +80,8 @@ def compare(plan: Plan, rows: Sequence[Row]) -> list[Pair]:
     updates = [m for m in plan.moments if m.name in ("update", "update_actor")]
     for moment in updates:
         pair("perf/memory_gib", moment.allocated / GIB)
-    load = [m for m in plan.moments if m.name == "load"]
+    # Trainers that have GPUs of their own keep what they had before.
+    load = [m for m in plan.moments if m.name == "load" and plan.layout.colocated]
     for moment in load:
         pair("sync/gpu_used_gib", moment.total / GIB)
     ahead = bool(plan.question.cfg.rollout.staleness)

@@ -245,8 +245,9 @@ def reads_old(cfg: Config) -> bool:
 
 
 def sync_budget(layout: Layout) -> float | None:
-    """Bytes of the trainers' fullest GPU amid a weight update; None: not on GPUs that are known."""
-    if not layout.trainers or layout.engine is None or not layout.machine.memory:
+    """Bytes of the trainers' fullest GPU amid a weight update; None: not on GPUs that are known, or no engine shares
+    them, so that trainers keep what they had before."""
+    if not layout.trainers or layout.engine is None or not layout.colocated or not layout.machine.memory:
         return None
     return next(m.total for m in moments(layout) if m.name == "load")
 

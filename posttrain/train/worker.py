@@ -399,9 +399,8 @@ class TrainWorker:
         if self.sender is not None:
             self.sender.close()
             self.sender = None
-            if self.spec.device == "cuda":  # for the engine's KV cache
+            if self.spec.device == "cuda":
                 torch.cuda.ipc_collect()
-                self.free_cache()
         return used
 
     def offload(self) -> None:

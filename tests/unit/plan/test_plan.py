@@ -251,6 +251,8 @@ def test_a_budget_that_cannot_be_met_is_refused(monkeypatch):
     assert budget is not None
     assert 0.8 * 23.5 < budget < 23.5
     assert plan.check_budget(config("rl", cluster={"device": "cpu"})) is None
+    monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("4090"), 2))
+    assert plan.check_budget(config("rl", cluster={"placement": "separate"})) is None
 
 
 def test_a_run_whose_updates_do_not_fit_is_told_so(monkeypatch, tmp_path):
