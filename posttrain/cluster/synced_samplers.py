@@ -113,7 +113,7 @@ class SyncedSamplers:
             for trainer in self._trainers:
                 await trainer.onload()
 
-    async def _make_room(self) -> None:
+    async def _free_gpus(self) -> None:
         """Have trainers leave the engines' GPUs, or give up the memory there that they do not need."""
         if not self._offload:
             await self._free_caches()
@@ -145,7 +145,7 @@ class SyncedSamplers:
             version=self.version,
             check=self._check,
             tolerance=self._cluster.sync_tolerance,
-            make_room=self._make_room,
+            free_gpus=self._free_gpus,
             replace=None if lost is None else note,
             frozen=not complete,
         )

@@ -33,7 +33,7 @@ async def publish(
     version: int,
     check: Sequence[Ids],
     tolerance: float,
-    make_room: Callable[[], Awaitable[None]] | None = None,
+    free_gpus: Callable[[], Awaitable[None]] | None = None,
     replace: Callable[[R, PosttrainError], Awaitable[Any]] | None = None,
     frozen: bool = True,
 ) -> dict[str, float]:
@@ -44,7 +44,7 @@ async def publish(
 
     Args:
         tolerance: largest mean absolute difference of an engine's log-probabilities from the trainer's.
-        make_room: frees memory of trainers on the GPUs, before engines fill them.
+        free_gpus: frees memory of trainers on the GPUs, before engines fill them.
         replace: replaces a dead engine by a new one that has these weights; None: its death is raised.
         frozen: False: every engine has what training leaves as it is, a frozen vision tower, and it is not sent.
 
@@ -70,8 +70,8 @@ async def publish(
         scored = time.perf_counter()
         used = await _send(source, targets, transfers, frozen)
         sent = time.perf_counter()
-        if make_room is not None:
-            await make_room()
+        if free_gpus is not None:
+            await free_gpus()
         await targets.each(finish)
     else:  # they have GPUs of their own, and score at the same time
         await targets.each(lambda receiver: receiver.wake())
@@ -79,8 +79,8 @@ async def publish(
         used = await _send(source, targets, transfers, frozen)
         sent = time.perf_counter()
         expected, _ = await asyncio.gather(source.score(check), targets.each(finish))
-        if make_room is not None:
-            await make_room()
+        if free_gpus is not None:
+            await free_gpus()
     seconds = {"perf/sync_send_s": sent - scored, "perf/sync_check_s": time.perf_counter() - sent + scored - begun}
     if not expected.isfinite().all():
         raise diverged(
