@@ -19,7 +19,6 @@ the steps before and after the death to the end of either.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import signal
@@ -29,6 +28,7 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -123,16 +123,15 @@ class Watcher(Killer):
         return held / GIB
 
 
-def install_broadcasts(watcher: Watcher) -> None:
-    """Let the watcher see the broadcasts of the run that this process is the driver of."""
+def watching_broadcasts(watcher: Watcher) -> Any:
+    """Return a context in which the watcher sees the broadcasts of the run that this process is the driver of."""
     deliver = BroadcastTransfer.deliver
 
-    @functools.wraps(deliver)
     async def watched(self: BroadcastTransfer, *args: Any) -> None:
         watcher.broadcast_begins()
         await deliver(self, *args)
 
-    BroadcastTransfer.deliver = watched  # type: ignore[method-assign]
+    return mock.patch.object(BroadcastTransfer, "deliver", watched)
 
 
 def mixed(run: Path) -> set[int]:
@@ -176,9 +175,8 @@ def main() -> None:
     file.unlink(missing_ok=True)
     watcher = Watcher(file, args.kill, in_broadcast=args.in_broadcast)
     install(watcher)
-    install_broadcasts(watcher)
     failure = ""
-    with local_ray():
+    with local_ray(), watching_broadcasts(watcher):
         watcher.start()
         try:
             rl.run(resolved)

@@ -161,11 +161,9 @@ class TrainerGroup:
         per_worker = await self._on_shards("update", self._place(batch).shards(batch), loss)
         return over_ranks(per_worker)
 
-    def warm_up(self) -> None:
-        """Have the workers compile what the first update runs, ahead of all later calls. Nobody waits: a failure would
-        be that of the update, which does the same work."""
-        for actor in self.actors:
-            actor.call.remote("warm_up")
+    async def warm_up(self) -> None:
+        """Compile what the first update runs; see ``TrainWorker.warm_up``."""
+        await self.call("warm_up")
 
     async def nonfinite_gradients(self) -> list[str]:
         """Return the parameters whose gradient was not finite in the last update that was skipped."""

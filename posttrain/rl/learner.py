@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -85,12 +86,11 @@ class Learner:
         """The models that a checkpoint holds, by the names of their folders in it."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
-    def warm_up(self) -> None:
-        """Have the models that are trained prepare for their first update while engines sample, where they do not leave
-        the GPUs to these."""
+    async def warm_up(self) -> None:
+        """Prepare the models that are trained for their first update, while engines sample; not where trainers leave
+        the GPUs to these meanwhile."""
         if not (self.run.cfg.rollout.sleep or self.run.cfg.train.offload):
-            for group in self.trained.values():
-                group.warm_up()
+            await asyncio.gather(*(group.warm_up() for group in self.trained.values()))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps besides the models, as JSON."""

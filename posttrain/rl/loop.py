@@ -6,6 +6,7 @@ them from rollout files; ``rl.learner`` turns the rollouts of a step into update
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple, Protocol
@@ -101,7 +102,8 @@ async def train(run: TrainingRun, start: Start) -> None:
             learner.restore(state["learner"])
         rollouts.resume(run.step, state)
         await engines.start(run.step)
-        learner.warm_up()
+        warming = asyncio.create_task(learner.warm_up())  # the first update, beside the first rollouts
+        closing.callback(warming.cancel)
         position = {**rollouts.state(), "learner": learner.state()}, rollouts.files()
 
         if cfg.val.before_train and run.step == 0 and (metrics := await rollouts.validate(0)):
@@ -112,6 +114,7 @@ async def train(run: TrainingRun, start: Start) -> None:
                 break
             show(run, batch.groups)
             await engines.to_trainers()
+            await warming
             kept, updates = await learner.learn(batch.groups, version=engines.version, baselines=batch.baselines)
             await rollouts.trained(step, batch.groups)
             position = {**rollouts.state(), "learner": learner.state()}, rollouts.files()

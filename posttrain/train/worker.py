@@ -255,7 +255,7 @@ class TrainWorker:
         if self.spec.train.gather_weights == "step":
             reshard(self.lm)
         self.optimizer.zero_grad(set_to_none=True)
-        self.free_cache()
+        self.free_cache()  # engines sample now
 
     def start_profile(self) -> None:
         """Trace what this worker does from now on."""
