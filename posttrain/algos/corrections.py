@@ -76,6 +76,12 @@ def correct(
     }
 
 
+def token_factors(log_ratio: Tensor, upper: float, lower: float | None) -> Tensor:
+    """Return the factors [N] of ``correct`` with ``weight`` token that rejects nothing, of N tokens of the policy: each
+    follows from its own ``log_ratio`` [N]. Without gradient."""
+    return _within(bounded(log_ratio.detach()).exp(), upper, lower)[0]
+
+
 def effective_sample_size(weights: Tensor) -> float:
     """Return (sum of w)^2 / (N sum of w^2) of [N] weights, from 1 / N to 1; 0 where all are 0."""
     weights = weights.double()

@@ -94,6 +94,8 @@ class TrainerGroup:
     """Neighbouring workers that get the same batches and share their sequences."""
     share_prompts: bool = False
     """A prompt that sequences share is computed once in each micro-batch, where that pays."""
+    before_update: Tensor | None = None
+    """[T] log-probabilities before the last update, of its batch, where its loss has a ``correction``"""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The model as rank 0 describes it: ``parameters``, how many of them are ``trained``, ``checkpoint_bytes`` on disk,
     ``device``, ``dtype`` of its computations, ``attention``, ``dropout`` that the model's config asks for and does not
@@ -157,8 +159,14 @@ class TrainerGroup:
         return float(sum(m["loss"] for m in await self._on_shards("evaluate", shards)))
 
     async def update(self, batch: PackedBatch, loss: LossSpec) -> dict[str, float]:
-        """Take one optimizer step on the batch, and return its metrics (``UpdateMetrics``) over all workers."""
-        per_worker = await self._on_shards("update", self._place(batch).shards(batch), loss)
+        """Take one optimizer step on the batch, and return its metrics (``UpdateMetrics``) over all workers. Sets
+        ``before_update``."""
+        placement = self._place(batch)
+        per_worker = await self._on_shards("update", placement.shards(batch), loss)
+        self.before_update = None
+        if loss.correction is not None:
+            columns = [metrics.logprobs for metrics in per_worker[:: self.sequence_parallel]]
+            self.before_update = placement.gather(columns, batch)
         return over_ranks(per_worker)
 
     async def warm_up(self) -> None:

@@ -27,8 +27,8 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 
 
 class CorrectionConfig(Section):
-    """Importance corrections for the gap between trainer and engine (algorithms.md). Each takes one more forward pass
-    per step, for the trainer's own log-probabilities before the update."""
+    """Importance corrections for the gap between trainer and engine (algorithms.md). One of sequences, or of several
+    updates a step, takes one more forward pass per step, for the trainer's own log-probabilities before the update."""
 
     weight: Literal["auto", "none", "token", "sequence"] = "auto"
     """Factor of a token's loss: its ratio trainer / engine (token, truncated importance sampling), or the product of
@@ -48,6 +48,12 @@ class CorrectionConfig(Section):
     def active(self) -> bool:
         """Return whether anything is corrected."""
         return self.weight not in ("auto", "none") or self.reject != "none"
+
+    @property
+    def of_tokens(self) -> bool:
+        """Return whether each token's factor depends on that token alone, so that an update can compute it as it
+        goes."""
+        return self.weight == "token" and self.reject == "none"
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> CorrectionConfig:

@@ -240,7 +240,8 @@ def reads_old(cfg: Config) -> bool:
     """Return whether a step asks for the actor's own log-probabilities before its first update (``Learner._score``)."""
     algo = cfg.algo
     moves = algo.updates_per_step > 1 and not cfg.rollout.replay
-    own = POLICY_LOSSES.get(algo.policy_loss).reads_current or cfg.correction.active or algo.kl_in == "reward"
+    corrects = cfg.correction.active and not cfg.correction.of_tokens
+    own = POLICY_LOSSES.get(algo.policy_loss).reads_current or corrects or algo.kl_in == "reward"
     return moves or own or ADVANTAGES.get(algo.advantage).teacher
 
 

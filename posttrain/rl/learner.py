@@ -140,6 +140,8 @@ class Learner:
             metrics |= await self._update_critic(self.critic, parts)
         if self.critic is None or self.run.step >= self.run.cfg.critic.warmup_steps:
             metrics |= await self._update_actor(parts, version, own)
+            if self.actor.before_update is not None:
+                metrics |= self._correct(batch, kept, version, self.actor.before_update)[1]
         metrics["perf/total_num_tokens"] = float(batch.num_tokens)
         metrics["actor/skipped_steps"] = float(self.run.skipped_steps)
         return kept, metrics
@@ -153,9 +155,10 @@ class Learner:
         reference's, values, and the correction. Returns the actor's own log-probabilities [T], where something reads
         them, and metrics.
 
-        In a step of one update by the policy that sampled, all ratios are 1, and ``old_logprobs`` stay None.
+        In a step of one update by the policy that sampled, all ratios are 1, and ``old_logprobs`` stay None. A
+        correction of tokens is then left to the update, whose forward pass computes what it needs.
         """
-        algo, correction, tracker = self.run.cfg.algo, self.run.cfg.correction, self.run.tracker
+        algo, tracker = self.run.cfg.algo, self.run.tracker
         engine = batch.rollout_logprobs
         assert engine is not None
         to_engine = self._ratio_to_engine(kept, version)
@@ -167,15 +170,8 @@ class Learner:
         if moves:
             batch.old_logprobs = engine if own is None else torch.where(to_engine, engine, own)
         metrics: dict[str, float] = {}
-        if self.run.cfg.rollout.staleness and own is not None and version is not None:
-            metrics |= gap_by_age(own - engine, stale_tokens(kept, version), batch.loss_mask)
-        if correction.active:
-            assert own is not None
-            # A ratio that is taken to the engine has the correction in it.
-            gap = torch.where(to_engine, 0.0, own - engine)
-            sequence = segment_ids(batch.cu_seqlens)
-            batch.correction, of_weights = correct(gap, sequence, batch.loss_mask, **correction.model_dump())
-            metrics |= of_weights
+        if own is not None:
+            batch.correction, metrics = self._correct(batch, kept, version, own)
         if algo.kl_coef > 0:
             with tracker.phase("ref"):
                 batch.ref_logprobs = await (
@@ -185,6 +181,24 @@ class Learner:
             with tracker.phase("values"):
                 batch.values = await self.critic.values(batch)
         return own, metrics
+
+    def _correct(
+        self, batch: PackedBatch, kept: Sequence[Trajectory], version: int | None, own: Tensor
+    ) -> tuple[Tensor | None, dict[str, float]]:
+        """Return the factors [T] of the loss weights, None without a correction, and metrics of them and of the gap
+        between trainer and engine, from the actor's ``own`` log-probabilities [T] before the first update."""
+        assert batch.rollout_logprobs is not None
+        metrics: dict[str, float] = {}
+        gap, factors = own - batch.rollout_logprobs, None
+        if self.run.cfg.rollout.staleness and version is not None:
+            metrics |= gap_by_age(gap, stale_tokens(kept, version), batch.loss_mask)
+        if self.run.cfg.correction.active:
+            # A ratio that is taken to the engine has the correction in it.
+            gap = torch.where(self._ratio_to_engine(kept, version), 0.0, gap)
+            sequence = segment_ids(batch.cu_seqlens)
+            factors, of_weights = correct(gap, sequence, batch.loss_mask, **self.run.cfg.correction.model_dump())
+            metrics |= of_weights
+        return factors, metrics
 
     def _ratio_to_engine(self, kept: Sequence[Trajectory], version: int | None) -> Tensor:
         """Return [T], true where ratios are taken to the engine's recorded log-probabilities.
@@ -201,11 +215,10 @@ class Learner:
     @property
     def _reads_own(self) -> bool:
         """Return whether the algorithm reads the actor's log-probabilities before its first update."""
-        algo = self.run.cfg.algo
+        algo, correction = self.run.cfg.algo, self.run.cfg.correction
+        corrects = correction.active and not correction.of_tokens
         loss = POLICY_LOSSES.get(algo.policy_loss)
-        return (
-            loss.reads_current or self.run.cfg.correction.active or algo.kl_in == "reward" or self.teacher is not None
-        )
+        return loss.reads_current or corrects or algo.kl_in == "reward" or self.teacher is not None
 
     def _kl_penalties(self, batch: PackedBatch, own: Tensor | None) -> tuple[Tensor | None, dict[str, float]]:
         """Return the KL penalty in the reward, [T], times its coefficient, which then adapts; and metrics."""
@@ -243,7 +256,8 @@ class Learner:
         """Take the actor's updates. ``own``: its log-probabilities [T] of the whole step before them, where known."""
         algo, results = self.run.cfg.algo, []
         policy_loss = POLICY_LOSSES.get(algo.policy_loss)
-        loss = LossSpec(algo, off_policy=version is None)
+        correction = self.run.cfg.correction if self.run.cfg.correction.active and own is None else None
+        loss = LossSpec(algo, off_policy=version is None, correction=correction)
         async with self.run.profiled(self.actor):
             with self.run.tracker.phase("update_actor"):
                 for number, part in enumerate(parts):

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from posttrain.algos import losses
 from posttrain.algos.catalog import POLICY_LOSSES
+from posttrain.algos.corrections import token_factors
 from posttrain.algos.gap import gap_sums
 from posttrain.algos.tokens import TokenInputs
 from posttrain.core.errors import RunError
@@ -28,16 +29,20 @@ def token_loss(
 ) -> tuple[Tensor, losses.Sums]:
     """Return the loss of some of the micro-batch's tokens, and sums for the metrics. Raises ``RunError``."""
     algo, weights = spec.algo, micro.weights[part]
-    bonus, entropy = losses.entropy(entropies, weights)
-    if algo is None:
-        loss, sums = losses.nll(logprobs, weights)
-        return loss, sums | entropy
 
     def column(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[part]
 
-    advantages, ref = column(micro.advantages), column(micro.ref_logprobs)
-    rollout, old = column(micro.rollout_logprobs), column(micro.old_logprobs)
+    rollout = column(micro.rollout_logprobs)
+    if spec.correction is not None:
+        if rollout is None:
+            raise RunError("a correction needs the engine's log-probabilities")
+        weights = weights * token_factors(logprobs - rollout, spec.correction.upper, spec.correction.lower)
+    bonus, entropy = losses.entropy(entropies, weights)
+    if algo is None:
+        loss, sums = losses.nll(logprobs, weights)
+        return loss, sums | entropy
+    advantages, ref, old = column(micro.advantages), column(micro.ref_logprobs), column(micro.old_logprobs)
     if advantages is None:
         raise RunError("a policy update needs advantages")
     # A policy that has not moved since it sampled is its own old policy.

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from posttrain.config import AlgoConfig, TrainConfig
+    from torch import Tensor
+
+    from posttrain.config import AlgoConfig, CorrectionConfig, TrainConfig
     from posttrain.models.load import ModelSource
 
 
@@ -52,6 +54,9 @@ class LossSpec:
     algo: AlgoConfig | None = None
     off_policy: bool = False
     """Another policy sampled the batch: the gap to ``rollout_logprobs`` is the drift from it."""
+    correction: CorrectionConfig | None = None
+    """Correct the weights of tokens by their ratios before the update, as the update computes these; see
+    ``CorrectionConfig.of_tokens``. None: the batch's weights have it in them."""
     value_clip: float = float("inf")
     """See ``algos.losses.value``."""
 
@@ -67,6 +72,8 @@ class UpdateMetrics:
     """The same on every rank: ``grad_norm``, ``skipped``, ``lr``, of mixtures ``moe/...``"""
     maxima: dict[str, float]
     """The largest counts: ``seconds``, ``memory_gib``"""
+    logprobs: Sequence[Tensor] = ()
+    """Of a loss with a ``correction``: log-probabilities before the update, as ``TrainWorker.logprobs`` returns them"""
 
 
 def over_ranks(found: Sequence[UpdateMetrics]) -> dict[str, float]:

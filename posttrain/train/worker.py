@@ -174,13 +174,7 @@ class TrainWorker:
         with self._no_backward(), nullcontext() if adapter else lora.switched_off(self.lm.model):
             for batch in shard:
                 micro = self._micro_batch(batch, replay=adapter)
-                values = self._forward(micro, temperature=temperature)[0]
-                column = torch.zeros(batch.num_tokens, device=self.device)
-                if micro.has_loss:
-                    column[micro.predict.to(self.device)] = values
-                if self.parallel is not None:  # each worker has some of the tokens, and 0 elsewhere
-                    dist.all_reduce(column, group=self.parallel.group)
-                columns.append(column.cpu())
+                columns.append(self._column(batch, micro, self._forward(micro, temperature=temperature)[0]))
         return columns
 
     def evaluate(self, shard: Sequence[PackedBatch]) -> dict[str, float]:
@@ -205,12 +199,16 @@ class TrainWorker:
         micros = [self._micro_batch(batch) for batch in shard]
         pull = self._pull_of_balance(micros) if self.spec.train.router_aux_loss_coef else None
         sums: losses.Sums = {}
+        before: list[tuple[PackedBatch, MicroBatch, Tensor]] = []
         seen: Tensor | None = None
-        for i, micro in enumerate(micros):
+        for i, (batch, micro) in enumerate(zip(shard, micros, strict=True)):
             if self.sharded and self.spec.train.reduce_gradients == "step":
                 cast(FSDPModule, self.lm).set_requires_gradient_sync(i == len(micros) - 1)
-            for key, value in self._backward(micro, loss, pull).items():
+            of_micro, values = self._backward(micro, loss, pull)
+            for key, value in of_micro.items():
                 sums[key] = sums[key] + value if key in sums else value
+            if loss.correction is not None:
+                before.append((batch, micro, values))
             if self.mixture is not None:
                 rows = self.mixture.seen().rows
                 seen = rows if seen is None else seen + rows
@@ -242,6 +240,7 @@ class TrainWorker:
             sums={key: float(value) for key, value in sums.items()} | computed,
             shared={"grad_norm": float(grad_norm), "skipped": float(skipped), "lr": rate} | self._routing_metrics(seen),
             maxima={"seconds": time.perf_counter() - start, "memory_gib": self._memory_gib()},
+            logprobs=[self._column(*each) for each in before],
         )
 
     def warm_up(self) -> None:
@@ -333,9 +332,19 @@ class TrainWorker:
         )
         return result
 
-    def _backward(self, micro: MicroBatch, spec: LossSpec, pull: Tensor | None = None) -> losses.Sums:
-        """Add the gradient of the micro-batch's loss; sums for the metrics, on the device. ``pull``: as in
-        ``Mixture.begin``."""
+    def _column(self, batch: PackedBatch, micro: MicroBatch, values: Tensor) -> Tensor:
+        """Return a [T] column on the CPU of the [N] values of a micro-batch, 0 elsewhere. A collective, where workers
+        share sequences."""
+        column = torch.zeros(batch.num_tokens, device=self.device)
+        if micro.has_loss:
+            column[micro.predict.to(self.device)] = values
+        if self.parallel is not None:  # each worker has some of the tokens, and 0 elsewhere
+            dist.all_reduce(column, group=self.parallel.group)
+        return column.cpu()
+
+    def _backward(self, micro: MicroBatch, spec: LossSpec, pull: Tensor | None = None) -> tuple[losses.Sums, Tensor]:
+        """Add the gradient of the micro-batch's loss. Returns sums for the metrics, and the values or log-probabilities
+        [N] that the loss is of, all on the device. ``pull``: as in ``Mixture.begin``."""
         sums: losses.Sums = {}
 
         def of_tokens(logprobs: Tensor, entropies: Tensor, part: slice) -> Tensor:
@@ -345,12 +354,13 @@ class TrainWorker:
             return total
 
         if self.spec.values:
-            total, sums = value_loss(micro, self._forward(micro, pull=pull)[0], spec)
+            values = self._forward(micro, pull=pull)[0]
+            total, sums = value_loss(micro, values, spec)
         else:
-            total = self._forward(micro, of_tokens, pull=pull)[0]
+            total, values, _ = self._forward(micro, of_tokens, pull=pull)
         # FSDP averages gradients over ranks, but the weights are already those of the global batch.
         torch.autograd.backward(total * self.world_size)
-        return sums
+        return sums, values.detach()
 
     # ------------------------------------------------------------------ weights
 

@@ -16,12 +16,14 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from posttrain.algos.corrections import correct
 from posttrain.algos.reduce import token_weights
+from posttrain.algos.segments import segment_ids
 from posttrain.cluster.actors import ActorHandle
 from posttrain.cluster.calls import gather
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.cluster.samplers import RemoteSampler
-from posttrain.config import AlgoConfig, Config
+from posttrain.config import AlgoConfig, Config, CorrectionConfig
 from posttrain.config.presets import resolve
 from posttrain.core.errors import DeadlineError, Interrupted, PosttrainError, RunError, WeightSyncError, WorkerError
 from posttrain.core.types import SamplingParams
@@ -270,6 +272,51 @@ def test_the_gap_off_policy_is_the_drift_from_the_engine(alone, pair, start):
         distance = float((now - batch.rollout_logprobs)[batch.loss_mask].abs().sum())
         assert off["gap/abs"] == pytest.approx(distance, rel=1e-4)
         assert expected["gap/abs"] == 0.0
+
+
+@pytest.fixture(scope="module")
+def sharing(clusters):
+    """A trainer of two workers that share sequences."""
+    cluster = clusters(config(train={"sequence_parallel": 2}, cluster={"workers": 2}))
+    return asyncio.run(cluster.trainer("actor", SOURCE))
+
+
+@pytest.mark.parametrize("lower", [None, 0.5], ids=["TIS", "IcePop"])
+def test_a_correction_within_the_update_is_the_one_of_a_pass_before_it(lower, alone, pair, sharing, start):
+    """Tokens are weighted by the log-probabilities of the update's own forward pass: metrics, and the next step's, as
+    with the weights of a forward pass of its own, also where workers and micro-batches have parts of the batch."""
+    bounds = CorrectionConfig(weight="token", upper=1.5, lower=lower)
+    batch = rl_batch()
+    batch.old_logprobs = None
+
+    async def two_steps(group, within):
+        await group.load(start)
+        steps = []
+        for _ in range(2):
+            own = await group.logprobs(batch)
+            given = batch
+            if not within:
+                sequence = segment_ids(batch.cu_seqlens)
+                factors, _ = correct(own - batch.rollout_logprobs, sequence, batch.loss_mask, **bounds.model_dump())
+                assert 0.1 < float((factors[batch.loss_mask] == (1.5 if lower is None else 0.0)).float().mean()) < 0.9
+                given = replace(batch, loss_weights=batch.loss_weights * factors)
+            steps.append(await group.update(given, LossSpec(RL, correction=bounds if within else None)))
+            assert (group.before_update is not None) == within
+            if within:
+                torch.testing.assert_close(group.before_update, own, rtol=1e-5, atol=1e-5)
+        return steps
+
+    expected = asyncio.run(two_steps(alone[1], within=False))
+    plain = asyncio.run(alone[1].update(batch, LossSpec(RL)))
+    assert plain["grad_norm"] != pytest.approx(expected[0]["grad_norm"], rel=1e-2)
+    for group in (alone[1], pair, sharing):
+        for budget in (LARGE, SMALL):
+            group.tokens_per_microbatch = budget
+            found = asyncio.run(two_steps(group, within=True))
+            group.tokens_per_microbatch = LARGE
+            for got, wanted in zip(found, expected, strict=True):
+                for name in (*SAME[:-1], *SUMS):
+                    assert got[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-6), name
 
 
 def test_batches_without_loss(alone, pair, start):

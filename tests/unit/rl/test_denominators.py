@@ -48,7 +48,9 @@ def scored(staleness, updates=1, **correction):
     learner = Learner(run, Actor(), None, None, None, None)
     batch = pack(kept)
 
-    async def score():
+    async def score(within=False):
+        if within:  # the update
+            return learner._correct(batch, kept, 5, await learner.actor.logprobs(batch))
         return await learner._score(batch, kept, 5)
 
     return batch, score
@@ -68,16 +70,27 @@ async def test_without_a_correction_ratios_are_to_the_weights_that_sampled():
 
 async def test_with_staleness_every_token_is_weighted_by_the_proximal_policy_over_the_one_that_sampled():
     """With one update a step the policy that is trained is the proximal one: all its ratios are 1."""
-    batch, score = scored(2)
+    batch, score = scored(2, weight="token", reject="max_token", reject_above=5.0)  # rejects nothing here
     _, metrics = await score()
     assert batch.old_logprobs is None
     assert sampled(batch.correction) == pytest.approx([1.5, 2.0, 0.25, 1.0])  # 4.0 is cut to algo.correction.upper
     assert metrics["correction/truncated"] == 0.25
 
 
+async def test_a_correction_of_tokens_is_left_to_the_only_update():
+    """It asks for no forward pass of its own, and its metrics come of the log-probabilities of the update."""
+    batch, score = scored(2)
+    own, metrics = await score()
+    assert (own, batch.old_logprobs, batch.correction, metrics) == (None, None, None, {})
+    _, metrics = await score(within=True)
+    assert metrics["correction/truncated"] == 0.25
+    assert metrics["correction/weight/mean"] == pytest.approx((1.5 + 2.0 + 0.25 + 1.0) / 4)
+    assert metrics["rollout_gap/same_weights/mean_abs"] == pytest.approx(math.log(1.5))
+
+
 async def test_the_gap_is_told_apart_by_the_weights_that_sampled():
     """The token of version 5 has ratio 1.5; those of older ones 4, 0.25 and 1."""
-    _, score = scored(2)
+    _, score = scored(2, updates=2)
     _, metrics = await score()
     assert metrics["rollout_gap/same_weights/mean_abs"] == pytest.approx(math.log(1.5))
     assert metrics["rollout_gap/same_weights/outside"] == 1.0
@@ -93,7 +106,7 @@ async def test_with_several_updates_the_proximal_policy_is_the_one_before_the_fi
 
 
 async def test_icepop_leaves_out_tokens_outside_its_band():
-    batch, score = scored(2, weight="token", lower=0.5, upper=3.0)
+    batch, score = scored(2, updates=2, lower=0.5, upper=3.0)
     _, metrics = await score()
     assert sampled(batch.correction) == pytest.approx([1.5, 0.0, 0.0, 1.0])
     assert metrics["correction/masked"] == 0.5
