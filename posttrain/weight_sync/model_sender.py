@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from posttrain.core import sizes
 from posttrain.models import lora, vision
-from posttrain.models.fp8 import Fp8Layers, quantized_weights
+from posttrain.models.fp8 import quantized_weights
+from posttrain.models.fp8_layers import Fp8Layers
 from posttrain.models.weights import as_stored
 from posttrain.weight_sync.broadcast import BroadcastConnection
 from posttrain.weight_sync.buckets import Bucket
