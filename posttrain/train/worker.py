@@ -252,7 +252,9 @@ class TrainWorker:
         Weights and optimizer stay as they are."""
         if not self.compiled or self.optimizer is None:
             return
-        batch = PackedBatch.from_sequences([[0] * 8, [0] * 9], [[True] * 8, [True] * 9])
+        # Padded attention has a graph for each number of length groups, and another for a row that is alone: these two
+        # are one group.
+        batch = PackedBatch.from_sequences([[0] * 9, [0] * 10], [[True] * 9, [True] * 10])
         batch.loss_weights = torch.zeros(batch.num_tokens)
         self._backward(self._micro_batch(batch, replay=False), LossSpec())
         if self.spec.train.gather_weights == "step":

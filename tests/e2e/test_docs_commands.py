@@ -245,7 +245,8 @@ def test_metrics_in_the_code_are_described() -> None:
     assert sorted(missing) == []
     # Of `generate` phases are only shown.
     phases = set(re.findall(r'\.phase\("(\w+)"\)', source)) - {"write"}
-    (row,) = re.findall(r"^\| `timing_s/NAME` \| (.*)$", (REPO / "docs" / "metrics.md").read_text(encoding="utf-8"), re.M)
+    page = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `timing_s/NAME` \| (.*)$", page, flags=re.M)
     assert set(re.findall(r"`(\w+)`", row)) == phases
     # And nothing is described that the code cannot write.
     for pattern in documented():
