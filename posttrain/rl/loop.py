@@ -102,8 +102,8 @@ async def train(run: TrainingRun, start: Start) -> None:
             learner.restore(state["learner"])
         rollouts.resume(run.step, state)
         await engines.start(run.step)
-        # Beside the first rollouts.
-        warming: asyncio.Task[None] | None = asyncio.create_task(learner.warm_up())
+        first = run.step + 1
+        warming = asyncio.create_task(learner.warm_up())  # the first update, beside the first rollouts
         closing.callback(warming.cancel)
         position = {**rollouts.state(), "learner": learner.state()}, rollouts.files()
 
@@ -115,10 +115,9 @@ async def train(run: TrainingRun, start: Start) -> None:
                 break
             show(run, batch.groups)
             await engines.to_trainers()
-            if warming is not None:
+            if step == first:
                 with tracker.phase("warm_up"):  # what is left of it
                     await warming
-                warming = None
             kept, updates = await learner.learn(batch.groups, version=engines.version, baselines=batch.baselines)
             await rollouts.trained(step, batch.groups)
             position = {**rollouts.state(), "learner": learner.state()}, rollouts.files()
