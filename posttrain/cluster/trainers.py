@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import ray
@@ -32,10 +33,10 @@ WorkerMethod = Literal[
     "nonfinite_weights",
     "start_profile",
     "stop_profile",
-    "open_sender",
-    "next_bucket",
-    "send_bucket",
-    "close_sender",
+    "sender.open",
+    "sender.next",
+    "sender.send",
+    "sender.close",
     "prepare_save",
     "save",
     "load",
@@ -43,7 +44,8 @@ WorkerMethod = Literal[
     "onload",
     "free_cache",
 ]
-"""Methods of ``TrainWorker`` that the driver calls. The driver does not import the class, and with it what trains."""
+"""Methods of ``TrainWorker``, or of one of its parts, that the driver calls. The driver does not import the class, and
+with it what trains."""
 
 
 class TrainActor(Supervised):
@@ -58,8 +60,8 @@ class TrainActor(Supervised):
         self.worker = TrainWorker(spec, rank, world_size)
 
     def call(self, method: WorkerMethod, *args: Any) -> Any:
-        """Return the result of a method of the worker."""
-        return getattr(self.worker, method)(*args)
+        """Return the result of a method of the worker, or of one of its parts."""
+        return attrgetter(method)(self.worker)(*args)
 
     def address(self) -> tuple[str, int]:
         """Return this node's address in its cluster and a free port, for the rendezvous at rank 0."""
@@ -198,18 +200,18 @@ class TrainerGroup:
         await self.call("stop_profile", [(folder, step)] * len(self.handles))
 
     async def open_sender(self, transports: Sequence[Transport | None], bucket_bytes: int, frozen: bool = True) -> None:
-        """Begin to hand out the whole weights, from each rank by its transport; see ``TrainWorker.open_sender``."""
-        await self.call("open_sender", [(transport, bucket_bytes, frozen) for transport in transports])
+        """Begin to hand out the whole weights, from each rank by its transport; see ``ModelSender.open``."""
+        await self.call("sender.open", [(transport, bucket_bytes, frozen) for transport in transports])
 
     async def next_bucket(self, slot: int) -> list[Bucket] | None:
         """Return the next bucket of every rank, in buffer ``slot`` of two, which nobody reads any more; None when no
         weights are left."""
-        found: list[Bucket | None] = await self.call("next_bucket", [(slot,)] * len(self.handles))
+        found: list[Bucket | None] = await self.call("sender.next", [(slot,)] * len(self.handles))
         return None if found[0] is None else [bucket for bucket in found if bucket is not None]
 
     async def close_sender(self) -> float:
         """Free the buffers. Returns the GiB that all processes used of the fullest GPU until then."""
-        return float(max(await self.call("close_sender")))
+        return float(max(await self.call("sender.close")))
 
     async def put_bucket(self, bucket: Bucket) -> Any:
         """Return a reference to the bytes of rank 0's bucket, for other nodes."""
@@ -217,8 +219,8 @@ class TrainerGroup:
 
     async def send_bucket(self, slot: int) -> None:
         """Have rank 0 start to broadcast its buffer ``slot``."""
-        ref = self.actors[0].call.remote("send_bucket", slot)
-        await answer(ref, self.handles[0], "send_bucket", self.deadline_s)
+        ref = self.actors[0].call.remote("sender.send", slot)
+        await answer(ref, self.handles[0], "sender.send", self.deadline_s)
 
     async def prepare_save(self) -> None:
         """Prepare all workers to save in the background."""

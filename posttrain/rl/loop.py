@@ -96,12 +96,13 @@ async def train(run: TrainingRun, start: Start) -> None:
             await cluster.prepare_samplers()
             learner = await Learner.open(cluster, run)  # actor; critic, reference, teacher where the algorithm has them
             engines, rollouts = await start(cluster, run, learner, closing)
+            state = await run.resume(learner.trained)
 
-        state = await run.resume(learner.trained)
         if state is not None:
             learner.restore(state["learner"])
         rollouts.resume(run.step, state)
         await engines.start(run.step)
+        first = run.step + 1
         warming = asyncio.create_task(learner.warm_up())  # the first update, beside the first rollouts
         closing.callback(warming.cancel)
         position = {**rollouts.state(), "learner": learner.state()}, rollouts.files()
@@ -114,7 +115,9 @@ async def train(run: TrainingRun, start: Start) -> None:
                 break
             show(run, batch.groups)
             await engines.to_trainers()
-            await warming
+            if step == first:
+                with tracker.phase("warm_up"):  # what is left of it
+                    await warming
             kept, updates = await learner.learn(batch.groups, version=engines.version, baselines=batch.baselines)
             await rollouts.trained(step, batch.groups)
             position = {**rollouts.state(), "learner": learner.state()}, rollouts.files()

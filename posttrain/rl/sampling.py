@@ -137,7 +137,8 @@ class SyncedEngines:
 
     async def start(self, version: int) -> None:
         # Engines load the model by themselves: check that they have the trainer's weights, or send a resumed run's.
-        await self.weights.publish(version, self.prompts)
+        with self.tracker.phase("first_sync"):
+            await self.weights.publish(version, self.prompts)
         self.schedule.updated(version)
 
     async def to_trainers(self) -> None:

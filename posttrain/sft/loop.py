@@ -32,8 +32,8 @@ async def train(
     async with Cluster(cfg, run.folder.logs) as cluster, run:
         with tracker.phase("start"):
             learner = await objective.start(cluster, run, val)
-        actor = learner.actor
-        data.restore(await run.resume({"actor": actor}) or beginning)
+            actor = learner.actor
+            data.restore(await run.resume({"actor": actor}) or beginning)
         for step in run.steps():
             with tracker.phase("data"):
                 batch = objective.pack(data.next().samples)

@@ -20,6 +20,8 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """(label, the metric names that may fill it, format)."""
 CURVES = ("reward", "loss", "length")
 """Labels of which the panel shows the course."""
+ONCE = ("start", "first_sync", "warm_up")
+"""Phases before the first update, which say nothing about the steps to come."""
 INTERVAL = ("/low", "/high")
 """What the names of the ends of a metric's interval have after its own."""
 
@@ -82,8 +84,8 @@ class Progress:
         self.step = step
         self.step_started = time.monotonic()
         self.spent.clear()
-        # Starting the workers happens once and says nothing about the steps to come.
-        self.seconds.append((steps, float(metrics["timing_s/step"]) - float(metrics.get("timing_s/start", 0.0))))
+        once = sum(float(metrics.get(f"timing_s/{name}", 0.0)) for name in ONCE)
+        self.seconds.append((steps, float(metrics["timing_s/step"]) - once))
         for label, names, style in COLUMNS:
             name = next((name for name in names if name in metrics), None)
             if name is not None:

@@ -20,21 +20,21 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from posttrain.algos import losses
-from posttrain.core import rendezvous, sizes
+from posttrain.core import rendezvous
 from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
 from posttrain.models import attention, lora, vision
 from posttrain.models.batch_invariant import use_invariant_products
 from posttrain.models.experts import Mixture, Seen, check_routers, routers
-from posttrain.models.fp8 import layers_of, quantized_weights
+from posttrain.models.fp8 import layers_of
 from posttrain.models.load import build, dropout_settings
 from posttrain.models.logprobs import TokenLoss
 from posttrain.models.processors import load_vision
 from posttrain.models.shards import nonfinite
 from posttrain.models.support import check_architecture, check_sequence_parallel
 from posttrain.models.ulysses import SequenceParallel
-from posttrain.models.weights import as_stored, load_weights, materialize
+from posttrain.models.weights import load_weights, materialize
 from posttrain.train import checkpoint, saver
 from posttrain.train.expert_parallel import check_expert_parallel, expert_mesh
 from posttrain.train.flops import model_flops, peak_flops, sharing_cost, tower_flops
@@ -52,9 +52,7 @@ from posttrain.train.parallel import parallelize, reshard, sharding_mesh
 from posttrain.train.profile import Profiler
 from posttrain.train.schedule import learning_rate
 from posttrain.train.spec import LossSpec, UpdateMetrics, WorkerSpec
-from posttrain.weight_sync.broadcast import BroadcastConnection
-from posttrain.weight_sync.buckets import Bucket
-from posttrain.weight_sync.sender import Transport, WeightSender
+from posttrain.weight_sync.model_sender import ModelSender
 
 
 class TrainWorker:
@@ -70,9 +68,6 @@ class TrainWorker:
         self.step = 0
         if spec.threads:
             torch.set_num_threads(spec.threads)
-
-        self.sender: WeightSender | None = None
-        self.broadcasts = BroadcastConnection()
 
     @rare_cycle_search()
     def setup(self, master_addr: str, master_port: int, timeout_s: float) -> dict[str, Any]:
@@ -94,6 +89,14 @@ class TrainWorker:
         self.optimizer = build_optimizer(self.lm, spec.train.optim) if spec.trainable else None
         self.parameters = dict(self.lm.model.named_parameters())
         self.flops, self.tower_flops = model_flops(self.lm.model), tower_flops(self.lm.model)
+        self.sender = ModelSender(
+            self.lm.model,
+            self.dtype,
+            self.device,
+            stored_names=spec.stored_names,
+            fp8=self.fp8,
+            tower_frozen=spec.train.vision_tower == "frozen",
+        )
         self.profiler = Profiler(self.device)
         self.cpu_offload = CpuOffload()
         self.saver = saver.ShardSaver(timeout_s)
@@ -248,7 +251,9 @@ class TrainWorker:
         Weights and optimizer stay as they are."""
         if not self.compiled or self.optimizer is None:
             return
-        batch = PackedBatch.from_sequences([[0] * 8, [0] * 9], [[True] * 8, [True] * 9])
+        # Padded attention has a graph for each number of length groups, and another for a row that is alone: these two
+        # are one group.
+        batch = PackedBatch.from_sequences([[0] * 9, [0] * 10], [[True] * 9, [True] * 10])
         batch.loss_weights = torch.zeros(batch.num_tokens)
         self._backward(self._micro_batch(batch, replay=False), LossSpec())
         if self.spec.train.gather_weights == "step":
@@ -362,56 +367,7 @@ class TrainWorker:
         torch.autograd.backward(total * self.world_size)
         return sums, values.detach()
 
-    # ------------------------------------------------------------------ weights
-
-    def open_sender(self, transport: Transport | None, bucket_bytes: int, frozen: bool = True) -> None:
-        """Begin to hand out the whole weights, adapters merged in, as engines take them. Every rank draws the same.
-
-        Args:
-            transport: of this rank's buckets; None: nobody reads them.
-            bucket_bytes: most bytes of a bucket; a bucket of a small model has half of its weights.
-            frozen: a vision tower that is not trained is among them.
-        """
-        whole = sum(p.numel() for p in self.parameters.values()) * self.dtype.itemsize
-        if self.fp8 is not None:
-            whole -= self.fp8.saved_bytes(self.dtype.itemsize)
-        size = sizes.bucket_bytes(whole, bucket_bytes)
-        left_out = () if frozen or self.spec.train.vision_tower == "trained" else vision.TOWER
-        weights = lora.whole_weights(self.lm.model, self.dtype, left_out)
-        if self.spec.stored_names:
-            weights = as_stored(self.lm.model, weights)
-        if self.fp8 is not None:
-            weights = quantized_weights(weights, self.fp8, values=transport is not None)
-        self.sender = WeightSender(
-            weights, self.dtype, transport, self.device, bucket_bytes=size, connection=self.broadcasts
-        )
-
-    def next_bucket(self, slot: int) -> Bucket | None:
-        """Return as ``WeightSender.next``. A collective."""
-        assert self.sender is not None
-        return self.sender.next(slot)
-
-    def send_bucket(self, slot: int) -> None:
-        """Start to broadcast buffer ``slot``. The first call for a group waits for all of its ranks."""
-        assert self.sender is not None
-        self.sender.send(slot)
-
-    def close_sender(self) -> float:
-        """Free the buffers. Nobody reads them any more.
-
-        Returns:
-            GiB of the GPU that all of its processes used until then; on a CPU 0.
-        """
-        used = 0.0
-        if self.spec.device == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            used = (total - free) / 2**30
-        if self.sender is not None:
-            self.sender.close()
-            self.sender = None
-            if self.spec.device == "cuda":
-                torch.cuda.ipc_collect()
-        return used
+    # ------------------------------------------------------------------ memory
 
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory, freeing the GPU for a sampler."""

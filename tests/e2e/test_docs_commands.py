@@ -243,6 +243,11 @@ def test_metrics_in_the_code_are_described() -> None:
                 if not any(p.fullmatch(name) or p.fullmatch(f"{name}/mean") for p in patterns):
                     missing.add(f"{name} ({file.name})")
     assert sorted(missing) == []
+    # Of `generate` phases are only shown.
+    phases = set(re.findall(r'\.phase\("(\w+)"\)', source)) - {"write"}
+    page = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `timing_s/NAME` \| (.*)$", page, flags=re.M)
+    assert set(re.findall(r"`(\w+)`", row)) == phases
     # And nothing is described that the code cannot write.
     for pattern in documented():
         last = re.sub(r"\\(.)", r"\1", pattern).rpartition("/")[2]

@@ -1,9 +1,11 @@
 """Runs that are recorded, runs that only record, and runs from what was recorded."""
 
+import gzip
 import json
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from posttrain.cluster.cluster import local_ray
 from posttrain.config.presets import resolve
@@ -151,6 +153,29 @@ def test_a_replay_by_another_policy_is_corrected_for(here, original):
     assert replayed[2]["actor/pg_clipfrac"] > 0.0
     assert abs(replayed[2]["actor/ppo_kl"]) > 1e-3
     assert "timing_s/old_log_prob" not in replayed[0]
+
+
+EAGER = """
+from functools import partial
+
+import torch
+
+torch.compile = partial(torch.compile, backend="eager")
+"""
+"""Graphs are made as ever, and no code for them, which takes most of the time."""
+
+
+@pytest.mark.slow
+def test_the_first_update_of_a_run_finds_its_graphs_compiled(here, original, monkeypatch):
+    monkeypatch.setattr(torch, "compile", torch.compile)  # what the plugin does here, too, ends with the test
+    (here / "eager.py").write_text(EAGER)
+    sets = ["train.compile='on'", "run.profile='1:1'", "algo.kl_coef=0.0", f"plugins=['{here}/eager.py']"]
+    folder, metrics = run(here, "warm", *sets, rollout__replay=str(original[0] / "rollouts"))
+    trace = json.loads(gzip.decompress((folder / "profile" / "step_1_rank_0.json.gz").read_bytes()))
+    events = {event["name"] for event in trace["traceEvents"]}
+    assert any(name.startswith("Torch-Compiled Region") for name in events)
+    assert not any("compile_inner" in name for name in events)
+    assert ["timing_s/warm_up" in row for row in metrics] == [True, False, False]
 
 
 def test_sampling_without_training(here, capsys):

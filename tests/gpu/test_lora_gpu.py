@@ -61,11 +61,11 @@ def train(folder, **options):
         worker.offload()
         worker.onload()
         after, off = worker.logprobs(batches(0))[0], worker.logprobs(batches(0), adapter=False)[0]
-        worker.open_sender("host", 64 << 20)
+        worker.sender.open("host", 64 << 20)
         sent = set()
-        while (bucket := worker.next_bucket(0)) is not None:
+        while (bucket := worker.sender.next(0)) is not None:
             sent |= bucket.shapes.keys()
-        worker.close_sender()
+        worker.sender.close()
     finally:
         dist.destroy_process_group()
         del worker

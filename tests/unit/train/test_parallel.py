@@ -186,11 +186,23 @@ def test_routers_of_compiled_layers_replay_balance_and_count(monkeypatch):
     assert not counters["graph_break"], dict(counters["graph_break"])
 
 
-@pytest.mark.parametrize("train", [{}, {"gather_weights": "step", "param_dtype": "bfloat16"}])
-def test_the_first_update_of_a_worker_that_warmed_up_compiles_nothing_and_is_the_same(monkeypatch, train):
+PADDED = attention.choose("sdpa", torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "batches", "train"),
+    [
+        (KERNEL, ([5, 9, 30], [12]), {}),
+        (KERNEL, ([5, 9, 30], [12]), {"gather_weights": "step", "param_dtype": "bfloat16"}),
+        (PADDED, ([17, 20, 30, 32], [20] * 8), {}),  # one group of each, as they are longer than 16 and at most 32
+    ],
+)
+def test_the_first_update_of_a_worker_that_warmed_up_compiles_nothing_and_is_the_same(
+    monkeypatch, kernel, batches, train
+):
     counters = torch._dynamo.utils.counters["stats"]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(attention, "choose", lambda *_: KERNEL)
+    monkeypatch.setattr(attention, "choose", lambda *_: kernel)
     settings = TrainConfig.model_validate({"compile": "on", **train})
 
     def updates(*, warm):
@@ -202,7 +214,7 @@ def test_the_first_update_of_a_worker_that_warmed_up_compiles_nothing_and_is_the
             if warm:
                 worker.warm_up()
             before, found = counters["unique_graphs"], []
-            for lengths in ([5, 9, 30], [12]):
+            for lengths in batches:
                 ids = [list(range(5, 5 + n)) for n in lengths]
                 packed = PackedBatch.from_sequences(ids, [[True] * n for n in lengths])
                 packed.loss_weights = packed.loss_mask / packed.num_tokens
