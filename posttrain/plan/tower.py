@@ -182,11 +182,13 @@ class TowerShape:
         return b * self.mergers * self.out / self.merge**2
 
     def forward_only(self, b: int) -> float:
-        """Bytes of the most that a block holds without a backward pass: queries, keys and values, and the first two
-        also rotated in float32; or what the MLP makes."""
+        """Bytes of the most that a block holds without a backward pass: its input, the normalised, and either the sum
+        between attention and MLP with what the MLP makes; or queries, keys and values with their result and its
+        product; or, where queries and keys are rotated, in their place these in float32, rotated queries, and three
+        terms of rotated keys."""
         h, i = self.hidden, self.intermediate
-        rotated = 0 if self.family.tiles else 4 * 4 * h
-        return b * 2 * h + max(b * 4 * h + rotated, b * len(self.family.mlp) * i)
+        attention = b * 5 * h if self.family.tiles else b * 3 * h + 4 * 6 * h
+        return b * 2 * h + max(attention, b * (h + len(self.family.mlp) * i))
 
     def of_block(self, b: int, checkpointing: str) -> float:
         """Bytes that one block saves for the backward pass. Blocks are not compiled."""
@@ -194,11 +196,13 @@ class TowerShape:
         if checkpointing == "full":
             return b * h
         if checkpointing == "selective":  # the input, results of matrix products and of attention
-            return b * (h + 3 * h + h + h + i * (2 if self.gated else 1)) + 4 * self.heads
-        # Norms keep input and result, a root mean square also the normalised in float32. Attention keeps queries and
-        # keys that are rotated, the product that values are a part of, its result, and a float32 for each head.
+            return b * (h + 3 * h + h + h + i * (2 if self.gated else 1) + h) + 4 * self.heads
+        # Norms keep input and result, a root mean square also the normalised in float32. Attention keeps queries, keys,
+        # values, its result, and a float32 for each head; where queries and keys are rotated, also the product that
+        # values are a part of, and the result once more.
         norms = 2 * ((4 + 2 * b) * h + 4) if self.gated else 2 * (2 * b * h + 2 * b)
-        return norms + b * 7 * h + 4 * self.heads + b * (4 if self.gated else 2) * i
+        attention = b * (4 if self.family.tiles else 7) * h + 4 * self.heads
+        return norms + attention + b * (4 if self.gated else 2) * i
 
     def in_flight(self, b: int, checkpointing: str) -> float:
         """Bytes of the most that the backward pass of one block holds beside what was saved."""
