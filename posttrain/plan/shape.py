@@ -25,8 +25,8 @@ _LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "intermediate_size": 11008, "vocab_size": 32000,
 }  # fmt: skip
-"""What transformers takes where the config of a Llama in another model says nothing, and leaves out where it writes one:
-releases of SmolVLM and Idefics3 lack some of these."""
+"""What transformers takes where the config of a Llama within another model says nothing. Releases of SmolVLM and
+Idefics3 lack some of these."""
 
 
 @dataclass(frozen=True)

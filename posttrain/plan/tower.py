@@ -31,9 +31,9 @@ class Family:
     tiles: bool = False
     """Images are cut into squares of one size, each of which attention is over. Else they keep their proportions,
     and queries and keys are rotated."""
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Keys of its `vision_config` where they are not those of ``tower_of``"""
-    left_out: Mapping[str, int | Sequence[int]] = field(default_factory=dict)
+    left_out: Mapping[str, int | Sequence[int]] = field(default_factory=dict, hash=False)
     """What transformers takes, or there is, where a config says nothing"""
 
 

@@ -119,9 +119,7 @@ def test_a_block_keeps_what_autograd_keeps(family, checkpointing):
     for depth in (2, 4):
         config = config_of(family)
         model = model_of(config, depth, dtype=torch.bfloat16, attn_implementation="sdpa")
-        parallelize(
-            PackedLM(model), None, dtype=torch.bfloat16, activation_checkpointing=checkpointing, compiled=False
-        )
+        parallelize(PackedLM(model), None, dtype=torch.bfloat16, activation_checkpointing=checkpointing, compiled=False)
         with LiveBytes(*model.parameters()) as live:
             out = seen(model, GRIDS[vision.in_tiles(config)][1:])
             gc.collect()
@@ -294,6 +292,15 @@ def test_a_photo_is_cut_as_it_is_turned_by_its_exif_data(tmp_path):
             load = images_of(training_on(str(tmp_path / "rows.parquet")), tower, tiles)
             assert (load.patches, load.tokens) == cut(*sides, tower, tiles)
     assert cut(36, 108, tower, tiles) != cut(108, 36, tower, tiles)
+
+
+def test_tiles_are_sampled_by_the_embedded_engine(tmp_path):
+    """As the run itself says before it starts."""
+    options = ["--preset", "tiny-vision", "--model", text_source("smolvlm", tmp_path / "m").path, "--gpu", "h100"]
+    for engine, given in (("hf", []), ("sglang", [["rollout.engine=hf"]]), ("vllm", [["rollout.engine=hf"]])):
+        done = CliRunner().invoke(app, ["plan", *options, "--json", "--set", f"rollout.engine={engine}"])
+        found = [p["set"] for p in json.loads(done.stdout)["problems"] if "images in tiles" in p["message"]]
+        assert found == ([given] if given else [])
 
 
 @pytest.mark.parametrize("family", EVERY)
