@@ -34,7 +34,7 @@ from posttrain.plan.advice import Problem, Replan, Settings, assignments, change
 from posttrain.plan.batch import Lengths, assumed_lengths, longest_of, sequences_of_step
 from posttrain.plan.compare import Pair, compare, lengths_of, waits_of
 from posttrain.plan.estimate import Plan, Question
-from posttrain.plan.images import ImageLoad, images_of, sizing_of
+from posttrain.plan.images import NO_IMAGES, ImageLoad, images_of, sizing_of
 from posttrain.plan.known import known_models
 from posttrain.plan.layout import Kernels, Shapes, sync_budget
 from posttrain.plan.problems import impossible, problems, too_large
@@ -195,9 +195,8 @@ def _question(
     images: ImageLoad | None = None,
 ) -> Question:
     kernels, notes = kernels_of(cfg, machine, described=asked.gpu is not None)
-    if shapes.actor.tower is not None and images is None:
-        images = _images(cfg, shapes.actor.tower)
-    lengths = replace(_lengths(cfg, asked.length, images or ImageLoad()), images=images or ImageLoad())
+    images = images or (_images(cfg, tower) if (tower := shapes.actor.tower) else NO_IMAGES)
+    lengths = replace(_lengths(cfg, asked.length, images), images=images)
     if known.of_step:
         mean = sum(known.of_step) / len(known.of_step)
         lengths = replace(lengths, mean=mean, prompt=known.prompt, source="the first batch")

@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import re
@@ -121,7 +120,7 @@ def images_of(cfg: Config, tower: TowerShape, sizing: PixelLimits | Tiles) -> Im
     """Return what the first rows of the training data have; with "" for its source where they are not here."""
     try:
         rows = list(itertools.islice(_rows(cfg), ROWS))
-        sizes = [_size(image) for images in rows for image in images]
+        sizes = [RawImage.of(image).size() for images in rows for image in images]
     except (DataError, ImageError, OSError, ValueError):
         return ImageLoad()  # the run itself will say what is wrong with it
     if not rows:
@@ -144,13 +143,3 @@ def _rows(cfg: Config) -> Iterator[list[Mapping[str, Any]]]:
                 continue
             for batch in opened.iter_batches(batch_size=ROWS, columns=["images"]):
                 yield from (images or [] for images in batch.column(0).to_pylist())
-
-
-def _size(image: Mapping[str, Any]) -> tuple[int, int]:
-    """Return height and width by the file's header, of an image that is turned as its EXIF data says."""
-    from PIL import ExifTags, Image
-
-    with Image.open(io.BytesIO(RawImage.of(image).read())) as opened:
-        # Asked for EXIF data that its header does not have, Pillow decodes the whole image to look behind it.
-        turned = "exif" in opened.info and opened.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-        return (opened.width, opened.height) if turned else (opened.height, opened.width)

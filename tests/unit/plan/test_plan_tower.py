@@ -227,8 +227,8 @@ def test_an_image_has_the_tiles_and_tokens_that_transformers_makes_of_it(tmp_pat
 
 
 def test_without_a_model_an_image_is_cut_as_releases_do():
-    """Public records of SmolVLM2-500M have 17 tiles of a square image of any size, each of 64 features, and of the
-    256M 64 features of an image that is not cut. A row's last line break and the one after it are one token."""
+    """Sides of 2048 pixels, tiles of 512, and 64 features of each are in the published files of SmolVLM2-500M. The last
+    row's line break and the one after it are one token."""
     tower = shape_of(known_models()["HuggingFaceTB/SmolVLM2-500M-Video-Instruct"], "").tower
     sizing = sizing_of({}, tower)
     assert sizing.tiling == Tiling(512, 2048)
@@ -287,7 +287,7 @@ def test_a_photo_is_cut_as_it_is_turned_by_its_exif_data(tmp_path):
             file = io.BytesIO()
             Image.new("RGB", (108, 36)).save(file, kind, exif=exif)
             image = RawImage(file.getvalue())
-            assert (image.decode().height, image.decode().width) == sides
+            assert (image.decode().height, image.decode().width) == sides == image.size()
             write_rows(tmp_path / "rows.parquet", [{"images": [{"bytes": image.data, "path": None}]}])
             load = images_of(training_on(str(tmp_path / "rows.parquet")), tower, tiles)
             assert (load.patches, load.tokens) == cut(*sides, tower, tiles)
