@@ -73,6 +73,21 @@ class RawImage:
             )
         return data
 
+    def size(self) -> tuple[int, int]:
+        """Return height and width by the file's header, upright as its EXIF data says. Raises ``ImageError``."""
+        from PIL import ExifTags, Image
+
+        data = self.read()
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                # Asked for EXIF data that the header does not have, Pillow decodes the whole image to look behind it.
+                turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+                return (image.width, image.height) if turned else (image.height, image.width)
+        except Image.DecompressionBombError as error:
+            raise _too_large(str(error)) from None
+        except _BROKEN as error:
+            raise _damaged(error) from error
+
     def decode(self) -> Image.Image:
         """Return the image in RGB, upright as its EXIF data says, on white where it is transparent.
 

@@ -8,20 +8,17 @@ Shape legend: n tiles of an image, s patches along a tile's side, C channels, p 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from posttrain.data.images import Grid, ImageError, PlacedImage, RawImage
+from posttrain.data.tiling import Tiling, block_text
 from posttrain.data.vision import VisionProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_LARGEST_SIDE = 4096
-"""Longest side, in pixels, that the processors of transformers make of any image."""
 
 
 class TileProcessor(VisionProcessor):
@@ -49,42 +46,18 @@ class TileProcessor(VisionProcessor):
     ) -> None:
         super().__init__(processor, image_id=image_id, video_id=video_id)
         self.tokenizer, self.merge, self.patch_size = tokenizer, merge, patch_size
-        self.tile = int(processor.max_image_size["longest_edge"])
-        """Pixels along each side of a tile."""
-        self.side = self.tile // patch_size
+        tile = int(processor.max_image_size["longest_edge"])
+        longest = int(processor.size["longest_edge"]) if processor.do_resize else None
+        self.tiling = Tiling(tile, longest, bool(processor.do_image_splitting))
+        self.side = tile // patch_size
         """Patches along each side of a tile. Pixels that are left over are not read."""
         self.blank = (1, self.side, self.side)
         self._blocks: dict[Grid, npt.NDArray[np.int32]] = {}
 
     def grid(self, raw: RawImage) -> Grid:
         image = raw.decode()
-        rows, columns = self._divided(image.height, image.width)
+        rows, columns = self.tiling.divided(image.height, image.width)
         return rows * columns + 1, rows, columns
-
-    def _divided(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of tiles that an image is cut into; (0, 0): it is one tile.
-
-        The processor rounds down where it keeps proportions, so this takes the same steps in the same order.
-        """
-        if not self.processor.do_image_splitting:
-            return 0, 0
-        if self.processor.do_resize:
-            longest = int(self.processor.size["longest_edge"])
-            height, width = _scaled(height, width, longest, even=True)
-            if max(height, width) > _LARGEST_SIDE:
-                height, width = _scaled(height, width, _LARGEST_SIDE, even=False)
-        ratio = width / height
-        if width >= height:
-            width = self._whole_tiles(width)
-            height = self._whole_tiles(int(width / ratio))
-        else:
-            height = self._whole_tiles(height)
-            width = self._whole_tiles(int(height * ratio))
-        rows, columns = height // self.tile, width // self.tile
-        return (rows, columns) if rows > 1 or columns > 1 else (0, 0)
-
-    def _whole_tiles(self, length: int) -> int:
-        return math.ceil(length / self.tile) * self.tile
 
     def block(self, grid: Grid) -> npt.NDArray[np.int32]:
         if grid not in self._blocks:
@@ -98,14 +71,14 @@ class TileProcessor(VisionProcessor):
         def named(name: str, usual: str) -> str:
             return str(getattr(self.tokenizer, name, usual))
 
-        around = named("fake_image_token", "<fake_token_around_image>")
-        whole = named("global_image_token", "<global-img>")
-        features = named("image_token", "<image>") * (self.side // self.merge) ** 2
         _, rows, columns = grid
-        text = ""
-        for row in range(1, rows + 1):
-            text += "".join(f"{around}<row_{row}_col_{column}>{features}" for column in range(1, columns + 1)) + "\n"
-        return text + "\n" * bool(rows) + f"{around}{whole}{features}{around}"
+        return block_text(
+            rows,
+            columns,
+            named("image_token", "<image>") * (self.side // self.merge) ** 2,
+            around=named("fake_image_token", "<fake_token_around_image>"),
+            whole=named("global_image_token", "<global-img>"),
+        )
 
     def patch_grid(self, grid: Grid) -> Grid:
         return grid[0], self.side, self.side
@@ -124,18 +97,3 @@ class TileProcessor(VisionProcessor):
         n, s, p = len(tiles), self.side, self.patch_size
         cut = tiles[:, :, : s * p, : s * p].reshape(n, -1, s, p, s, p)
         return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3, 5)).reshape(n * s * s, -1).astype(np.uint8)
-
-
-def _scaled(height: int, width: int, longest: int, *, even: bool) -> tuple[int, int]:
-    """Return sides of an image whose longer one is ``longest``; the other is rounded down, then ``even`` up to a
-    multiple of two."""
-    ratio = width / height
-    if width >= height:
-        width = longest
-        height = int(width / ratio)
-        height += height % 2 if even else 0
-    else:
-        height = longest
-        width = int(height * ratio)
-        width += width % 2 if even else 0
-    return max(height, 1), max(width, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,7 +34,7 @@ from posttrain.plan.advice import Problem, Replan, Settings, assignments, change
 from posttrain.plan.batch import Lengths, assumed_lengths, longest_of, sequences_of_step
 from posttrain.plan.compare import Pair, compare, lengths_of, waits_of
 from posttrain.plan.estimate import Plan, Question
-from posttrain.plan.images import ImageLoad, images_of, limits_of
+from posttrain.plan.images import NO_IMAGES, ImageLoad, images_of, sizing_of
 from posttrain.plan.known import known_models
 from posttrain.plan.layout import Kernels, Shapes, sync_budget
 from posttrain.plan.problems import impossible, problems, too_large
@@ -194,15 +195,14 @@ def _question(
     images: ImageLoad | None = None,
 ) -> Question:
     kernels, notes = kernels_of(cfg, machine, described=asked.gpu is not None)
-    lengths = _lengths(cfg, asked.length)
+    images = images or (_images(cfg, tower) if (tower := shapes.actor.tower) else NO_IMAGES)
+    lengths = replace(_lengths(cfg, asked.length, images), images=images)
     if known.of_step:
         mean = sum(known.of_step) / len(known.of_step)
         lengths = replace(lengths, mean=mean, prompt=known.prompt, source="the first batch")
     elif known.prompt:
         mean = known.prompt + cfg.rollout.max_response_tokens
-        lengths = Lengths(mean, lengths.longest, known.prompt, "the prompts, and the longest answers")
-    if shapes.actor.tower is not None:
-        lengths = replace(lengths, images=images or _images(cfg, shapes.actor.tower))
+        lengths = replace(lengths, mean=mean, prompt=known.prompt, source="the prompts, and the longest answers")
     return Question(
         cfg,
         shapes,
@@ -320,14 +320,15 @@ def _installed(package: str) -> bool:
     return True
 
 
-def _lengths(cfg: Config, mean: float | None) -> Lengths:
-    """Given, or of the data's card, or the longest that the config allows."""
+def _lengths(cfg: Config, mean: float | None, images: ImageLoad) -> Lengths:
+    """Given, or of the data's card and its images, or the longest that the config allows."""
     if mean is not None:
         return assumed_lengths(cfg, mean)
     of_card = _card_mean(cfg)
     assumed = assumed_lengths(cfg)
     if of_card is None:
         return assumed
+    of_card += images.count * max(0.0, images.tokens - 1)  # the card is of text, with a token or a few for an image
     if cfg.command in ("sft", "prefer"):
         return Lengths(min(of_card, longest_of(cfg)), assumed.longest, source="the data's card")
     mean = of_card + cfg.rollout.max_response_tokens
@@ -336,12 +337,13 @@ def _lengths(cfg: Config, mean: float | None) -> Lengths:
 
 def _images(cfg: Config, tower: TowerShape) -> ImageLoad:
     """Images of the data, cut as the model's processor says where that is here."""
-    try:
+    settings: dict[str, Any] = {}
+    folder = None
+    with suppress(UserError):  # of a model that is known by its sizes alone
         source = locate(weights_of(cfg.run.dir, _start_of(cfg, cfg.model.path, "model.path"), "model.path"))
-        settings = processor_settings(source) if source.builtin or Path(source.path).is_dir() else {}
-    except UserError:
-        settings = {}  # of a model that is known by its sizes alone
-    return images_of(cfg, tower, limits_of(settings, tower))
+        folder = Path(source.path) if Path(source.path).is_dir() else None
+        settings = processor_settings(source) if source.builtin or folder else {}
+    return images_of(cfg, tower, sizing_of(settings, tower, folder))
 
 
 def _card_mean(cfg: Config) -> float | None:

@@ -1,17 +1,20 @@
-"""How many images the training data has, and how many patches each becomes, from the headers of some of them."""
+"""How many images the training data has, and how many patches and tokens each becomes, from the headers of some of
+them."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.config import Config
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, ModelError
 from posttrain.data.images import ImageError, RawImage
+from posttrain.data.tiling import Tiling, block_text
 from posttrain.plan.tower import TowerShape
 
 ROWS = 64
@@ -25,6 +28,8 @@ class ImageLoad:
     count: float = 0.0
     """Mean of a sequence"""
     patches: float = 0.0
+    """The mean of an image"""
+    tokens: float = 0.0
     """The mean of an image"""
     source: str = ""
     """Where these come from, in words; "": not known"""
@@ -41,17 +46,65 @@ class PixelLimits:
     most: int
 
 
-def limits_of(settings: Mapping[str, Any], tower: TowerShape) -> PixelLimits:
-    """Return what the settings of an image processor say, else those of the tower's family."""
-    family = (56 * 56, 28 * 28 * 16384) if tower.gated else (1 << 16, 1 << 24)
+@dataclass(frozen=True)
+class Tiles:
+    """How a model cuts an image into tiles, and what names them."""
+
+    tiling: Tiling
+    tokens: Callable[[str], int]
+    """Return how many a text becomes."""
+
+
+def sizing_of(settings: Mapping[str, Any], tower: TowerShape, folder: Path | None = None) -> PixelLimits | Tiles:
+    """Return how a model sizes images.
+
+    Args:
+        settings: of its image processor; where they say nothing, what releases of its family have.
+        folder: of the model, with its tokenizer.
+
+    Raises:
+        ModelError: the tokenizer cannot be read.
+    """
     size = settings.get("size") or {}
+    if tower.tile:
+        tile = (settings.get("max_image_size") or {}).get("longest_edge") or tower.tile
+        longest = size.get("longest_edge") or 4 * tower.tile
+        splits = settings.get("do_image_splitting", True)
+        return Tiles(Tiling(tile, longest if settings.get("do_resize", True) else None, splits), _tokens_by(folder))
+    family = (56 * 56, 28 * 28 * 16384) if tower.gated else (1 << 16, 1 << 24)
     fewest = settings.get("min_pixels") or size.get("min_pixels") or size.get("shortest_edge") or family[0]
     most = settings.get("max_pixels") or size.get("max_pixels") or size.get("longest_edge") or family[1]
     return PixelLimits(int(fewest), int(most))
 
 
-def patches_of(height: int, width: int, tower: TowerShape, limits: PixelLimits) -> int:
-    """Return the patches of an image, which is brought to whole tokens along each side and within the limits."""
+def _tokens_by(folder: Path | None) -> Callable[[str], int]:
+    """Return what counts tokens of the text around tiles: the tokenizer in a folder; without one each name is a token,
+    and so are line breaks in a row, as in releases."""
+    file = None if folder is None else folder / "tokenizer.json"
+    if file is None or not file.is_file():
+        return lambda text: len(re.findall(r"<[^<>]+>|\n+", text))
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library has no class of its own
+        raise ModelError(f"{file} cannot be read: {error}", hint="take the one that came with the weights") from error
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def cut(height: int, width: int, tower: TowerShape, sizing: PixelLimits | Tiles) -> tuple[int, int]:
+    """Return patches and tokens of an image."""
+    if isinstance(sizing, PixelLimits):
+        patches = _within(height, width, tower, sizing)
+        return patches, patches // tower.merge**2
+    rows, columns = sizing.tiling.divided(height, width)
+    tiles, features = rows * columns + 1, (tower.window // tower.merge) ** 2
+    tokens = sizing.tokens(block_text(rows, columns, "<image>")) + tiles * (features - 1)
+    return tiles * tower.window**2, tokens
+
+
+def _within(height: int, width: int, tower: TowerShape, limits: PixelLimits) -> int:
+    """Return the patches of an image that is brought to whole tokens along each side and within the limits."""
     side = tower.patch * tower.merge
     sides = [max(side, round(n / side) * side) for n in (height, width)]
     if math.prod(sides) > limits.most:
@@ -63,18 +116,18 @@ def patches_of(height: int, width: int, tower: TowerShape, limits: PixelLimits) 
     return math.prod(sides) // tower.patch**2
 
 
-def images_of(cfg: Config, tower: TowerShape, limits: PixelLimits) -> ImageLoad:
+def images_of(cfg: Config, tower: TowerShape, sizing: PixelLimits | Tiles) -> ImageLoad:
     """Return what the first rows of the training data have; with "" for its source where they are not here."""
     try:
         rows = list(itertools.islice(_rows(cfg), ROWS))
-        sizes = [_size(image) for images in rows for image in images]
+        sizes = [RawImage.of(image).size() for images in rows for image in images]
     except (DataError, ImageError, OSError, ValueError):
         return ImageLoad()  # the run itself will say what is wrong with it
     if not rows:
         return ImageLoad()
-    patches = [patches_of(height, width, tower, limits) for height, width in sizes]
-    mean = sum(patches) / len(patches) if patches else 0.0
-    return ImageLoad(len(patches) / len(rows), mean, f"the first {len(rows)} rows")
+    found = [cut(height, width, tower, sizing) for height, width in sizes]
+    patches, tokens = (sum(each) / len(found) for each in zip(*found, strict=True)) if found else (0.0, 0.0)
+    return ImageLoad(len(found) / len(rows), patches, tokens, f"the first {len(rows)} rows")
 
 
 def _rows(cfg: Config) -> Iterator[list[Mapping[str, Any]]]:
@@ -90,11 +143,3 @@ def _rows(cfg: Config) -> Iterator[list[Mapping[str, Any]]]:
                 continue
             for batch in opened.iter_batches(batch_size=ROWS, columns=["images"]):
                 yield from (images or [] for images in batch.column(0).to_pylist())
-
-
-def _size(image: Mapping[str, Any]) -> tuple[int, int]:
-    """Return height and width by the file's header."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(RawImage.of(image).read())) as opened:
-        return opened.height, opened.width

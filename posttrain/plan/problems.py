@@ -88,7 +88,10 @@ def _of_engine(cfg: Config, parallel: int) -> Settings:
 
 
 def _engine(plan: Plan) -> Iterator[Problem]:
-    rollout = plan.question.cfg.rollout
+    rollout, tower = plan.question.cfg.rollout, plan.question.shapes.actor.tower
+    if plan.layout.engine is not None and plan.layout.engine.name != "hf" and tower is not None and tower.tile:
+        message = f"the model reads images in tiles, and an engine {plan.layout.engine.name} is not given such images"
+        yield Problem("tiles", "error", message, ({"rollout.engine": "hf"},))
     if plan.layout.engine is not None and plan.layout.engine.name == "hf" and rollout.tensor_parallel > 1:
         message = f"rollout.tensor_parallel = {rollout.tensor_parallel}, and an engine hf is of one GPU"
         settings = (_of_engine(plan.question.cfg, 1), {"rollout.engine": "sglang"}, {"rollout.engine": "vllm"})

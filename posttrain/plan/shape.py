@@ -21,6 +21,12 @@ _KNOWN = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 _QWEN2 = {"qwen2", "qwen2_5_vl", "qwen2_5_vl_text"}
 _QWEN3 = {"qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text"}
 """Model types whose layers are those of Qwen2 and Qwen3."""
+_LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "intermediate_size": 11008, "vocab_size": 32000,
+}  # fmt: skip
+"""What transformers takes where the config of a Llama within another model says nothing. Releases of SmolVLM and
+Idefics3 lack some of these."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +175,11 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     """
     whole, text, sees = config, config.get("text_config"), "vision_config" in config
     if isinstance(text, Mapping):
-        config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
+        left_out = _LLAMA if text.get("model_type", "llama") == "llama" else {}
+        config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **left_out, **text}
     try:
-        return replace(_shape(config), sees=sees, tower=tower_of(whole) if sees else None)
+        shape = _shape(config)
+        return replace(shape, sees=sees, tower=tower_of(whole, shape.hidden) if sees else None)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
             f"the config of {name} does not give the sizes of a decoder: {type(error).__name__}: {error}",

@@ -87,7 +87,7 @@ def _batch(plan: Plan) -> list[list[str]]:
     lengths = plan.question.lengths
     rows.append(["tokens of a sequence", f"{lengths.mean:,.0f} ({lengths.source})", ""])
     if (images := lengths.images).count:
-        told = f"{images.count:.1f} of {images.patches:,.0f} patches ({images.source})"
+        told = f"{images.count:.1f} of {images.patches:,.0f} patches, {images.tokens:,.0f} tokens ({images.source})"
         rows.append(["images of a sequence", told, ""])
     if batch.steps is not None:
         rows.append(["steps of the run", f"{batch.steps:,}", ""])
@@ -181,6 +181,7 @@ def as_data(plan: Plan, found: Sequence[Problem]) -> dict[str, Any]:
             "lengths_from": q.lengths.source,
             "images": q.lengths.images.count,
             "patches_of_image": q.lengths.images.patches,
+            "tokens_of_image": q.lengths.images.tokens,
             "steps": batch.steps,
             "learning_rate": {str(step): rate for step, rate in batch.rates},
         },

@@ -1,5 +1,6 @@
 """Images that rows bring: what is read, and what is an error with the reason."""
 
+import contextlib
 import io
 import os
 import struct
@@ -118,7 +119,20 @@ def test_what_is_transparent_lies_on_white():
 def test_an_image_stands_as_its_exif_data_says():
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees
-    assert RawImage(encoded(RGB, "JPEG", exif=exif)).decode().size == (20, 30)
+    found = RawImage(encoded(RGB, "JPEG", exif=exif))
+    assert found.decode().size == (20, 30)
+    assert found.size() == (30, 20)
+
+
+def test_a_size_is_read_of_the_header_alone_or_an_error():
+    assert RawImage(PNG[: len(PNG) // 2]).size() == RawImage(PNG).size() == (20, 30)
+    broken = encoded(RGB, "JPEG", exif=b"Exif\0\0" + b"MM\0*" + bytes([255] * 9))
+    for data in (*(data for data, _ in BAD.values()), broken):
+        with contextlib.suppress(ImageError):
+            assert len(RawImage(data).size()) == 2
+    for name in ("a TIFF", "HTML of an error page", "an MP4"):
+        with pytest.raises(ImageError, match="damaged"):
+            RawImage(BAD[name][0]).size()
 
 
 def test_paths_and_file_urls_are_read(tmp_path):

@@ -65,7 +65,7 @@ def test_an_image_is_cut_into_as_many_tiles_as_the_processor_makes(height, width
             input_data_format="channels_first",
         )  # fmt: skip
         reader = TileProcessor(processor, None, image_id=1, video_id=None, patch_size=4, merge=1)
-        assert reader._divided(height, width) == (made["rows"][0][0], made["cols"][0][0])
+        assert reader.tiling.divided(height, width) == (made["rows"][0][0], made["cols"][0][0])
 
 
 def test_tokens_are_those_of_the_processor(source):
