@@ -35,7 +35,7 @@ def of_layer(shape: ModelShape, policy: Policy) -> float:
     if policy.checkpointing == "full":
         return b * shape.hidden  # its input
     if policy.checkpointing == "selective":
-        return _selective(shape, policy)
+        return _selective(shape, policy) + _adapters(shape, policy)
     layer = _compiled(shape, policy) if policy.compiled else _eager(shape, policy)
     return layer + _experts(shape, policy) + _adapters(shape, policy)
 
@@ -57,11 +57,13 @@ def _compiled(shape: ModelShape, policy: Policy) -> float:
 
 
 def _eager(shape: ModelShape, policy: Policy) -> float:
-    """Every operator keeps its own: a norm its input and the normalised in float32 and in b, SwiGLU four tensors."""
+    """Every operator keeps its own: a norm its input and the normalised in float32 and, if its weight is trained, in b;
+    SwiGLU four tensors."""
     b, h = policy.itemsize, shape.hidden
-    saved = 2 * ((4 + 2 * b) * h + 4) + _attention(shape, policy) + b * 4 * shape.intermediate
+    normalised = 0 if policy.lora_rank else b
+    saved = 2 * ((4 + b + normalised) * h + 4) + _attention(shape, policy) + b * 4 * shape.intermediate
     if shape.qk_norm:
-        saved += (4 + b) * (shape.q + shape.kv) + 4 * (shape.heads + shape.kv_heads)
+        saved += (4 + normalised) * (shape.q + shape.kv) + 4 * (shape.heads + shape.kv_heads)
     return saved
 
 

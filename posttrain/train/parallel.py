@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -136,8 +136,20 @@ def _checkpointed(forward: Callable[..., Any], how: str, kept: frozenset[str]) -
 def _keep_what_is_expensive(
     kept: frozenset[str], context: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Matrix products and attention. Norms, activations and rotary embeddings take memory and hardly any time."""
-    return CheckpointPolicy.MUST_SAVE if str(operator) in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    """Matrix products and attention. Norms, activations, rotary embeddings and products with the second factor of an
+    adapter take memory and hardly any time."""
+    if str(operator) not in kept or (str(operator) == "aten.mm.default" and _is_narrow(args[1])):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _is_narrow(factor: Tensor) -> bool:
+    """Return whether a product with ``factor`` [in, out] is much larger than what it is made of."""
+    return NARROW * factor.shape[0] <= factor.shape[1]
+
+
+NARROW = 16
+"""Columns for each row of such a factor, at least. Layers of a model widen by less."""
 
 
 _EXPENSIVE = frozenset(

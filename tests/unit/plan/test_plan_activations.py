@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from posttrain.models import attention
+from posttrain.config import LoraConfig
+from posttrain.models import attention, lora
 from posttrain.models.attention import Kernel, Ragged
 from posttrain.models.builtin import BUILTIN, builtin_config, builtin_sizes, builtin_tokenizer
 from posttrain.plan import activations
@@ -107,7 +108,13 @@ def saved_bytes(config, policy, monkeypatch, tokens=TOKENS):
     """Kept between forward and backward pass of all but the head, weights apart."""
     attention.register()
     torch._dynamo.reset()
-    lm = PackedLM(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME))
+    with torch.device("meta" if policy.lora_rank else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+    if policy.lora_rank:
+        model.requires_grad_(False)
+        lora.inject(model, LoraConfig(rank=policy.lora_rank), dtype=torch.bfloat16)
+        model.to_empty(device="cpu")  # what it computes does not matter
+    lm = PackedLM(model)
     compile_ = torch.compile
     with monkeypatch.context() as patch:
         # What is kept is decided before code is made for it.
@@ -150,6 +157,11 @@ POLICIES = [
     ("qwen2", Policy("none", compiled=False, repeats_heads=True)),
     ("qwen2", Policy("selective", compiled=False)),
     ("qwen2", Policy("full", compiled=False)),
+    ("qwen2", Policy("none", compiled=False, lora_rank=1)),
+    ("qwen2", Policy("selective", compiled=False, lora_rank=1)),
+    ("qwen3", Policy("none", compiled=False, lora_rank=1)),
+    slow("qwen2", Policy("none", lora_rank=1)),
+    slow("qwen2", Policy("selective", lora_rank=1)),
     slow("qwen2", Policy("none")),
     slow("qwen2", Policy("none", repeats_heads=True)),
     slow("qwen2", Policy("selective")),
@@ -170,12 +182,15 @@ def test_the_formula_counts_what_autograd_keeps(name, policy, monkeypatch):
     shape = shape_of(CONFIGS[name](2).to_dict(), name)
     # Compiled layers that are checkpointed keep a number or two besides, such as how many tokens there were.
     numbers = 16 if policy.compiled and policy.checkpointing != "none" else 0
+    numbers += 28 if policy.compiled and policy.lora_rank else 0
     numbers += 4 * shape.experts if policy.checkpointing == "none" else 0  # where the rows of each expert end
     assert 0 <= (four - two) / 2 - activations.of_layer(shape, policy) * TOKENS <= numbers
     rest = (two - (four - two)) / TOKENS
-    if policy.checkpointing == "none":
+    if policy.checkpointing == "none" and not policy.lora_rank:
         assert rest == activations.outside(shape, policy)
-    else:  # by the hooks' count it has fewer: tensors shared by all layers are arguments there
+    else:
+        # By the hooks' count it has fewer: tensors shared by all layers are arguments there, and what the first layer
+        # reads needs no gradient where embeddings are frozen.
         assert rest <= activations.outside(shape, policy) + 2 * shape.hidden * 2
 
 
