@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -218,14 +218,14 @@ def whole_weights(
     if not adapted:
         yield from whole_many(parameters, dtype)
         return
-    for name, parameter in parameters:
-        if (original := base_name(name)) is None:
-            continue
-        weight = whole(parameter)
+    layers = [layer for name, _ in parameters if (layer := adapted.get(name)) is not None]
+    factors = whole_many(("", m[NAME].weight) for layer in layers for m in (layer.lora_A, layer.lora_B))
+    base = [(name, parameter) for name, parameter in parameters if base_name(name) is not None]
+    for name, weight in whole_many(base):
         if (layer := adapted.get(name)) is not None:
-            down, up = whole(layer.lora_A[NAME].weight), whole(layer.lora_B[NAME].weight)
+            (_, down), (_, up) = next(factors), next(factors)
             weight = LowRank(down, up, layer.scaling[NAME]).added_to(weight)
-        yield original, weight
+        yield cast("str", base_name(name)), weight
 
 
 # ---------------------------------------------------------------------- files

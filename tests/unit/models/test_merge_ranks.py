@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 from safetensors.torch import save_file
 from posttrain.config import TrainConfig
 from posttrain.models import lora
@@ -43,7 +44,10 @@ for kind, port in zip(("tied", "untied", "lora", "values"), ports, strict=True):
             if parameter.requires_grad:
                 part = getattr(parameter, "to_local", lambda: parameter)()
                 part.add_(torch.randn(part.shape, generator=generator), alpha=0.1)
-    whole = {name: weight.clone() for name, weight in lora.whole_weights(worker.lm.model)}
+    with CommDebugMode() as calls:
+        whole = {name: weight.clone() for name, weight in lora.whole_weights(worker.lm.model)}
+    few = 2 if kind == "lora" else 1  # base and adapters; each weight by itself would be tens
+    assert calls.get_total_counts() == (few if size > 1 else 0), calls.get_comm_counts()
     for part in ("actor", "critic") if kind == "tied" else ("actor",):
         worker.save(str(root / kind / str(size) / part), False)
         assert worker.saved() is not None
