@@ -73,7 +73,7 @@ class UpdateMetrics:
     maxima: dict[str, float]
     """The largest counts: ``seconds``, ``memory_gib``"""
     logprobs: Sequence[Tensor] = ()
-    """Of a loss with a ``correction``: the columns of ``TrainWorker.logprobs``, before the update"""
+    """Columns as those of ``TrainWorker.logprobs``, of the weights before the update; none without a ``correction``"""
 
 
 def over_ranks(found: Sequence[UpdateMetrics]) -> dict[str, float]:
