@@ -138,18 +138,21 @@ class TrainerGroup:
         refs = [a.call.remote(method, *args) for a, args in zip(self.actors, arguments, strict=True)]
         return await gather(refs, self.handles, method, self.deadline_s)
 
-    async def logprobs(self, batch: PackedBatch, *, adapter: bool = True, temperature: float | None = None) -> Tensor:
+    async def logprobs(
+        self, batch: PackedBatch, *, adapter: bool = True, temperature: float | None = None, compiled: bool = True
+    ) -> Tensor:
         """Return [T] log-probabilities under the current weights, or without the ``adapter`` of a LoRA run under its
-        base's, at ``temperature``, by default that of the workers; 0 where the batch carries no loss."""
+        base's, at ``temperature``, by default that of the workers; 0 where the batch carries no loss. ``compiled``: see
+        ``TrainWorker.logprobs``."""
         placement = self._place(batch)
-        columns = await self._on_shards("logprobs", placement.shards(batch), adapter, temperature)
+        columns = await self._on_shards("logprobs", placement.shards(batch), adapter, temperature, compiled)
         return placement.gather(columns[:: self.sequence_parallel], batch)
 
     async def score(self, sequences: Sequence[Ids]) -> Tensor:
         """Return the log-probabilities at temperature 1 of the sequences' tokens, one after the other [T]; 0 for the
-        first token of each. Of a model of values their values."""
+        first token of each. Of a model of values their values. For a few sequences, as a check."""
         batch = PackedBatch.from_sequences(sequences, [[True] * len(ids) for ids in sequences])
-        return await self.logprobs(batch, temperature=1.0)
+        return await self.logprobs(batch, temperature=1.0, compiled=False)
 
     async def values(self, batch: PackedBatch) -> Tensor:
         """Return [T] values of a critic; 0 where the batch carries no loss."""
@@ -171,9 +174,9 @@ class TrainerGroup:
             self.before_update = placement.gather(columns, batch)
         return over_ranks(per_worker)
 
-    async def warm_up(self) -> None:
-        """Compile what the first update runs; see ``TrainWorker.warm_up``."""
-        await self.call("warm_up")
+    async def warm_up(self, *, scores: bool) -> None:
+        """Compile what the first update runs, and with ``scores`` what comes before it; see ``TrainWorker.warm_up``."""
+        await self.call("warm_up", [(scores,)] * len(self.handles))
 
     async def nonfinite_gradients(self) -> list[str]:
         """Return the parameters whose gradient was not finite in the last update that was skipped."""

@@ -96,7 +96,6 @@ class SGLangEngine:
                 "sampling_backend": "pytorch",
                 "sampling_defaults": "openai",  # not the model's: each request states its own sampling
                 "custom_weight_loader": [LOADER],
-                "log_level": "error",
             }
             if spec.rollout.batch_invariant:  # its batch-invariant products give logits of the weights' type only
                 ours |= {"enable_deterministic_inference": True, "enable_fp32_lm_head": True}
@@ -104,8 +103,9 @@ class SGLangEngine:
                 ours |= {"enable_return_routed_experts": True}
             if spec.rollout.kv_cache_dtype == "fp8":
                 ours |= {"kv_cache_dtype": "fp8_e4m3"}
-            # A larger batch than that of the largest graph runs without one. SGLang would choose it by the GPU alone.
             defaults: dict[str, Any] = {
+                "log_level": "error",
+                # A larger batch than that of the largest graph runs without one. SGLang would choose by the GPU alone.
                 "cuda_graph_max_bs_decode": self.max_concurrent,
                 "scheduler_recv_interval": _RECEIVE_EVERY if spec.rollout.max_turns > 1 else 1,
             }

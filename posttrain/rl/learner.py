@@ -18,6 +18,7 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.config import LoraConfig
 from posttrain.data.pack import PackedBatch
 from posttrain.models.processors import load_vision
+from posttrain.plan.layout import reads_old
 from posttrain.rl.batch import (
     Groups,
     fill_advantages,
@@ -89,8 +90,10 @@ class Learner:
     async def warm_up(self) -> None:
         """Prepare the models that are trained for their first update, while engines sample; not where trainers leave
         the GPUs to these meanwhile."""
-        if not (self.run.cfg.rollout.sleep or self.run.cfg.train.offload):
-            await asyncio.gather(*(group.warm_up() for group in self.trained.values()))
+        cfg = self.run.cfg
+        if not (cfg.rollout.sleep or cfg.train.offload):
+            scores = {"actor": reads_old(cfg), "critic": True}
+            await asyncio.gather(*(group.warm_up(scores=scores[name]) for name, group in self.trained.items()))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps besides the models, as JSON."""

@@ -165,16 +165,24 @@ class TrainWorker:
     # ------------------------------------------------------------------ compute
 
     def logprobs(
-        self, shard: Sequence[PackedBatch], adapter: bool = True, temperature: float | None = None
+        self,
+        shard: Sequence[PackedBatch],
+        adapter: bool = True,
+        temperature: float | None = None,
+        compiled: bool = True,
     ) -> list[Tensor]:
         """Log-probabilities under the current weights, or a critic's values, a [T] column a micro-batch; 0 at tokens
         without loss.
 
         Without ``adapter`` they are of the weights that a LoRA run started from. ``temperature`` stands for that of
-        the ``WorkerSpec``.
+        the ``WorkerSpec``. Not ``compiled``: as for a few tokens, which are not worth graphs of their own.
         """
         columns = []
-        with self._no_backward(), nullcontext() if adapter else lora.switched_off(self.lm.model):
+        with (
+            self._no_backward(),
+            nullcontext() if adapter else lora.switched_off(self.lm.model),
+            nullcontext() if compiled else torch.compiler.set_stance("force_eager"),
+        ):
             for batch in shard:
                 micro = self._micro_batch(batch, replay=adapter)
                 columns.append(self._column(batch, micro, self._forward(micro, temperature=temperature)[0]))
@@ -246,15 +254,17 @@ class TrainWorker:
             logprobs=[self._column(*each) for each in before],
         )
 
-    def warm_up(self) -> None:
-        """Compile the layers' passes with gradients ahead of the first update, on a few tokens that count for nothing.
-        Weights and optimizer stay as they are."""
+    def warm_up(self, scores: bool) -> None:
+        """Compile the layers' passes with gradients ahead of the first update, on a few tokens that count for nothing;
+        with ``scores`` those without gradients too. Weights and optimizer stay as they are."""
         if not self.compiled or self.optimizer is None:
             return
         # Padded attention has a graph for each number of length groups, and another for a row that is alone: these two
         # are one group.
         batch = PackedBatch.from_sequences([[0] * 9, [0] * 10], [[True] * 9, [True] * 10])
         batch.loss_weights = torch.zeros(batch.num_tokens)
+        if scores:
+            self.logprobs([batch])
         self._backward(self._micro_batch(batch, replay=False), LossSpec())
         if self.spec.train.gather_weights == "step":
             reshard(self.lm)

@@ -16,7 +16,8 @@ class Group:
     def __init__(self, barrier, error=None):
         self.barrier, self.error, self.warm = barrier, error, False
 
-    async def warm_up(self):
+    async def warm_up(self, *, scores):
+        self.scores = scores
         await self.barrier.wait()
         if self.error is not None:
             raise self.error
@@ -35,6 +36,13 @@ async def test_all_that_are_trained_warm_up_together():
     await asyncio.wait_for(made.warm_up(), 60.0)
     assert actor.warm
     assert critic.warm
+    assert (actor.scores, critic.scores) == (False, True)
+
+
+async def test_the_actor_warms_up_the_pass_before_its_updates_where_there_is_one():
+    made, actor, _ = learner({"algo": {"updates_per_step": 2}})
+    await asyncio.wait_for(made.warm_up(), 60.0)
+    assert actor.scores
 
 
 @pytest.mark.parametrize("sections", [{"rollout": {"sleep": True}}, {"train": {"offload": True}}])

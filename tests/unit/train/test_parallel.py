@@ -197,9 +197,11 @@ PADDED = attention.choose("sdpa", torch.device("cpu"), torch.float32)
         (PADDED, ([17, 20, 30, 32], [20] * 8), {}),  # one group of each, as they are longer than 16 and at most 32
     ],
 )
+@pytest.mark.parametrize("scores", [False, True])
 def test_the_first_update_of_a_worker_that_warmed_up_compiles_nothing_and_is_the_same(
-    monkeypatch, kernel, batches, train
+    monkeypatch, kernel, batches, train, scores
 ):
+    """``scores``: with a pass without gradients before it. Another one for a check compiles nothing either way."""
     counters = torch._dynamo.utils.counters["stats"]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(attention, "choose", lambda *_: kernel)
@@ -211,13 +213,18 @@ def test_the_first_update_of_a_worker_that_warmed_up_compiles_nothing_and_is_the
         worker = TrainWorker(WorkerSpec(ModelSource("builtin:tiny"), "cpu", "float32", 9, 1.0, settings), 0, 1)
         worker.setup("127.0.0.1", int(free_ports(1)[0]), 60.0)
         try:
+            ids = [[5, 6, 7], [8, 9]]
+            checked = worker.logprobs([PackedBatch.from_sequences(ids, [[True] * 3, [True] * 2])], compiled=False)
+            assert counters["unique_graphs"] == 0
             if warm:
-                worker.warm_up()
-            before, found = counters["unique_graphs"], []
+                worker.warm_up(scores)
+            before, found = counters["unique_graphs"], [checked[0].tolist()]
             for lengths in batches:
                 ids = [list(range(5, 5 + n)) for n in lengths]
                 packed = PackedBatch.from_sequences(ids, [[True] * n for n in lengths])
                 packed.loss_weights = packed.loss_mask / packed.num_tokens
+                if scores:
+                    found.append(worker.logprobs([packed])[0].tolist())
                 metrics = worker.update([packed], LossSpec())
                 found.append(metrics.sums | {"grad_norm": metrics.shared["grad_norm"]})
             whole = ((name, getattr(p, "full_tensor", p.clone)()) for name, p in worker.parameters.items())
