@@ -29,7 +29,8 @@ from posttrain.data.template import ChatTemplate, hidden_tools
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.hf import HFSampler
 from posttrain.models import lora
-from posttrain.models.attention import Ragged, choose
+from posttrain.models.attention import Ragged
+from posttrain.models.attention_kernels import choose
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource, build, load_model, locate

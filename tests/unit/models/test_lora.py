@@ -24,7 +24,8 @@ from posttrain.config import Config, LoraConfig
 from posttrain.core.errors import ConfigError, ModelError
 from posttrain.merge_ckpt import run as merge_ckpt
 from posttrain.models import lora
-from posttrain.models.attention import Ragged, choose
+from posttrain.models.attention import Ragged
+from posttrain.models.attention_kernels import choose
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource, build, load_model, locate

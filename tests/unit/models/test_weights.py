@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from posttrain.core.errors import ConfigError, ModelError
-from posttrain.models.attention import available, choose, needs
+from posttrain.models.attention_kernels import available, choose, needs
 from posttrain.models.load import ModelSource, build
 from posttrain.models.ulysses import check_heads
 from posttrain.models.weights import load_weights, materialize
