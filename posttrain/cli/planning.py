@@ -38,7 +38,7 @@ def plan(
 ) -> None:
     """Predict memory, batches, time and problems of a run, without a GPU and without weights."""
     from posttrain.config import RunConfig
-    from posttrain.config.presets import load_preset
+    from posttrain.config.preset_files import load_preset
     from posttrain.plan import command as plan
 
     asked = plan.PlanOptions(gpu, gpus, nodes, length)

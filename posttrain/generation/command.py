@@ -22,7 +22,8 @@ import numpy as np
 
 from posttrain import __version__
 from posttrain.cluster.cluster import Cluster
-from posttrain.config.presets import Resolved, flatten_config
+from posttrain.config.presets import Resolved
+from posttrain.config.writing import flatten_config
 from posttrain.core.errors import DataError, RunError
 from posttrain.core.registry import load_plugins
 from posttrain.engines.remote import open_server

@@ -20,7 +20,8 @@ import tomli
 from posttrain.algos import ADVANTAGES
 from posttrain.config import Config
 from posttrain.config.keys import flatten_tree
-from posttrain.config.presets import config_of, import_algorithms, load_preset, presets_dir, resolve
+from posttrain.config.preset_files import load_preset, presets_dir
+from posttrain.config.presets import config_of, import_algorithms, resolve
 from posttrain.core.errors import ConfigError, DataError, ModelError, UserError
 from posttrain.core.machines import Machine, gpu_named, machine_stored, this_machine
 from posttrain.core.registry import nearest

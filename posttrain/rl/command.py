@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain import launch
-from posttrain.config.presets import Resolved, flatten_config
+from posttrain.config.presets import Resolved
+from posttrain.config.writing import flatten_config
 from posttrain.data.loader import check_batch, total_steps
 from posttrain.launch import TrainingJob
 from posttrain.plan.command import Known, check_budget

@@ -15,7 +15,7 @@ import torch
 from posttrain.algos import ADVANTAGES
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.synced_samplers import SyncedSamplers
-from posttrain.config.presets import flatten_config
+from posttrain.config.writing import flatten_config
 from posttrain.core.errors import RunError
 from posttrain.core.sizes import SYNC_CHECK_SEQUENCES
 from posttrain.core.types import GREEDY

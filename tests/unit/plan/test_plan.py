@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from posttrain.cli import app
 from posttrain.config import Config
-from posttrain.config.presets import dump_toml, list_presets
+from posttrain.config.preset_files import list_presets
+from posttrain.config.writing import dump_toml
 from posttrain.core.errors import ConfigError, ModelError
 from posttrain.core.machines import GPUS, Machine, gpu_named, gpu_of_name
 from posttrain.data.bins import assign

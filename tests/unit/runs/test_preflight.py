@@ -8,7 +8,8 @@ from importlib import metadata
 import pytest
 
 from posttrain.config import Config
-from posttrain.config.presets import list_presets, resolve
+from posttrain.config.preset_files import list_presets
+from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, DataError, ModelError, UserError
 from posttrain.core.types import Prompt
 from posttrain.data import chat

@@ -10,7 +10,8 @@ import pytest
 import tomli
 
 from posttrain.config import Config, SandboxConfig
-from posttrain.config.presets import dump_toml, flatten_config, resolve
+from posttrain.config.presets import resolve
+from posttrain.config.writing import dump_toml, flatten_config
 from posttrain.core.errors import ConfigError
 from posttrain.core.types import Prompt
 from posttrain.rollout.episode import run_episode
