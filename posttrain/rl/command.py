@@ -17,7 +17,8 @@ from posttrain.config.presets import Resolved
 from posttrain.config.writing import flatten_config
 from posttrain.data.loader import check_batch, total_steps
 from posttrain.launch import TrainingJob
-from posttrain.plan.command import Known, check_budget
+from posttrain.plan.budget import check_budget
+from posttrain.plan.inputs import Known
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import replay, sampling
 from posttrain.rl.loop import train

@@ -20,7 +20,7 @@ from posttrain.core.errors import RunError
 from posttrain.core.sizes import SYNC_CHECK_SEQUENCES
 from posttrain.core.types import GREEDY
 from posttrain.data.loader import BatchOrder
-from posttrain.plan.command import MemoryBudget
+from posttrain.plan.budget import MemoryBudget
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
 from posttrain.rewards.judge import Judge
