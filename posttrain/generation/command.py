@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from posttrain.config import Config
     from posttrain.core.types import Prompt, Trajectory
     from posttrain.models.load import ModelSource
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
 
 _LOOK_S = 0.25
 """Between two looks at whether somebody asks to stop."""

@@ -44,8 +44,8 @@ class MemoryBudget:
 
 
 def check_budget(cfg: Config) -> float | None:
-    """Return the GiB that a weight update is to take of the trainers' fullest GPU; None: on a CPU, or of a cluster elsewhere, or
-    where no engine shares it.
+    """Return the GiB that a weight update is to take of the trainers' fullest GPU; None: on a CPU, or of a cluster
+    elsewhere, or where no engine shares it.
 
     Raises:
         ConfigError: weights and caches alone do not fit onto the GPUs of this machine.

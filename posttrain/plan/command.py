@@ -40,8 +40,8 @@ def show(cfg: Config, asked: PlanOptions | None = None, as_json: bool = False, *
 
 
 def show_run(folder: Path, asked: PlanOptions, as_json: bool) -> str:
-    """Return a run's figures beside those that a plan predicts with the lengths that it had, for the machine that it ran on or
-    the one that was described.
+    """Return a run's figures beside those that a plan predicts with the lengths that it had, for the machine that it
+    ran on or the one that was described.
 
     Raises:
         UserError: there is no run, it has no metrics, or its model cannot be found.

@@ -141,7 +141,8 @@ def shapes_of(cfg: Config) -> tuple[Shapes, list[str]]:
 
 
 def _start_of(cfg: Config, path: str, key: str) -> str:
-    """Return the model path, or of a run of a shipped preset that was not made yet the one that this preset starts from."""
+    """Return the model path, or of a run of a shipped preset that was not made yet the one that this preset starts
+    from. Raises ``UserError``."""
     try:
         weights_of(cfg.run.dir, path, key)
     except UserError:
@@ -154,8 +155,8 @@ def _start_of(cfg: Config, path: str, key: str) -> str:
 
 
 def _sizes(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the config of a model, and what had to be assumed of it: a hub's model that is not in the local cache is looked
-    up in the table of public models. Raises ``ModelError``."""
+    """Return the config of a model, and what had to be assumed of it: a hub's model that is not in the local cache is
+    looked up in the table of public models. Raises ``ModelError``."""
     try:
         return read_config(locate(path)), []
     except ModelError as error:

@@ -35,7 +35,7 @@ from posttrain.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from posttrain.core.types import Prompt
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
 
 
 def run(resolved: Resolved) -> Path:

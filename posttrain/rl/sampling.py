@@ -53,7 +53,7 @@ from posttrain.train.checkpoint import State
 if TYPE_CHECKING:
     from posttrain.core.types import Ids, Prompt
     from posttrain.rewards.base import EpisodeScorer
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
 
 
 IN_FLIGHT = "in_flight.parquet"
