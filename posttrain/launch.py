@@ -15,6 +15,8 @@ from posttrain.config.presets import Resolved
 from posttrain.core.registry import load_plugins
 from posttrain.models.load import ModelSource
 from posttrain.plan import command as plan
+from posttrain.plan.budget import memory_warning
+from posttrain.plan.inputs import Known
 from posttrain.runs.preflight import check_profile, with_engine
 from posttrain.runs.recording import open_tracker, recorded
 from posttrain.runs.run import RunTarget, StopSignal
@@ -35,7 +37,7 @@ class TrainingJob(ABC):
         """Yield what the user should know before the first step."""
 
     @abstractmethod
-    def known(self) -> plan.Known:
+    def known(self) -> Known:
         """Return what the data tells the plan of the run."""
 
     @abstractmethod
@@ -65,7 +67,7 @@ def run(resolved: Resolved, prepare: Prepare) -> Path:
     with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, job.steps) as tracker:
         for note in job.notes():
             tracker.note(note)
-        if (warning := plan.memory_warning(cfg)) is not None:
+        if (warning := memory_warning(cfg)) is not None:
             tracker.note(warning)
         with job.opened(tracker) as loop:
             train(TrainingRun(cfg, folder, job.source, tracker, stop, job.steps, reporter), loop)

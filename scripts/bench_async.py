@@ -35,7 +35,8 @@ from posttrain.cluster.cluster import local_ray
 from posttrain.config.presets import resolve
 from posttrain.core.errors import UserError
 from posttrain.data.parquet import write_rows
-from posttrain.plan.command import PlanOptions, show_run
+from posttrain.plan.command import show_run
+from posttrain.plan.inputs import PlanOptions
 from posttrain.rl import command as rl
 
 UNCORRECTED = [

@@ -28,7 +28,7 @@ from posttrain.core.types import Prompt, Sample, SamplingParams
 from posttrain.data.chat import ChatDeltas
 from posttrain.data.loader import BatchOrder
 from posttrain.rollout.batches import TrainingBatches
-from posttrain.rollout.episode import EpisodeContext
+from posttrain.rollout.context import EpisodeContext
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from posttrain.tools.base import Tool, ToolResult

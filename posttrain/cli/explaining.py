@@ -58,7 +58,9 @@ def _values(preset: str) -> dict[str, str]:
     """Return each key's value in a preset with its origin, as text."""
     import json
 
-    from posttrain.config.presets import flatten_config, load_preset, origin, resolve
+    from posttrain.config.preset_files import load_preset
+    from posttrain.config.presets import resolve
+    from posttrain.config.writing import flatten_config, origin
 
     command: Any = load_preset(preset).command
     resolved = resolve(command, preset)

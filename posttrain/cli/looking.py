@@ -16,7 +16,7 @@ def presets_list(context: typer.Context) -> None:
     """List the shipped presets: name, command, description."""
     if context.invoked_subcommand is not None:
         return
-    from posttrain.config.presets import list_presets
+    from posttrain.config.preset_files import list_presets
 
     found = list_presets()
     width = max(len(preset.name) for preset in found)
@@ -29,7 +29,9 @@ def presets_show(
     provenance: Annotated[bool, typer.Option("--provenance", help="Show the origin of each value.")] = False,
 ) -> None:
     """Print a preset's resolved config as TOML."""
-    from posttrain.config.presets import dump_toml, load_preset, resolve
+    from posttrain.config.preset_files import load_preset
+    from posttrain.config.presets import resolve
+    from posttrain.config.writing import dump_toml
 
     command: Any = load_preset(name).command
     resolved = resolve(command, name)

@@ -106,7 +106,8 @@ class Settings:
         Raises:
             ConfigError: unknown preset, key or algo, a wrong value, or a combination that makes no sense.
         """
-        from posttrain.config.presets import CPU_PRESETS, default_preset, resolve
+        from posttrain.config.preset_files import CPU_PRESETS, default_preset
+        from posttrain.config.presets import resolve
 
         preset = self.preset
         if preset is None and command in CPU_PRESETS:

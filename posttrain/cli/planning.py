@@ -38,10 +38,11 @@ def plan(
 ) -> None:
     """Predict memory, batches, time and problems of a run, without a GPU and without weights."""
     from posttrain.config import RunConfig
-    from posttrain.config.presets import load_preset
+    from posttrain.config.preset_files import load_preset
     from posttrain.plan import command as plan
+    from posttrain.plan.inputs import PlanOptions
 
-    asked = plan.PlanOptions(gpu, gpus, nodes, length)
+    asked = PlanOptions(gpu, gpus, nodes, length)
     if run is not None:
         if settings.preset is not None:
             raise ConfigError("--run and --preset exclude each other", hint="a run has its own config")

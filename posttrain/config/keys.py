@@ -14,6 +14,9 @@ from posttrain.config.aliases import NO_KEY, RENAMED, keys_by_alias
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import nearest
 
+Values = dict[str, Any]
+"""Dotted key -> value."""
+
 
 class RenamedKeyWarning(UserWarning):
     """Warn that a preset, a flag or a stored config gives keys by their earlier names."""
@@ -103,6 +106,41 @@ def renamed_in(values: Mapping[str, Any], source: str) -> dict[str, str]:
             f"{source} gives one key by two names: {', '.join(twice)}", hint="keep the second name and drop the first"
         )
     return renamed
+
+
+def flatten_known(tree: Mapping[str, Any], source: str, migrate: str = "", *, dotted: bool = False) -> Values:
+    """Return nested (or, with ``dotted``, already dotted) keys as dotted ones, renamed keys by their current names
+    (``migrate``: how to rewrite ``source``, for the warning). Unknown keys raise, all of them at once."""
+    leaves = leaf_keys()
+    readable = frozenset((*leaves, *RENAMED))
+    sections = {key.rsplit(".", 1)[0] for key in readable if "." in key}
+    flat: Values = {}
+    problems: list[str] = []
+    hints: list[str] = []
+
+    def walk(value: Any, key: str) -> None:
+        if key in readable or (dotted and table_of(key)):
+            flat[key] = value
+        elif key in sections and isinstance(value, Mapping):
+            for name, inner in value.items():
+                walk(inner, f"{key}.{name}")
+        elif key in sections:
+            problems.append(f"`{key}` in {source} is a section, not a value")
+            first = next(leaf for leaf in leaves if leaf.startswith(f"{key}."))
+            hints.append(f"give one of its keys, such as `{first}`")
+        else:
+            problems.append(f"unknown key `{key}` in {source}")
+            hints.append(key_hint(key, leaves))
+
+    for name, value in tree.items():
+        if not dotted and "." in name:
+            problems.append(f'unknown key `"{name}"` in {source}')
+            hints.append("write a dotted key without quotes")
+        else:
+            walk(value, name)
+    if problems:
+        raise ConfigError("\n".join(problems), hint="; ".join(dict.fromkeys(hints)))
+    return current_keys(flat, source, hint=migrate)
 
 
 def known_key(name: str) -> str:

@@ -9,39 +9,20 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, get_args
 
 import tomli
-import tomli_w
 from pydantic import ValidationError
 
 from posttrain.algos import ADVANTAGES, BUNDLES, POLICY_LOSSES
 from posttrain.config import Command, Config, algo_bundle
-from posttrain.config.aliases import RENAMED
-from posttrain.config.keys import current_keys, flag_name, flatten_tree, key_hint, leaf_keys, leaves_of, table_of
-from posttrain.config.reading import read_toml
+from posttrain.config.keys import Values, flag_name, flatten_known, leaf_keys, leaves_of, table_of
+from posttrain.config.preset_files import CPU_PRESETS, default_preset, list_presets, load_preset, preset_of
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import Registry, load_plugins, nearest
-
-Values = dict[str, Any]
-"""Dotted key -> value."""
-
-GPU_PRESETS = {
-    "sft": "qwen2.5-0.5b-gsm8k-sft", "prefer": "qwen2.5-0.5b-dpo", "rl": "qwen2.5-0.5b-gsm8k",
-    "generate": "qwen2.5-0.5b-generate",
-}  # fmt: skip
-CPU_PRESETS = {"sft": "tiny-multiturn", "prefer": "tiny-prefer", "rl": "tiny-gsm8k", "generate": "tiny-generate"}
-
-
-IN_PYTHON = "the preset given in Python"
-"""Origin, in messages and provenance, of values that a dict and not a file gives."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +46,6 @@ class Resolved:
         tree = self.config.model_dump()
         tree[section][name] = value
         return replace(self, config=config_of(tree, origin), provenance={**self.provenance, key: origin})
-
-
-@dataclass(frozen=True)
-class Preset:
-    """One preset file with its parents folded in."""
-
-    name: str
-    path: Path
-    command: str
-    description: str
-    layers: tuple[tuple[str, Values], ...]
-    """(where from, values), the root of the ``extends`` chain first."""
 
 
 def resolve(
@@ -114,7 +83,7 @@ def resolve(
     algo_flag = given.pop("algo.name", None)
     of_command = [("--set", _parse_sets(sets))]
     for key, value in given.items():
-        of_command.append((f"flag {flag_name(key)}", _flatten({key: value}, "flags", dotted=True)))
+        of_command.append((f"flag {flag_name(key)}", flatten_known({key: value}, "flags", dotted=True)))
     named = [values for _, values in [*layers, *of_command]] + [{"algo.name": algo_flag}]
     import_algorithms(_last([*layers, *of_command], "plugins", []), named)
     if algo_flag is not None:
@@ -151,171 +120,12 @@ def import_algorithms(plugins: object, layers: Iterable[Mapping[str, Any]]) -> N
         load_plugins(plugins)
 
 
-def preset_of(tree: Mapping[str, Any], command: Command) -> Preset:
-    """Return the preset that a dict describes as a ``.toml`` file would, ``extends`` included. Keys may be dotted.
-
-    It has the name of the preset that it extends, and its command where it names none; without ``extends`` the name is
-    empty and the command is ``command``.
-
-    Raises:
-        ConfigError: as ``load_preset``.
-    """
-    parent = _text(tree, "extends", IN_PYTHON)
-    base = load_preset(parent) if parent else Preset("", Path(), command, "", ())
-    values = _flatten(_settings(tree), IN_PYTHON, dotted=True)
-    return Preset(
-        base.name,
-        base.path,
-        _text(tree, "command", IN_PYTHON) or base.command,
-        _text(tree, "description", IN_PYTHON) or base.description,
-        (*base.layers, (IN_PYTHON, values)),
-    )
-
-
-def load_preset(name_or_path: str) -> Preset:
-    """Read a preset and the presets it extends. Raises ``ConfigError`` naming the file and the key."""
-    path = find_preset(name_or_path)
-    layers: list[tuple[str, Values]] = []
-    seen: list[Path] = []
-    command = description = ""
-    current: Path | None = path
-    while current is not None:
-        if current in seen:
-            chain = " -> ".join(p.stem for p in [*seen, current])
-            raise ConfigError(f"presets extend each other in a circle: {chain}", hint="remove one `extends`")
-        seen.append(current)
-        raw = read_toml(current, "preset")
-        parent = _text(raw, "extends", f"preset {current}")
-        command = command or _text(raw, "command", f"preset {current}")
-        description = description or _text(raw, "description", f"preset {current}")
-        flat = _flatten(_settings(raw), str(current), f"`posttrain presets migrate {current}` rewrites it")
-        layers.insert(0, (f"preset {current.stem}", flat))
-        current = find_preset(parent, beside=current.parent) if parent else None
-    known = get_args(Command)
-    if command not in known:
-        what = f"unknown command {command!r}" if command else "no `command`"
-        raise ConfigError(f"{what} in preset {path}", hint=f'add `command = "..."`, one of {", ".join(known)}')
-    return Preset(path.stem, path, command, description, tuple(layers))
-
-
-def find_preset(name_or_path: str, beside: Path | None = None) -> Path:
-    """Return the file of a shipped preset's name, or of a path (relative to ``beside``, else to the current folder)."""
-    if name_or_path.endswith(".toml") or "/" in name_or_path:
-        path = (beside or Path()) / name_or_path
-        if not path.is_file():
-            raise ConfigError(f"preset file not found: {path}", hint="`posttrain presets` lists the shipped ones")
-        return path.resolve()
-    path = presets_dir() / f"{name_or_path}.toml"
-    if not path.is_file():
-        close = nearest(name_or_path, sorted(p.stem for p in presets_dir().glob("*.toml")))
-        hint = f"did you mean {close!r}?" if close else "`posttrain presets` lists them; a path must end with .toml"
-        raise ConfigError(f"unknown preset {name_or_path!r}", hint=hint)
-    return path.resolve()
-
-
-def presets_dir() -> Path:
-    """Return the folder of shipped presets: inside the installed package, or at the top of a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    shipped = package / "_presets"
-    return shipped if shipped.is_dir() else package.parent / "presets"
-
-
-def list_presets() -> list[Preset]:
-    """Return every shipped preset, by name."""
-    return [load_preset(name) for name in sorted(path.stem for path in presets_dir().glob("*.toml"))]
-
-
-def default_preset(command: str) -> tuple[str, str]:
-    """Return the preset that ``command`` uses when none is given, and one line that says so."""
-    if has_gpu():
-        name = GPU_PRESETS[command]
-        return name, f"GPU found: using preset {name}"
-    name = CPU_PRESETS[command]
-    return name, f"no GPU found: using preset {name}"
-
-
-def has_gpu() -> bool:
-    """Return whether an NVIDIA GPU can be used here, without importing torch."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
-        return False
-    driver = Path("/proc/driver/nvidia/gpus")
-    if driver.is_dir() and any(driver.iterdir()):
-        return True
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return False
-    try:
-        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False  # a driver that does not answer cannot be trained on
-    return "GPU " in listed.stdout
-
-
-def dump_toml(config: Config, provenance: Mapping[str, str] | None = None) -> str:
-    """Return the whole tree as TOML; values that are None (TOML has none) are left out. With ``provenance``, each line
-    of a value ends with a comment that gives its origin."""
-    text = tomli_w.dumps(_without_none(config.model_dump()))
-    return text if provenance is None else _annotate(text, provenance)
-
-
-def flatten_config(config: Config) -> Values:
-    """Return every leaf of the tree by dotted key, in TOML's types; None values are left out."""
-    return flatten_tree(tomli.loads(dump_toml(config)))
-
-
-def _text(raw: Mapping[str, Any], key: str, source: str) -> str:
-    value = raw.get(key, "")
-    if not isinstance(value, str):
-        raise ConfigError(f"{key} = {value!r} in {source} is not text", hint=f'write `{key} = "..."`')
-    return value
-
-
 def config_of(tree: Mapping[str, Any], source: str) -> Config:
     """Return the config of a whole tree, as a run stores it. Raises ``ConfigError``: a key or a value is wrong."""
     try:
-        return Config.model_validate(_nested(_flatten(tree, source)))
+        return Config.model_validate(_nested(flatten_known(tree, source)))
     except ValidationError as error:
         raise _config_error(error, dict.fromkeys(leaf_keys(), source)) from None
-
-
-def _settings(raw: Mapping[str, Any]) -> Values:
-    """Return the part of a preset that is a config tree."""
-    return {str(key): value for key, value in raw.items() if key not in ("extends", "command", "description")}
-
-
-def _flatten(tree: Mapping[str, Any], source: str, migrate: str = "", *, dotted: bool = False) -> Values:
-    """Return nested (or, with ``dotted``, already dotted) keys as dotted ones, renamed keys by their current names
-    (``migrate``: how to rewrite ``source``, for the warning). Unknown keys raise, all of them at once."""
-    leaves = leaf_keys()
-    readable = frozenset((*leaves, *RENAMED))
-    sections = {key.rsplit(".", 1)[0] for key in readable if "." in key}
-    flat: Values = {}
-    problems: list[str] = []
-    hints: list[str] = []
-
-    def walk(value: Any, key: str) -> None:
-        if key in readable or (dotted and table_of(key)):
-            flat[key] = value
-        elif key in sections and isinstance(value, Mapping):
-            for name, inner in value.items():
-                walk(inner, f"{key}.{name}")
-        elif key in sections:
-            problems.append(f"`{key}` in {source} is a section, not a value")
-            first = next(leaf for leaf in leaves if leaf.startswith(f"{key}."))
-            hints.append(f"give one of its keys, such as `{first}`")
-        else:
-            problems.append(f"unknown key `{key}` in {source}")
-            hints.append(key_hint(key, leaves))
-
-    for name, value in tree.items():
-        if not dotted and "." in name:
-            problems.append(f'unknown key `"{name}"` in {source}')
-            hints.append("write a dotted key without quotes")
-        else:
-            walk(value, name)
-    if problems:
-        raise ConfigError("\n".join(problems), hint="; ".join(dict.fromkeys(hints)))
-    return current_keys(flat, source, hint=migrate)
 
 
 def _parse_sets(sets: Sequence[str]) -> Values:
@@ -326,7 +136,7 @@ def _parse_sets(sets: Sequence[str]) -> Values:
             raise ConfigError(f"--set {text!r} is not of the form key=value", hint="for example --set train.steps=20")
         given.pop(key.strip(), None)  # the last one wins, also over a section that was set in between
         given[key.strip()] = _toml_value(raw.strip())
-    return _flatten(given, "--set", dotted=True)
+    return flatten_known(given, "--set", dotted=True)
 
 
 def _toml_value(text: str) -> Any:
@@ -426,30 +236,3 @@ def _config_error(error: ValidationError, provenance: Mapping[str, str]) -> Conf
 def _presets_for(command: str) -> str:
     names = [preset.name for preset in list_presets() if preset.command == command]
     return f"presets for {command}: {', '.join(names)}" if names else f"`posttrain {command}` takes no preset"
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _annotate(text: str, provenance: Mapping[str, str]) -> str:
-    """Add `# where from` to each value. An array that tomli_w spreads over lines gets it on its last line."""
-    lines: list[str] = []
-    section = key = ""
-    for line in text.splitlines():
-        if line.startswith("["):
-            section = line.strip("[]") + "."
-        elif match := re.match(r'([A-Za-z0-9_-]+|"[^"]*") = ', line):
-            key = section + match[1]
-        ends_value = line and not line.startswith("[") and not line.endswith("[") and not line.startswith(" ")
-        lines.append(f"{line}  # {origin(key, provenance)}" if ends_value else line)
-    return "\n".join(lines) + "\n"
-
-
-def origin(key: str, provenance: Mapping[str, str]) -> str:
-    """Return the origin of a value. A table that is one value (`reward.weights`, `tools`) has one origin."""
-    while "." in key and key not in provenance:
-        key = key.rpartition(".")[0]
-    return provenance[key]

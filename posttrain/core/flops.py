@@ -25,10 +25,6 @@ class Flops:
         """FLOPs of a forward and a backward pass over sequences of these lengths."""
         return (2 * self.forward + self.trained) * sum(lengths) + 3 * self.attention * squares(lengths)
 
-    def inference(self, lengths: Sequence[int]) -> float:
-        """FLOPs of a forward pass."""
-        return self.forward * sum(lengths) + self.attention * squares(lengths)
-
 
 @dataclass(frozen=True)
 class TowerFlops:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import ConfigError
@@ -109,6 +112,23 @@ def gpu_named(name: str) -> Gpu:
         if key == gpu.name:
             return gpu
     raise ConfigError(f"unknown GPU {name!r}", hint=unknown(key, [gpu.name for gpu in GPUS]))
+
+
+def has_gpu() -> bool:
+    """Return whether an NVIDIA GPU can be used here, without importing torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    driver = Path("/proc/driver/nvidia/gpus")
+    if driver.is_dir() and any(driver.iterdir()):
+        return True
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return False
+    try:
+        listed = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False  # a driver that does not answer cannot be trained on
+    return "GPU " in listed.stdout
 
 
 def this_machine() -> Machine:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from posttrain.config.presets import has_gpu
+from posttrain.core.machines import has_gpu
 from posttrain.doctor.base import CheckResult
 
 GIB = 2**30

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from posttrain.config.presets import has_gpu
+from posttrain.core.machines import has_gpu
 from posttrain.doctor.base import CheckResult
 from posttrain.engines.choice import ENGINES
 

@@ -25,7 +25,7 @@ from posttrain.engines.hf_images import ImageRequests
 from posttrain.engines.hf_routing import RoutingRecorder
 from posttrain.engines.hf_sampling import SeededSampling
 from posttrain.engines.hf_updates import KeptRequests
-from posttrain.models import attention, fp8, vision
+from posttrain.models import attention, attention_kernels, fp8, vision
 from posttrain.models.fp8_layers import SCALE
 from posttrain.models.load import load_model
 from posttrain.models.logprobs import token_logprobs
@@ -75,7 +75,7 @@ class HFSampler:
         self.model = cast(Any, load_model(spec.source, dtype=self.dtype, seed=spec.seed))
         check_embedded(self.model)
         reader = load_vision(spec.source)
-        self.kernel = attention.choose("auto", self.device, self.dtype, attention.needs(self.model))
+        self.kernel = attention_kernels.choose("auto", self.device, self.dtype, attention_kernels.needs(self.model))
         self.rule = LogitRule.of(self.model)
         self.model.to(self.device).eval()
         self.model.requires_grad_(False)

@@ -129,7 +129,6 @@ class _Turn:
     branch: Branch
     end: int
     """Tokens of the branch, the turn's included."""
-    turn: int
     ended: bool
     """Its end-of-turn token was sampled."""
     calls: tuple[str, ...]
@@ -221,7 +220,7 @@ class TokenSession:
         branch.tool_calls += len(calls)
         self.turns += 1
         self.last = branch
-        turn = _Turn(branch, len(branch.record), branch.turns, self.renderer.ended(ids), calls)
+        turn = _Turn(branch, len(branch.record), self.renderer.ended(ids), calls)
         self._turns.setdefault(_next(asked.digest, message), []).append(turn)
         return message
 

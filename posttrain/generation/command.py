@@ -22,7 +22,8 @@ import numpy as np
 
 from posttrain import __version__
 from posttrain.cluster.cluster import Cluster
-from posttrain.config.presets import Resolved, flatten_config
+from posttrain.config.presets import Resolved
+from posttrain.config.writing import flatten_config
 from posttrain.core.errors import DataError, RunError
 from posttrain.core.registry import load_plugins
 from posttrain.engines.remote import open_server
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from posttrain.config import Config
     from posttrain.core.types import Prompt, Trajectory
     from posttrain.models.load import ModelSource
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
 
 _LOOK_S = 0.25
 """Between two looks at whether somebody asks to stop."""

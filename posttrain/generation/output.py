@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from posttrain.core.types import Trajectory
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
 
 MANIFEST = "manifest.json"
 KEY = b"posttrain.generation.command"

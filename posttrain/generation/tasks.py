@@ -15,7 +15,7 @@ from posttrain.core.types import Prompt
 from posttrain.data.parquet import open_parquet, prompt_row, stream_prompts, write_rows
 
 if TYPE_CHECKING:
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
 
 _FILE = "tasks.parquet"
 """Name of the file in the folder of the parts that has own tasks as rows: the finished file is these with columns

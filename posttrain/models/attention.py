@@ -1,13 +1,12 @@
 """Exact causal attention over ragged sequences, for the trainer and for the embedded sampler alike.
 
 Registered with transformers under ``posttrain`` (packed training rows) and ``paged|posttrain`` (continuous batching),
-so that any model whose attention goes through ``AttentionInterface`` runs on it unchanged. Which kernel runs is chosen
-once a process (``choose``): FlashAttention where it is installed, else core torch's varlen attention
-(``torch.nn.attention.varlen``), both in half precision on CUDA; elsewhere the sequences are padded, within groups of
-similar length, into scaled dot-product attention. None of them sees a token of another sequence.
+so that any model whose attention goes through ``AttentionInterface`` runs on it unchanged. A kernel over ragged rows
+computes it where there is one (``attention_kernels``); elsewhere the sequences are padded, within groups of similar
+length, into scaled dot-product attention. No token sees one of another sequence.
 
 Layers may limit attention to a sliding window, cap scores (softcap) and have sinks (a learned score for each head that
-takes part in the softmax and has no value). A kernel that cannot do what a model's layers ask for is not chosen.
+takes part in the softmax and has no value).
 
 Sequences that begin with the same prompt may share it (``SharedPrefixes``): its tokens are computed once, and the keys
 and values that come out of that are laid out once for each sequence. A sequence's own queries then attend to the
@@ -19,31 +18,22 @@ sequence, H query heads, K key/value heads, D head size, E size of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from importlib.util import find_spec
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from posttrain.core.errors import ConfigError
 from posttrain.core.quiet import hidden
+from posttrain.models.attention_kernels import HALF, Kernel, Varlen, torch_varlen
 from posttrain.models.prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from posttrain.models.ulysses import SequenceParallel
 
 NAME = "posttrain"
-
-Varlen = Callable[..., Tensor]
-"""(q [C, H, D], k [T, K, D], v [T, K, D], offsets of queries and of keys, [B + 1] int32 each, longest, scale) ->
-[C, H, D], with the keyword arguments ``window`` and ``softcap`` where a layer has them and the kernel supports them.
-The queries of a sequence are its last tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +53,6 @@ class Scoring:
     def plain(self) -> bool:
         """Return True where scaled dot-product attention can do it, with a mask."""
         return self.softcap is None and self.sinks is None
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What computes attention over packed rows."""
-
-    name: str
-    """As in `train.attention`."""
-    title: str
-    """For the log."""
-    varlen: Varlen | None = None
-    """None: padded scaled dot-product attention, or the same step by step."""
 
 
 @dataclass(frozen=True)
@@ -124,123 +102,6 @@ class Ragged:
         groups = () if kernel.varlen else tuple(_group(cu_seqlens.cpu(), lengths, device))
         prefixes = None if prefixes is None else prefixes.to(device)
         return Ragged(cu_seqlens.to(device, torch.int32), int(lengths.max()), kernel, groups, parallel, prefixes)
-
-
-def needs(model: PreTrainedModel) -> frozenset[str]:
-    """Return what the model's layers ask for beyond plain causal attention: window, softcap, sinks."""
-    config = model.config.get_text_config()
-    found = {
-        "window": bool(getattr(config, "sliding_window", None)),
-        "softcap": bool(getattr(config, "attn_logit_softcapping", None)),
-        "sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
-    }
-    return frozenset(name for name, needed in found.items() if needed)
-
-
-def available(device: torch.device, dtype: torch.dtype, needed: frozenset[str] = frozenset()) -> list[str]:
-    """The kernels that run here and do what is needed (``needs``), the fastest first; padded attention runs everywhere
-    and does everything."""
-    return [*(name for name in _VARLEN if _why_not(name, device, dtype, needed) is None), "sdpa"]
-
-
-def choose(name: str, device: torch.device, dtype: torch.dtype, needed: frozenset[str] = frozenset()) -> Kernel:
-    """The kernel that ``name`` (`train.attention`) stands for; ``auto`` is the fastest one that is there and does what
-    the model needs (``needs``).
-
-    Raises:
-        ConfigError: it is not installed, does not run on this device in this type, or lacks what is needed.
-    """
-    if name == "auto":
-        name = available(device, dtype, needed)[0]
-    if name == "sdpa":
-        return Kernel("sdpa", "padded SDPA in length groups")
-    why_not = _why_not(name, device, dtype, needed)
-    if why_not is not None:
-        raise ConfigError(f"train.attention = {name!r}: {why_not}", hint="auto takes the fastest one that is there")
-    title, _, load, _ = _VARLEN[name]
-    return Kernel(name, title, load())
-
-
-def _why_not(name: str, device: torch.device, dtype: torch.dtype, needed: frozenset[str]) -> str | None:
-    """Why a ragged kernel cannot run, or None."""
-    _, module, _, supported = _VARLEN[name]
-    if device.type != "cuda":
-        return "it needs a GPU"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it needs train.dtype = 'bfloat16', not {str(dtype).removeprefix('torch.')!r}"
-    if name in ("flash4", "flash3") and torch.cuda.get_device_capability(device) < (9, 0):
-        return "it needs a Hopper GPU or a later one"
-    if lacking := sorted(needed - supported):
-        return f"the model's attention has {' and '.join(_NEEDS[need] for need in lacking)}, which it does not compute"
-    return None if _installed(module) else f"the package of {module} is not installed"
-
-
-@cache
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        return False
-
-
-def _flash4() -> Varlen:
-    from posttrain.models import flash4
-
-    attend: Varlen = flash4.attend
-    return attend
-
-
-def _flash(module: str) -> Varlen:
-    from importlib import import_module
-
-    flash_attn_varlen_func: Callable[..., Any] = import_module(module).flash_attn_varlen_func
-
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: int, scale: float | None,
-        window: int | None = None, softcap: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        out = flash_attn_varlen_func(
-            q, k, v, cu_q, cu_k, longest, longest, softmax_scale=scale, causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0), softcap=softcap or 0.0,
-        )  # fmt: skip
-        result: Tensor = out[0] if isinstance(out, tuple) else out
-        return result
-
-    outside_of_graphs: Varlen = torch.compiler.disable(attend)
-    return outside_of_graphs
-
-
-def _torch_varlen() -> Varlen:
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: int, scale: float | None,
-        window: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        return _varlen(q, k, v, cu_q, cu_k, longest, longest, Scoring(scale, window))
-
-    return attend
-
-
-_VARLEN: dict[str, tuple[str, str, Callable[[], Varlen], frozenset[str]]] = {
-    "flash4": ("FlashAttention-4", "flash_attn.cute", _flash4, frozenset()),
-    "flash3": (
-        "FlashAttention-3", "flash_attn_interface", lambda: _flash("flash_attn_interface"),
-        frozenset({"window", "softcap"}),
-    ),
-    "flash2": (
-        "FlashAttention-2", "flash_attn.flash_attn_interface", lambda: _flash("flash_attn"),
-        frozenset({"window", "softcap"}),
-    ),
-    "torch": (
-        "torch varlen (FlashAttention-2)", "torch.nn.attention.varlen", _torch_varlen, frozenset({"window"}),
-    ),
-}  # fmt: skip
-"""Kernels over ragged rows, the fastest first: (title, module that must be there, how to load it, what it supports)."""
-
-_NEEDS = {"window": "a sliding window", "softcap": "a cap of its scores", "sinks": "sinks"}
-
-
-def _half_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _group(cu_seqlens: Tensor, lengths: Tensor, device: torch.device) -> list[PaddedGroup]:
@@ -402,8 +263,9 @@ def _paged(
     if isinstance(cu_k, dict):  # layers with a window keep fewer keys than those without
         kind = "full_attention" if scoring.window is None else "sliding_attention"
         cu_k, longest_k = cu_k[kind], longest_k[kind]
-    if _half_on_gpu(q) and scoring.plain:
-        return _varlen(q, k, v, cu_q.int(), cu_k.int(), kwargs["max_seqlen_q"], longest_k, scoring).unsqueeze(0)
+    if q.is_cuda and q.dtype in HALF and scoring.plain:
+        longest = kwargs["max_seqlen_q"], longest_k
+        return torch_varlen(q, k, v, cu_q.int(), cu_k.int(), longest, scoring.scale, scoring.window).unsqueeze(0)
     # Padded together, all requests would cost as much as the longest, and each token that is sampled as much as the
     # prompt of a request that is new in this step.
     kinds = 2 * (cu_k.diff().log2().ceil().to(torch.int32)) + (cu_q.diff() > 1)
@@ -434,22 +296,6 @@ def _paged_padded(
     out = _attend(*rows, mask, scoring)
     real = column_q < length_q[:, None]
     return out.transpose(1, 2)[real], slots_q[real]
-
-
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scoring: Scoring
-) -> Tensor:
-    """[T, H, D] queries over ragged keys, causal and aligned at the end of each sequence."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    repeat = q.shape[1] // k.shape[1]
-    if repeat > 1:  # torch 2.11 has no grouped-query flag here
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    window = (-1 if scoring.window is None else scoring.window - 1, 0)
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scoring.scale, window_size=window)
-    assert isinstance(out, Tensor)  # a pair only where the log-sum-exp is asked for too
-    return out
 
 
 def register() -> None:

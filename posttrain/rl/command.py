@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain import launch
-from posttrain.config.presets import Resolved, flatten_config
+from posttrain.config.presets import Resolved
+from posttrain.config.writing import flatten_config
 from posttrain.data.loader import check_batch, total_steps
 from posttrain.launch import TrainingJob
-from posttrain.plan.command import Known, check_budget
+from posttrain.plan.budget import check_budget
+from posttrain.plan.inputs import Known
 from posttrain.rewards.grade import GraderPool
 from posttrain.rl import replay, sampling
 from posttrain.rl.loop import train
@@ -33,7 +35,7 @@ from posttrain.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from posttrain.core.types import Prompt
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
 
 
 def run(resolved: Resolved) -> Path:

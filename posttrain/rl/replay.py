@@ -21,7 +21,7 @@ from posttrain.core.errors import ConfigError, DataError
 from posttrain.data.loader import total_steps
 from posttrain.launch import TrainingJob
 from posttrain.models.load import load_config
-from posttrain.plan.command import Known
+from posttrain.plan.inputs import Known
 from posttrain.rl.batch import Groups, usable
 from posttrain.rl.learner import Learner
 from posttrain.rl.loop import RolloutBatch, train

@@ -15,12 +15,12 @@ import torch
 from posttrain.algos import ADVANTAGES
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.synced_samplers import SyncedSamplers
-from posttrain.config.presets import flatten_config
+from posttrain.config.writing import flatten_config
 from posttrain.core.errors import RunError
 from posttrain.core.sizes import SYNC_CHECK_SEQUENCES
 from posttrain.core.types import GREEDY
 from posttrain.data.loader import BatchOrder
-from posttrain.plan.command import MemoryBudget
+from posttrain.plan.budget import MemoryBudget
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
 from posttrain.rewards.judge import Judge
@@ -53,7 +53,7 @@ from posttrain.train.checkpoint import State
 if TYPE_CHECKING:
     from posttrain.core.types import Ids, Prompt
     from posttrain.rewards.base import EpisodeScorer
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
 
 
 IN_FLIGHT = "in_flight.parquet"

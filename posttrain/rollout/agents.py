@@ -20,7 +20,8 @@ from posttrain.rollout.seeds import seed_of
 if TYPE_CHECKING:
     from posttrain.engines.base import Generator
     from posttrain.envs.base import Split
-    from posttrain.rollout.episode import EpisodeContext, EpisodeState
+    from posttrain.rollout.context import EpisodeContext
+    from posttrain.rollout.episode import EpisodeState
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from posttrain.core.types import ON_POLICY, Failure, Prompt, Sampling, Trajectory
 from posttrain.rewards.compose import Rewarder
 from posttrain.rollout.agents import AgentEpisode
-from posttrain.rollout.episode import Episode, EpisodeContext, EpisodeState, in_flight
+from posttrain.rollout.context import EpisodeContext
+from posttrain.rollout.episode import Episode, EpisodeState, in_flight
 from posttrain.rollout.seeds import seed_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from posttrain.tools.base import ToolResult, cut
 from posttrain.tools.formats import ParsedCall
 
 if TYPE_CHECKING:
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
 
 
 @dataclass(frozen=True)

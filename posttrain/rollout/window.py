@@ -14,7 +14,8 @@ from typing import Self
 
 from posttrain.core.types import Prompt, Sampling, Trajectory
 from posttrain.rollout.agents import AgentEpisode
-from posttrain.rollout.episode import Episode, EpisodeContext, Opened, in_flight
+from posttrain.rollout.context import EpisodeContext, Opened
+from posttrain.rollout.episode import Episode, in_flight
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.seeds import seed_of
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from posttrain.envs.agents import Agent
     from posttrain.models.load import ModelSource
     from posttrain.rollout.agents import AgentHost
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
     from posttrain.tools.base import Tool
     from posttrain.tools.formats import ToolParser
 
@@ -49,7 +49,7 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
     from posttrain.envs.opening import open_world
     from posttrain.models.load import stop_token_ids
     from posttrain.models.processors import load_vision
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
     from posttrain.rollout.interaction import open_interaction
     from posttrain.sandbox import configure
     from posttrain.tools.sets import open_tools

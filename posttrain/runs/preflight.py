@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.cluster.address import check_address
 from posttrain.config import Config
-from posttrain.config.presets import Resolved, has_gpu
+from posttrain.config.presets import Resolved
 from posttrain.core.errors import ConfigError, DataError, ModelError
+from posttrain.core.machines import has_gpu
 from posttrain.core.types import Sampling
 from posttrain.engines.choice import EngineChoice, check_engine, check_keeps_kv, choose_engine
 from posttrain.engines.classes import check_model_class

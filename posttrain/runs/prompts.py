@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from posttrain.config.presets import Resolved
     from posttrain.core.types import Prompt
     from posttrain.envs.base import Split
-    from posttrain.rollout.episode import EpisodeContext
+    from posttrain.rollout.context import EpisodeContext
 
 
 def check_prompts(prompts: Iterable[Prompt], env: EpisodeContext, file: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import tomli
 
 from posttrain.config.keys import current_keys, flatten_tree
-from posttrain.config.presets import Resolved, flatten_config
+from posttrain.config.presets import Resolved
+from posttrain.config.writing import flatten_config
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import nearest
 from posttrain.rollout.files import rollouts_folder

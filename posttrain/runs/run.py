@@ -31,7 +31,8 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from posttrain import __version__
-from posttrain.config.presets import Resolved, dump_toml
+from posttrain.config.presets import Resolved
+from posttrain.config.writing import dump_toml
 from posttrain.core.errors import ConfigError, Interrupted, PosttrainError
 from posttrain.core.files import remove, write_text, writing
 from posttrain.core.machines import this_machine

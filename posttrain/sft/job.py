@@ -13,7 +13,7 @@ from posttrain.data.prefetch import Rendered
 from posttrain.data.stream import Counts, SampleStream
 from posttrain.launch import TrainingJob
 from posttrain.models.processors import load_vision
-from posttrain.plan.command import Known
+from posttrain.plan.inputs import Known
 from posttrain.runs.preflight import check_machine, check_supported, open_model
 from posttrain.runs.prompts import reading_validation, validation_note
 from posttrain.runs.training_run import Loop

@@ -15,7 +15,8 @@ from torch import Tensor
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
 from posttrain.data.vision import VisionProcessor
-from posttrain.models.attention import Kernel, Ragged
+from posttrain.models.attention import Ragged
+from posttrain.models.attention_kernels import Kernel
 from posttrain.models.experts import Mixture, RoutedTokens
 from posttrain.models.prefixes import SharedPrefixes
 from posttrain.models.ulysses import SequenceParallel

@@ -178,12 +178,6 @@ def trained_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     return found
 
 
-def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int) -> None:
-    """Write ``folder/model`` and ``folder/optim``, and wait for it. A collective over the default process group."""
-    saver = ShardSaver(deadline_s=600.0)
-    saver.start(folder, shards_of(model, optimizer, step), background=False)
-
-
 def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Read what was saved, at any world size. Returns the optimizer step. A collective."""
     load(_kept(model), checkpoint_id=folder / "model")

@@ -24,7 +24,7 @@ from posttrain.core import rendezvous
 from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
-from posttrain.models import attention, lora, vision
+from posttrain.models import attention_kernels, lora, vision
 from posttrain.models.batch_invariant import use_invariant_products
 from posttrain.models.experts import Mixture, Seen, check_routers, routers
 from posttrain.models.fp8 import layers_of
@@ -126,7 +126,7 @@ class TrainWorker:
         check_architecture(model)
         self.fp8 = layers_of(model, stored=spec.stored_names, tensor_parallel=spec.engine_gpus) if spec.fp8 else None
         check_sequence_parallel(model, train.sequence_parallel)
-        self.kernel = attention.choose(train.attention, self.device, self.dtype, attention.needs(model))
+        self.kernel = attention_kernels.choose(train.attention, self.device, self.dtype, attention_kernels.needs(model))
         lm = PackedValues(model) if spec.values else PackedLM(model)
         # Trained or not: dropout would make ratios and preferences noisy, and a loss depend on how a batch is cut.
         lm.eval()

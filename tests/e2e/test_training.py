@@ -29,7 +29,8 @@ from posttrain.core.errors import DeadlineError, Interrupted, PosttrainError, Ru
 from posttrain.core.types import SamplingParams
 from posttrain.data.pack import PackedBatch
 from posttrain.data.parquet import Conversation, sft_row, write_rows
-from posttrain.models.attention import Ragged, choose
+from posttrain.models.attention import Ragged
+from posttrain.models.attention_kernels import choose
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model
 from posttrain.models.weights import load_weights

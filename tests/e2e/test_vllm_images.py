@@ -21,11 +21,12 @@ from posttrain.models.processors import load_vision
 from posttrain.models.weights import as_stored
 from posttrain.prep.datasets.shapes import Shapes
 from posttrain.rl.batch import pack
-from posttrain.rollout.episode import EpisodeContext, run_episode
+from posttrain.rollout.context import EpisodeContext
 from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn, ToolParser
 from posttrain.tools.zoom import Zoom
 from posttrain.weight_sync.sender import WeightSender
 from tests.e2e.run_commands import run_commands
+from tests.helpers.scripted import run_episode
 from tests.helpers.seeing import prompts, save_model, trainer_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]

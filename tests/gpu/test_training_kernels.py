@@ -10,6 +10,7 @@ from posttrain.config import TrainConfig
 from posttrain.data.pack import PackedBatch
 from posttrain.models import attention, logprobs
 from posttrain.models.attention import Ragged
+from posttrain.models.attention_kernels import available, choose
 from posttrain.models.load import ModelSource
 from posttrain.models.logprobs import token_logprobs, tokenwise_loss
 from posttrain.models.prefixes import SharedPrefixes
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 CUDA = torch.device("cuda")
-KERNELS = attention.available(CUDA, torch.bfloat16) if torch.cuda.is_available() else ["sdpa"]
+KERNELS = available(CUDA, torch.bfloat16) if torch.cuda.is_available() else ["sdpa"]
 
 
 def error(value, exact):
@@ -43,7 +44,7 @@ def test_ragged_attention_is_each_sequence_alone(name, heads):
     shapes = [(int(offsets[-1]), h, size) for h in (query_heads, key_heads, key_heads, query_heads)]
     q, k, v, upstream = (torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in shapes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    kernel = attention.choose(name, CUDA, torch.bfloat16)
+    kernel = choose(name, CUDA, torch.bfloat16)
     ragged = Ragged.build(offsets.int(), CUDA, kernel)
     out = attention._ragged(*inputs, ragged, attention.Scoring())
     grads = torch.autograd.grad(out, inputs, upstream)
@@ -68,8 +69,8 @@ def test_attention_over_a_shared_prompt_is_that_over_whole_sequences(name, heads
     shapes = [(len(prefixes.own), h, size) for h in (query_heads, key_heads, key_heads, query_heads)]
     q, k, v, upstream = (torch.randn(shape, device=CUDA, dtype=torch.bfloat16) for shape in shapes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    kernel = attention.choose(name, CUDA, torch.bfloat16)
-    out = attention._ragged(*inputs, Ragged.build(offsets.int(), CUDA, kernel, prefixes=prefixes), None)
+    kernel = choose(name, CUDA, torch.bfloat16)
+    out = attention._ragged(*inputs, Ragged.build(offsets.int(), CUDA, kernel, prefixes=prefixes), attention.Scoring())
     grads = torch.autograd.grad(out, inputs, upstream)
 
     def whole(dtype):
@@ -262,7 +263,7 @@ def test_compiled_layers_compute_what_eager_ones_do(folder, param_dtype, activat
 def test_kernels_train_alike(folder, name):
     metadata, losses = curve(folder, compile="off", attention=name)
     _, reference = curve(folder, compile="off", attention="sdpa")
-    assert metadata["attention"] == attention.choose(name, CUDA, torch.bfloat16).title
+    assert metadata["attention"] == choose(name, CUDA, torch.bfloat16).title
     for (loss, norm), (other_loss, other_norm) in zip(losses, reference, strict=True):
         assert loss == pytest.approx(other_loss, rel=2e-3)
         assert norm == pytest.approx(other_norm, rel=3e-2)

@@ -29,7 +29,8 @@ from posttrain.data.template import ChatTemplate, hidden_tools
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.hf import HFSampler
 from posttrain.models import lora
-from posttrain.models.attention import Ragged, choose
+from posttrain.models.attention import Ragged
+from posttrain.models.attention_kernels import choose
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource, build, load_model, locate
@@ -37,13 +38,13 @@ from posttrain.models.weights import as_stored, load_weights, materialize
 from posttrain.runs.episodes import tool_parser
 from posttrain.runs.preflight import check_model, check_use
 from posttrain.tools.formats import PARSERS
-from posttrain.train import saver
 from posttrain.train.model import PackedLM
 from posttrain.train.parallel import parallelize
 from posttrain.weight_sync.sender import WeightSender
 from tests.helpers.architectures import ARCHITECTURES
 from tests.helpers.call_texts import ONE_CALL, ROME, TOOLS
 from tests.helpers.ports import free_ports
+from tests.helpers.saved import save_shards
 
 CPU = torch.device("cpu")
 SDPA = choose("sdpa", CPU, torch.float32)
@@ -180,7 +181,7 @@ def adapters(bench: Bench) -> None:
         shaken = bench.scored(lm)
         assert float((shaken - first).abs().max()) > 1e-2
         place = bench.folder.parent / "lora"
-        saver.save_shards(place / "actor", model, None, 1)
+        save_shards(place / "actor", model, None, 1)
         lora.save(model, place / "actor" / "adapter", bench.source, 0, write=True)
         merged = PackedLM(load_model(locate(str(place)), dtype=torch.float32))
         torch.testing.assert_close(bench.scored(merged), shaken, rtol=0, atol=5e-5)
@@ -219,7 +220,7 @@ def merge(bench: Bench) -> None:
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter += 0.01
-    saver.save_shards(place / "actor", trained, None, 1)
+    save_shards(place / "actor", trained, None, 1)
     save_text_side(bench.source, place / "actor" / "huggingface")
     save_whole(locate(str(place)), place / "out", dtype="float32")
     again = AutoModelForCausalLM.from_pretrained(place / "out", dtype=torch.float32)

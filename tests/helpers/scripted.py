@@ -3,10 +3,11 @@
 import asyncio
 
 from posttrain.config import RolloutConfig
-from posttrain.core.types import Prompt, Sample
+from posttrain.core.types import ON_POLICY, Prompt, Sample
 from posttrain.data.chat import ChatDeltas
 from posttrain.models.builtin import builtin_tokenizer
-from posttrain.rollout.episode import EpisodeContext
+from posttrain.rollout.context import EpisodeContext
+from posttrain.rollout.episode import Episode
 from posttrain.tools.formats import PARSERS
 from posttrain.tools.gsm8k import Gsm8kTool
 
@@ -72,3 +73,12 @@ def gsm8k_prompt(question="What is 3 + 5?", truth="8", index=0, source="openai/g
 
 
 __all__ = ["EOS", "TOKENIZER", "Gsm8kTool", "ScriptedSampler", "call", "environment", "gsm8k_prompt", "tokens"]
+
+
+async def run_episode(prompt, sampler, env, sampling=ON_POLICY):
+    """Play one episode to its end. If it is cancelled, its tools are released."""
+    episode = Episode(prompt, env, sampling)
+    try:
+        return await episode.play(sampler)
+    finally:
+        await episode.release()

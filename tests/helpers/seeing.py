@@ -26,7 +26,7 @@ from posttrain.data.pack import PackedBatch, Placement
 from posttrain.data.parquet import Conversation
 from posttrain.data.prefetch import Rendered, Row
 from posttrain.data.samples import RenderConversations
-from posttrain.models.attention import choose
+from posttrain.models.attention_kernels import choose
 from posttrain.models.builtin import builtin_processor, builtin_sizes, builtin_tokenizer
 from posttrain.models.gather import whole
 from posttrain.models.load import ModelSource, load_model, load_tokenizer

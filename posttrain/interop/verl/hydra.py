@@ -22,8 +22,6 @@ class Override:
     value: Any
     problem: str = ""
     """Why the value is not known; empty: it is."""
-    written: str = ""
-    """The value as it stands in the script, as far as it is known."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,13 @@ def _override(word: Text) -> Override | None:
         return None
     key = parts[2].replace("/", ".")
     if parts[1] == "~":
-        return Override(key, None, "the script removes the key from verl's config", "~")
+        return Override(key, None, "the script removes the key from verl's config")
     if word.known is None:
-        return Override(key, None, "; ".join(word.reasons), parts[3])
+        return Override(key, None, "; ".join(word.reasons))
     text = word.known[parts.start(3) :]
     if "${" in text:
-        return Override(key, None, f"{text} refers to another key of verl's config", text)
-    return Override(key, parse_value(text), "", text)
+        return Override(key, None, f"{text} refers to another key of verl's config")
+    return Override(key, parse_value(text))
 
 
 def parse_value(text: str) -> Any:

@@ -38,7 +38,6 @@ _DIGIT_SCALE = 4
 """Pixels along each side of a digit's pixel."""
 
 Picture = npt.NDArray[np.uint8]
-Colour = str
 
 
 @dataclass(frozen=True)

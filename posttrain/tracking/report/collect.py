@@ -45,7 +45,7 @@ class Collector:
             files, problems = self.numbers.read(rollouts)
             places = choose(files, most=most // len(folders), most_tokens=MOST_TOKENS // len(folders))
             splitters, why = self._splitters(folder, files, places, pieces)
-            shown, unread = read_shown(files, places, number, splitters, pieces, tokens, thumbnails)
+            shown, unread = read_shown(files, places, number, splitters, tokens, thumbnails)
             episodes += shown
             runs.append(
                 folder.summary()

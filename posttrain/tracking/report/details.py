@@ -21,7 +21,7 @@ from posttrain.data.turns import IMAGE
 from posttrain.rollout.advantage_files import advantages_file, read_advantages
 from posttrain.rollout.files import COLUMNS, TRAJECTORY, split_lists
 from posttrain.tracking.report.episodes import FileNumbers, Place
-from posttrain.tracking.report.pieces import Pieces, Splitter
+from posttrain.tracking.report.pieces import Splitter
 from posttrain.tracking.report.thumbnails import Thumbnails
 
 _LIGHT = {"kind", "step", "temperature", "extra_info", "images", "routing"}
@@ -75,7 +75,6 @@ def read_shown(
     places: Sequence[Place],
     run: int,
     splitters: Mapping[str, Splitter],
-    pieces: Pieces,
     tokens: Tokens,
     thumbnails: Thumbnails,
 ) -> tuple[list[dict[str, Any]], list[str]]:

@@ -13,7 +13,8 @@ from posttrain.algos.episodes import Episodes
 from posttrain.algos.losses import weighted_policy_loss
 from posttrain.algos.tokens import TokenInputs, UpdateTokens
 from posttrain.config import Config
-from posttrain.config.presets import dump_toml, resolve
+from posttrain.config.presets import resolve
+from posttrain.config.writing import dump_toml
 from posttrain.core.errors import CodeError, ConfigError
 from posttrain.plan.command import stored_config
 

@@ -20,7 +20,8 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.models.builtin import builtin_config, create_builtin
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource
-from posttrain.train import checkpoint, saver
+from posttrain.train import checkpoint
+from tests.helpers.saved import save_shards
 
 Break = Callable[[Path], object]
 
@@ -245,7 +246,7 @@ def make_run(name: str, *steps: int) -> Path:
     (folder / "run.json").write_text('{"command": "sft", "status": "finished"}')
     for step in steps:
         place = checkpoint.begin(folder / "checkpoints", step)
-        saver.save_shards(place / "actor", create_builtin("tiny", step), None, step)
+        save_shards(place / "actor", create_builtin("tiny", step), None, step)
         save_text_side(ModelSource("builtin:tiny"), place / "actor" / "huggingface")
         probe = {"ids": [[1, 2]], "logprobs": [[-1.0]], "dtype": "float32"}
         checkpoint.commit(place, step, {"loader.json": {}, checkpoint.PROBE: probe}, keep=9)
@@ -312,7 +313,7 @@ def test_merging_refuses_weights_that_are_not_finite() -> None:
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 5] = float("inf")
     place = checkpoint.begin(Path("runs/mine/checkpoints"), 1)
-    saver.save_shards(place / "actor", model, None, 1)
+    save_shards(place / "actor", model, None, 1)
     save_text_side(ModelSource("builtin:tiny"), place / "actor" / "huggingface")
     checkpoint.commit(place, 1, {}, keep=9)
     text = outcome(run("merge-ckpt", "runs/mine", "--out", "out"))

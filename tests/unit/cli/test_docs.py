@@ -20,7 +20,8 @@ import typer
 
 from posttrain.cli import app
 from posttrain.config.keys import leaf_keys
-from posttrain.config.presets import list_presets, resolve
+from posttrain.config.preset_files import list_presets
+from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError
 from posttrain.data.parquet import read_conversations, read_preferences, read_prompts, write_rows
 from posttrain.runs.preflight import check_supported

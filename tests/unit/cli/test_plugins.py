@@ -29,11 +29,10 @@ from posttrain.prep.datasets import DATASETS
 from posttrain.rewards import GRADERS
 from posttrain.rewards.trial import try_function
 from posttrain.rl import command as rl
-from posttrain.rollout.episode import run_episode
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools import Tool, ToolResult
 from posttrain.tools.formats import ParsedTurn, ToolParser
-from tests.helpers.scripted import ScriptedSampler, environment, gsm8k_prompt
+from tests.helpers.scripted import ScriptedSampler, environment, gsm8k_prompt, run_episode
 
 DATASET = """
 from posttrain.data.parquet import Conversation

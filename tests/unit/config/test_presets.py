@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import tomli
 
-from posttrain.config import Config, presets
+from posttrain.config import Config, preset_files
 from posttrain.config.keys import leaf_keys
-from posttrain.config.presets import default_preset, dump_toml, find_preset, list_presets, load_preset, resolve
+from posttrain.config.preset_files import default_preset, find_preset, list_presets, load_preset
+from posttrain.config.presets import resolve
+from posttrain.config.writing import dump_toml, flatten_config
 from posttrain.core.errors import ConfigError
 
 
@@ -19,7 +21,7 @@ def write(folder: Path, name: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("preset", list_presets(), ids=lambda preset: preset.name)
-def test_shipped_preset_parses_for_its_command(preset: presets.Preset) -> None:
+def test_shipped_preset_parses_for_its_command(preset: preset_files.Preset) -> None:
     resolved = resolve(preset.command, preset.name)  # type: ignore[arg-type]
     assert resolved.config.command == preset.command
     assert resolved.config.run.name == preset.name
@@ -188,7 +190,7 @@ def test_default_preset_follows_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert default_preset("sft") == ("tiny-multiturn", "no GPU found: using preset tiny-multiturn")
-    for defaults in (presets.GPU_PRESETS, presets.CPU_PRESETS):
+    for defaults in (preset_files.GPU_PRESETS, preset_files.CPU_PRESETS):
         for command, name in defaults.items():
             assert load_preset(name).command == command
 
@@ -205,7 +207,7 @@ def test_provenance_comments_do_not_change_the_toml() -> None:
     assert tomli.loads(text) == tomli.loads(dump_toml(resolved.config))
     assert 'path = "run:tiny-multiturn"  # preset tiny-gsm8k' in text.splitlines()
     assert "]  # preset tiny-gsm8k" in text.splitlines()  # rollout.tools, spread over lines
-    assert text.count("  # ") == len(presets.flatten_config(resolved.config))
+    assert text.count("  # ") == len(flatten_config(resolved.config))
 
 
 def test_set_changes_one_entry_of_a_table() -> None:

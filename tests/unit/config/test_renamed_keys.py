@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 from posttrain.cli import app
 from posttrain.config.aliases import RENAMED
 from posttrain.config.keys import RenamedKeyWarning, flatten_tree, key_hint, leaf_keys
-from posttrain.config.presets import dump_toml, resolve
+from posttrain.config.presets import resolve
+from posttrain.config.writing import dump_toml
 from posttrain.core.errors import ConfigError
 from posttrain.generation.output import differences
 from posttrain.plan.command import stored_config

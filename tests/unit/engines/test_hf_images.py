@@ -17,10 +17,11 @@ from posttrain.models import vision
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.models.processors import load_vision
 from posttrain.rl.batch import pack
-from posttrain.rollout.episode import EpisodeContext, run_episode
+from posttrain.rollout.context import EpisodeContext
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn, ToolParser
 from posttrain.tools.zoom import Zoom
+from tests.helpers.scripted import run_episode
 from tests.helpers.seeing import FAMILIES, picture, prompts, save_model, trainer_logprobs
 
 ROLLOUT = RolloutConfig(engine="hf", max_prompt_tokens=256, max_response_tokens=32)

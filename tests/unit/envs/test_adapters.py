@@ -16,11 +16,10 @@ from posttrain.core.errors import ConfigError, RunError
 from posttrain.data.chat import ChatDeltas
 from posttrain.envs.opening import open_environment_agent, open_world
 from posttrain.models.load import ModelSource
-from posttrain.rollout.episode import run_episode
 from posttrain.rollout.seeds import seed_of
 from posttrain.runs.episodes import episode_context
 from tests.helpers.agents import play
-from tests.helpers.scripted import TOKENIZER, ScriptedSampler, environment, gsm8k_prompt
+from tests.helpers.scripted import TOKENIZER, ScriptedSampler, environment, gsm8k_prompt, run_episode
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

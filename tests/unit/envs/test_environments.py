@@ -17,11 +17,11 @@ from posttrain.envs import Environment, Step
 from posttrain.envs.opening import World, open_world
 from posttrain.rewards.compose import Rewarder
 from posttrain.rewards.grade import GraderPool
-from posttrain.rollout.episode import Episode, run_episode
+from posttrain.rollout.episode import Episode
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.seeds import seed_of
 from posttrain.rollout.source import TrajectorySource
-from tests.helpers.scripted import EOS, TOKENIZER, ScriptedSampler, environment, gsm8k_prompt, tokens
+from tests.helpers.scripted import EOS, TOKENIZER, ScriptedSampler, environment, gsm8k_prompt, run_episode, tokens
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

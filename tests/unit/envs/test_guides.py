@@ -11,9 +11,8 @@ from posttrain.core.registry import load_plugins
 from posttrain.data.chat import ChatDeltas
 from posttrain.envs.agents import Program, open_agent
 from posttrain.envs.opening import open_world
-from posttrain.rollout.episode import run_episode
 from tests.helpers.agents import play
-from tests.helpers.scripted import TOKENIZER, ScriptedSampler, environment, gsm8k_prompt
+from tests.helpers.scripted import TOKENIZER, ScriptedSampler, environment, gsm8k_prompt, run_episode
 
 DOCS = Path(__file__).parents[3] / "docs"
 

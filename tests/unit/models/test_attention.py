@@ -14,7 +14,8 @@ from posttrain.core.errors import RunError, WeightSyncError
 from posttrain.core.types import SamplingParams
 from posttrain.data.pack import PackedBatch
 from posttrain.engines.hf import EngineSpec, HFSampler
-from posttrain.models.attention import Ragged, choose, ragged_attention
+from posttrain.models.attention import Ragged, ragged_attention
+from posttrain.models.attention_kernels import choose
 from posttrain.models.load import ModelSource, load_model
 from posttrain.train.model import PackedLM
 from posttrain.weight_sync.sender import WeightSender

@@ -14,8 +14,9 @@ from posttrain.models.load import ModelSource, build, load_config, load_tokenize
 from posttrain.models.reward import RewardModel
 from posttrain.models.weights import load_weights, materialize
 from posttrain.runs.preflight import find_model, open_model
-from posttrain.train import checkpoint, saver
+from posttrain.train import checkpoint
 from posttrain.train.model import PackedValues
+from tests.helpers.saved import save_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -33,7 +34,7 @@ def trained(tmp_path):
     with torch.no_grad():
         lm.model.get_output_embeddings().weight.normal_(generator=generator)
     folder = checkpoint.begin(tmp_path / "r" / "checkpoints", 1)
-    saver.save_shards(folder / "actor", lm.model, None, 1)
+    save_shards(folder / "actor", lm.model, None, 1)
     save_text_side(TINY, folder / "actor" / "huggingface", reward_model=True)
     return checkpoint.commit(folder, 1, {"meta.json": {"step": 1}}, 1).path, lm
 

@@ -16,7 +16,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource
-from posttrain.train import checkpoint, saver
+from posttrain.train import checkpoint
+from tests.helpers.saved import save_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -98,7 +99,7 @@ def run(tmp_path_factory):
     """A run's folder with a checkpoint."""
     folder = tmp_path_factory.mktemp("run")
     made = checkpoint.begin(folder / "checkpoints", 1)
-    saver.save_shards(made / "actor", create_builtin("tiny", 3), None, 1)
+    save_shards(made / "actor", create_builtin("tiny", 3), None, 1)
     save_text_side(TINY, made / "actor" / "huggingface")
     checkpoint.commit(made, 1, {}, keep=1)
     return folder
@@ -189,7 +190,7 @@ def test_paths_of_this_machine_stay_here(hub, tmp_path):
     materialize(model, torch.device("cpu"))
     load_weights(model, TINY, 3)
     made = checkpoint.begin(tmp_path / "checkpoints", 1)
-    saver.save_shards(made / "actor", model, None, 1)
+    save_shards(made / "actor", model, None, 1)
     lora.save(model, made / "actor" / "adapter", TINY, 3, write=True)
     checkpoint.commit(made, 1, {}, keep=1)
     code, said = push(tmp_path, tmp_path / "out", "--adapter", "--push", "team/model", url=hub.url)

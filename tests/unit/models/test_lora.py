@@ -24,7 +24,8 @@ from posttrain.config import Config, LoraConfig
 from posttrain.core.errors import ConfigError, ModelError
 from posttrain.merge_ckpt import run as merge_ckpt
 from posttrain.models import lora
-from posttrain.models.attention import Ragged, choose
+from posttrain.models.attention import Ragged
+from posttrain.models.attention_kernels import choose
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource, build, load_model, locate
@@ -35,6 +36,7 @@ from posttrain.train.flops import model_flops
 from posttrain.train.model import PackedLM
 from posttrain.train.optim import build_optimizer
 from posttrain.train.parallel import parallelize
+from tests.helpers.saved import save_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -81,7 +83,7 @@ def adapted(source=TINY, seed=3, dtype=torch.float32, shaken=False, **settings):
 
 def written(model, folder, source=TINY, seed=3):
     """A checkpoint's ``actor`` folder of this model."""
-    saver.save_shards(folder / "actor", model, None, 5)
+    save_shards(folder / "actor", model, None, 5)
     lora.save(model, folder / "actor" / "adapter", source, seed, write=True)
     return folder
 
@@ -223,7 +225,7 @@ def test_flops():
     attention_alone = model_flops(plain).training(lengths) - 6 * frozen * 37
     assert attention_alone > 0
     assert model_flops(model).training(lengths) == 4 * frozen * 37 + 6 * trained * 37 + attention_alone
-    assert model_flops(model).inference(lengths) == model_flops(plain).inference(lengths) + 2 * trained * 37
+    assert model_flops(model).forward == model_flops(plain).forward + 2 * trained
 
 
 # ---------------------------------------------------------------------- what cannot be adapted
@@ -329,7 +331,7 @@ def test_a_checkpoint_holds_what_is_trained(tmp_path):
     written(model, tmp_path)
     other = adapted(seed=9)
     optimizer = build_optimizer(other, Config(command="sft").train.optim)
-    saver.save_shards(tmp_path / "second", other, optimizer, 1)
+    save_shards(tmp_path / "second", other, optimizer, 1)
     saver.load_shards(tmp_path / "actor", other, None)
     trained = [n for n, p in state(model).items() if p.requires_grad]
     assert all(torch.equal(state(other)[n], state(model)[n]) for n in trained)
@@ -374,7 +376,7 @@ def test_an_adapter_on_an_adapter(tmp_path, folders):
 def test_a_run_of_all_weights_on_an_adapter_and_back(tmp_path):
     """The shards of a full checkpoint under an adapter."""
     full = create_builtin("tiny", 5)
-    saver.save_shards(tmp_path / "full" / "actor", full, None, 1)
+    save_shards(tmp_path / "full" / "actor", full, None, 1)
     save_text_side(TINY, tmp_path / "full" / "actor" / "huggingface")
     source = locate(str(tmp_path / "full"))
     model = adapted(source, shaken=True)
@@ -390,7 +392,7 @@ def test_a_base_that_was_trained_again_is_noticed(tmp_path, first):
         root = tmp_path / "base"
         folder = checkpoint.begin(root, 1)
         if first == "full":
-            saver.save_shards(folder / "actor", create_builtin("tiny", seed), None, 1)
+            save_shards(folder / "actor", create_builtin("tiny", seed), None, 1)
             save_text_side(TINY, folder / "actor" / "huggingface")
         else:
             written(adapted(seed=seed, shaken=True), folder, seed=seed)
@@ -428,7 +430,7 @@ def test_export_and_merge_ckpt(tmp_path):
 def test_a_checkpoint_without_adapter_has_none_to_keep(tmp_path):
     root = tmp_path / "run" / "checkpoints"
     folder = checkpoint.begin(root, 5)
-    saver.save_shards(folder / "actor", create_builtin("tiny", 0), None, 5)
+    save_shards(folder / "actor", create_builtin("tiny", 0), None, 5)
     save_text_side(TINY, folder / "actor" / "huggingface")
     checkpoint.commit(folder, 5, {}, keep=1)
     with pytest.raises(ConfigError, match="no adapter") as error:

@@ -13,18 +13,20 @@ from typer.testing import CliRunner
 
 from posttrain.cli import app
 from posttrain.config import Config
-from posttrain.config.presets import dump_toml, list_presets
+from posttrain.config.preset_files import list_presets
+from posttrain.config.writing import dump_toml
 from posttrain.core.errors import ConfigError, ModelError
 from posttrain.core.machines import GPUS, Machine, gpu_named, gpu_of_name
 from posttrain.data.bins import assign
 from posttrain.data.pack import place
 from posttrain.engines import choice
 from posttrain.engines.choice import EngineChoice
-from posttrain.plan import command as plan
 from posttrain.plan.advice import changed
-from posttrain.plan.batch import Lengths, batch_of
+from posttrain.plan.batch import Lengths, assumed_lengths, batch_of
+from posttrain.plan.budget import MemoryBudget, check_budget, memory_warning
 from posttrain.plan.compare import Pair, lengths_of
 from posttrain.plan.estimate import Plan, Question
+from posttrain.plan.inputs import Known, PlanOptions, replans, shapes_of
 from posttrain.plan.known import known_models
 from posttrain.plan.layout import Kernels, Shapes
 from posttrain.plan.problems import found, impossible, problems
@@ -127,13 +129,13 @@ def kernels():
 
 def question(cfg, model="7b", gpu="h200", gpus=1, mean=None):
     shape = shape_of(bench.QWEN[model], model)
-    lengths = plan.assumed_lengths(cfg, mean)
+    lengths = assumed_lengths(cfg, mean)
     return Question(cfg, Shapes(shape), Machine(gpu_named(gpu), gpus), kernels(), lengths, steps=10)
 
 
 def told(asked):
     """The problems of a question, with settings that were tried."""
-    return problems(Plan(asked), plan.replans(asked, plan.PlanOptions(), plan.Known(steps=asked.steps)))
+    return problems(Plan(asked), replans(asked, PlanOptions(), Known(steps=asked.steps)))
 
 
 def test_what_does_not_fit_is_told_with_settings_that_do():
@@ -202,10 +204,10 @@ def test_plans_with_the_engine_that_a_run_would_choose(tmp_path, monkeypatch):
     assert "1 x sglang of 1" in engines("--gpu", "h200")
     assert "rollout.engine = auto: assumed to be installed there" in engines("--gpu", "h200")
     assert "1 x vllm of 1" in engines("--gpu", "h200", "--set", "rollout.engine=vllm")
-    monkeypatch.setattr(plan, "this_machine", lambda: Machine(None))
+    monkeypatch.setattr("posttrain.plan.inputs.this_machine", lambda: Machine(None))
     assert "1 x hf of 1" in engines()
     assert "rollout.engine = auto: no GPU" in engines()
-    monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("h200")))
+    monkeypatch.setattr("posttrain.plan.inputs.this_machine", lambda: Machine(gpu_named("h200")))
     assert "sglang is not installed and vllm is not installed" in engines()
     monkeypatch.setattr(choice.metadata, "version", {"vllm": "0.24.0", "sglang": "0.4.1"}.__getitem__)
     assert "1 x vllm of 1" in engines()
@@ -235,7 +237,7 @@ def test_a_budget_that_cannot_be_met_is_refused(monkeypatch):
 
     def refused(cfg, model="7b"):
         asked = question(cfg, model)
-        return impossible(Plan(asked), plan.replans(asked, plan.PlanOptions(), plan.Known(steps=asked.steps)))
+        return impossible(Plan(asked), replans(asked, PlanOptions(), Known(steps=asked.steps)))
 
     problem = refused(cfg)
     assert problem is not None
@@ -245,52 +247,52 @@ def test_a_budget_that_cannot_be_met_is_refused(monkeypatch):
     assert of_what_is_free is not None
     assert of_what_is_free.message.startswith("no room on a GPU at: first sync")
     assert refused(cfg, "0.5b") is None
-    monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("4090")))
+    monkeypatch.setattr("posttrain.plan.budget.this_machine", lambda: Machine(gpu_named("4090")))
     small = config("rl", rollout={"engine": "sglang", "memory_fraction": 0.8})  # builtin:tiny
-    budget = plan.check_budget(small)
+    budget = check_budget(small)
     assert budget is not None
     assert 0.8 * 23.5 < budget < 23.5
-    assert plan.check_budget(config("rl", cluster={"device": "cpu"})) is None
-    monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("4090"), 2))
-    assert plan.check_budget(config("rl", cluster={"placement": "separate"})) is None
+    assert check_budget(config("rl", cluster={"device": "cpu"})) is None
+    monkeypatch.setattr("posttrain.plan.budget.this_machine", lambda: Machine(gpu_named("4090"), 2))
+    assert check_budget(config("rl", cluster={"placement": "separate"})) is None
 
 
 def test_a_run_whose_updates_do_not_fit_is_told_so(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(bench.QWEN["7b"]))
-    monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("h100"), 2))
+    monkeypatch.setattr("posttrain.plan.budget.this_machine", lambda: Machine(gpu_named("h100"), 2))
 
     def warned(**rollout):
         train = {"lora": {"rank": 32}, "param_dtype": "bfloat16", "tokens_per_microbatch": 8192}
         cfg = {"rollout": {"engine": "sglang", "replicas": 2, **rollout}, "cluster": {"workers": 2}, "train": train}
-        return plan.memory_warning(config("rl", model={"path": str(tmp_path)}, **cfg))
+        return memory_warning(config("rl", model={"path": str(tmp_path)}, **cfg))
 
     text = warned()  # two H100 ran out of memory with it
     assert text.startswith("warning: by its plan this run does not fit by ")
     assert "update_actor" in text
     assert "--set rollout.sleep=true or --set" in text
     assert warned(sleep=True) is None
-    monkeypatch.setattr(plan, "this_machine", lambda: Machine(None))
+    monkeypatch.setattr("posttrain.plan.budget.this_machine", lambda: Machine(None))
     assert warned() is None
 
 
 def test_the_refusal_of_a_run_is_bad_input(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(bench.QWEN["7b"]))
-    monkeypatch.setattr(plan, "this_machine", lambda: Machine(gpu_named("4090")))
+    monkeypatch.setattr("posttrain.plan.budget.this_machine", lambda: Machine(gpu_named("4090")))
     with pytest.raises(ConfigError, match="no room on a GPU at: start") as refused:
-        plan.check_budget(config("rl", model={"path": str(tmp_path)}))
+        check_budget(config("rl", model={"path": str(tmp_path)}))
     assert "posttrain plan" in str(refused.value.hint)
 
 
 def test_an_update_above_its_budget_is_told_of_once():
     said = []
-    watch = plan.MemoryBudget(10.0, said.append)
+    watch = MemoryBudget(10.0, said.append)
     assert watch.check({"sync/check_gap": 0.0}) == {"sync/check_gap": 0.0}  # on a CPU
     assert watch.check({"sync/gpu_used_gib": 10.4})["sync/gpu_budget_gib"] == 10.0
     assert said == []
     watch.check({"sync/gpu_used_gib": 10.6})
     watch.check({"sync/gpu_used_gib": 11.0})
     assert len(said) == 1
-    assert plan.MemoryBudget(None, said.append).check({"sync/gpu_used_gib": 9.0}) == {"sync/gpu_used_gib": 9.0}
+    assert MemoryBudget(None, said.append).check({"sync/gpu_used_gib": 9.0}) == {"sync/gpu_used_gib": 9.0}
 
 
 # ---------------------------------------------------------------------- machines, models, the command
@@ -323,10 +325,10 @@ def test_every_phase_has_its_time_and_what_bounds_it():
 def test_a_config_that_is_no_decoder_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(ModelError, match="does not give the sizes"):
-        plan.shapes_of(config(model={"path": str(tmp_path / "config.json")}))
+        shapes_of(config(model={"path": str(tmp_path / "config.json")}))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="no JSON object"):
-        plan.shapes_of(config(model={"path": str(tmp_path)}))
+        shapes_of(config(model={"path": str(tmp_path)}))
 
 
 def test_the_command_answers_at_once_and_without_torch(tmp_path):
@@ -447,7 +449,7 @@ def a_run(folder, **state):
 
 
 def test_a_run_is_compared_with_a_plan_for_its_own_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "this_machine", lambda: Machine(None))
+    monkeypatch.setattr("posttrain.plan.inputs.this_machine", lambda: Machine(None))
     a_run(tmp_path, host="elsewhere", machine=Machine(gpu_named("h200"), 2).stored())
     done = planned(tmp_path, "--run", "x")
     assert (done.exit_code, done.stdout.splitlines()[1]) == (0, "predicted for: 2 x H200 (139.8 GiB each)")
@@ -461,7 +463,7 @@ def test_a_run_is_compared_with_a_plan_for_its_own_machine(tmp_path, monkeypatch
 
 
 def test_a_run_of_another_host_is_told_to_be_of_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "this_machine", lambda: Machine(None))
+    monkeypatch.setattr("posttrain.plan.inputs.this_machine", lambda: Machine(None))
     a_run(tmp_path, host="elsewhere")
     done = planned(tmp_path, "--run", "x")
     assert done.exit_code == 0

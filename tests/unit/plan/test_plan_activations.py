@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2
 
 from posttrain.config import LoraConfig
 from posttrain.models import attention, lora
-from posttrain.models.attention import Kernel, Ragged
+from posttrain.models.attention import Ragged
+from posttrain.models.attention_kernels import Kernel
 from posttrain.models.builtin import BUILTIN, builtin_config, builtin_sizes, builtin_tokenizer
 from posttrain.plan import activations
 from posttrain.plan.activations import Policy

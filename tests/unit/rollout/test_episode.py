@@ -12,10 +12,20 @@ import pytest
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.types import ON_POLICY, Sampling
 from posttrain.data.chat import render_prompt
-from posttrain.rollout.episode import Episode, run_episode
+from posttrain.rollout.episode import Episode
 from posttrain.rollout.interaction import Interaction, UserTurn, open_interaction
 from posttrain.tools.base import ToolResult
-from tests.helpers.scripted import EOS, TOKENIZER, Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, tokens
+from tests.helpers.scripted import (
+    EOS,
+    TOKENIZER,
+    Gsm8kTool,
+    ScriptedSampler,
+    call,
+    environment,
+    gsm8k_prompt,
+    run_episode,
+    tokens,
+)
 
 
 @dataclass

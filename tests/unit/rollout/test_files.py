@@ -325,14 +325,13 @@ exec(compile(source.replace(before, added + before), spec.origin, "exec"), types
 from posttrain.rollout.files import RolloutFiles, write_rollouts
 from posttrain.tracking.report.details import Tokens, read_shown
 from posttrain.tracking.report.episodes import read_numbers
-from posttrain.tracking.report.pieces import Pieces
 from posttrain.tracking.report.thumbnails import Thumbnails
 from tests.helpers.recorded import TOKENIZER, VOCABULARY, trajectory
 
 
 def read(path):
     ((found,),) = RolloutFiles(str(path), vocabulary=VOCABULARY, tokenizer=TOKENIZER).read(1)
-    (shown,), problems = read_shown([read_numbers(path)], [(0, 0)], 0, {}, Pieces(), Tokens(), Thumbnails())
+    (shown,), problems = read_shown([read_numbers(path)], [(0, 0)], 0, {}, Tokens(), Thumbnails())
     assert not problems
     return found.notes, found.cost, shown["more"]
 

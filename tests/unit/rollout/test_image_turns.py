@@ -21,9 +21,11 @@ from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
 from posttrain.models.processors import load_vision
 from posttrain.rl.batch import pack
-from posttrain.rollout.episode import Episode, EpisodeContext, run_episode
+from posttrain.rollout.context import EpisodeContext
+from posttrain.rollout.episode import Episode
 from posttrain.tools.base import Tool, ToolResult
 from posttrain.tools.formats import PARSERS
+from tests.helpers.scripted import run_episode
 from tests.helpers.seeing import TILED, picture, save_text_side, tokenizer_of
 
 TEMPLATES = ("tiny", "qwen2_5_vl", "qwen3_vl", "smolvlm")

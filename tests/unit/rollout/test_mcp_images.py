@@ -15,9 +15,10 @@ from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
 from posttrain.models.processors import load_vision
 from posttrain.rl.batch import pack
-from posttrain.rollout.episode import EpisodeContext, run_episode
+from posttrain.rollout.context import EpisodeContext
 from posttrain.tools.formats import PARSERS
 from posttrain.tools.mcp import mcp_tools
+from tests.helpers.scripted import run_episode
 from tests.helpers.seeing import SMOLVLM_TEMPLATE, load_tokenizer, picture, save_text_side
 from tests.unit.data.test_images import BAD
 

@@ -7,9 +7,8 @@ import pytest
 
 from posttrain.core.errors import DeadlineError, RunError, WorkerError
 from posttrain.core.types import Sample, SamplingParams
-from posttrain.rollout.episode import run_episode
 from posttrain.rollout.pool import SamplerPool
-from tests.helpers.scripted import Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt
+from tests.helpers.scripted import Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, run_episode
 
 PARAMS = SamplingParams(4)
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from posttrain.config import RolloutConfig
 from posttrain.core.types import Prompt, Sample
 from posttrain.data.chat import ChatDeltas
-from posttrain.rollout.episode import EpisodeContext, run_episode
+from posttrain.rollout.context import EpisodeContext
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools.base import Tool, ToolResult
 from posttrain.tools.formats import PARSERS
+from tests.helpers.scripted import run_episode
 
 KEEP = (
     "llamacpp_Qwen-Qwen2.5-7B-Instruct",

@@ -8,7 +8,8 @@ from importlib import metadata
 import pytest
 
 from posttrain.config import Config
-from posttrain.config.presets import list_presets, resolve
+from posttrain.config.preset_files import list_presets
+from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, DataError, ModelError, UserError
 from posttrain.core.types import Prompt
 from posttrain.data import chat
@@ -28,7 +29,8 @@ from posttrain.runs.preflight import (
     with_engine,
 )
 from posttrain.runs.prompts import check_prompts, fitting_prompts, prompt_lengths
-from posttrain.train import checkpoint, saver
+from posttrain.train import checkpoint
+from tests.helpers.saved import save_shards
 from tests.helpers.seeing import save_model
 
 
@@ -369,7 +371,7 @@ def make_run(root, name, step):
     run.mkdir(parents=True)
     (run / "run.json").write_text('{"command": "sft"}')
     folder = checkpoint.begin(run / "checkpoints", step)
-    saver.save_shards(folder / "actor", create_builtin("tiny", 3), None, step)
+    save_shards(folder / "actor", create_builtin("tiny", 3), None, step)
     save_text_side(ModelSource("builtin:tiny"), folder / "actor" / "huggingface")
     return checkpoint.commit(folder, step, {"loader.json": {}}, keep=5).path
 

@@ -12,8 +12,9 @@ from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource, build
 from posttrain.models.weights import load_weights, materialize
-from posttrain.train import checkpoint, saver
+from posttrain.train import checkpoint
 from posttrain.train.model import PackedValues
+from tests.helpers.saved import save_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -40,7 +41,7 @@ def plainly(model):
 
 def checkpointed(root, model, said, *, reward_model=False):
     folder = checkpoint.begin(root / "checkpoints", 1)
-    saver.save_shards(folder / "actor", model, None, 1)
+    save_shards(folder / "actor", model, None, 1)
     save_text_side(TINY, folder / "actor" / "huggingface", reward_model=reward_model)
     checkpoint.commit(folder, 1, {} if said is None else {checkpoint.PROBE: said}, keep=1)
     return str(root)
@@ -113,7 +114,7 @@ def test_adapters_go_through_peft(tmp_path):
     merged.load_state_dict(dict(lora.whole_weights(model)), strict=False)
     for place, said in (("right", merged), ("wrong", create_builtin("tiny", 3))):
         folder = checkpoint.begin(tmp_path / place / "checkpoints", 1)
-        saver.save_shards(folder / "actor", model, None, 1)
+        save_shards(folder / "actor", model, None, 1)
         lora.save(model, folder / "actor" / "adapter", TINY, 3, write=True)
         save_text_side(TINY, folder / "actor" / "huggingface")
         checkpoint.commit(folder, 1, {checkpoint.PROBE: says(said)}, keep=1)
@@ -172,7 +173,7 @@ def test_an_adapter_has_no_other_type_or_files(tmp_path, option):
 def test_a_critic_is_not_merged(tmp_path):
     folder = checkpoint.begin(tmp_path / "checkpoints", 1)
     for name in ("actor", "critic"):
-        saver.save_shards(folder / name, create_builtin("tiny", 3), None, 1)
+        save_shards(folder / name, create_builtin("tiny", 3), None, 1)
     save_text_side(TINY, folder / "actor" / "huggingface")
     done = checkpoint.commit(folder, 1, {}, keep=1).path
     with pytest.raises(Exception, match="is a critic, which a run keeps to go on from") as error:

@@ -10,15 +10,15 @@ import pytest
 import tomli
 
 from posttrain.config import Config, SandboxConfig
-from posttrain.config.presets import dump_toml, flatten_config, resolve
+from posttrain.config.presets import resolve
+from posttrain.config.writing import dump_toml, flatten_config
 from posttrain.core.errors import ConfigError
 from posttrain.core.types import Prompt
-from posttrain.rollout.episode import run_episode
 from posttrain.tools import TOOLS, Tool, ToolResult, row_kwargs
 from posttrain.tools import sets as sets_module
 from posttrain.tools.sets import close_tools, open_tools
 from posttrain.tools.verl import REPLACEMENTS
-from tests.helpers.scripted import ScriptedSampler, environment
+from tests.helpers.scripted import ScriptedSampler, environment, run_episode
 
 URL = "http://127.0.0.1:1/retrieve"
 SCHEMA = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}

@@ -13,6 +13,7 @@ from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource, load_model, locate
 from posttrain.models.weights import load_weights
 from posttrain.train import checkpoint, saver
+from tests.helpers.saved import save_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -208,7 +209,7 @@ def real(tmp_path_factory):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in (3, 6):
         folder = checkpoint.begin(root, step)
-        saver.save_shards(folder / "actor", model, optimizer, step)
+        save_shards(folder / "actor", model, optimizer, step)
         saver.save_random_state(folder / "actor" / "random", 0, 1)
         save_text_side(ModelSource("builtin:tiny"), folder / "actor" / "huggingface")
         checkpoint.commit(folder, step, STATES, 10)
@@ -270,7 +271,7 @@ def test_keeps_the_best(tmp_path):
 
 def test_shards_hold_the_model(tmp_path):
     model = create_builtin("tiny", 3)
-    saver.save_shards(tmp_path, model, None, 0)
+    save_shards(tmp_path, model, None, 0)
     assert not (tmp_path / "optim").exists()
     other = create_builtin("tiny", 4)
     load_weights(other, ModelSource("", shards=str(tmp_path / "model")), 0)
@@ -280,7 +281,7 @@ def test_shards_hold_the_model(tmp_path):
 
 def test_rejects_shards_that_lack_a_parameter(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    saver.save_shards(tmp_path, model, None, 0)
+    save_shards(tmp_path, model, None, 0)
     with pytest.raises(ModelError, match="cannot read the checkpoint shards"):
         load_weights(create_builtin("tiny", 0), ModelSource("", shards=str(tmp_path / "model")), 0)
 
@@ -301,7 +302,7 @@ def test_restores_optimizer_state(tmp_path):
 
     model, optimizer = fresh()
     train(model, optimizer, 3, seed=1)
-    saver.save_shards(tmp_path, model, optimizer, 3)
+    save_shards(tmp_path, model, optimizer, 3)
     train(model, optimizer, 3, seed=2)
     again, its_optimizer = fresh()
     assert saver.load_shards(tmp_path, again, its_optimizer) == 3
@@ -313,7 +314,7 @@ def test_restores_optimizer_state(tmp_path):
 def test_an_optimizer_that_never_stepped_can_be_saved(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    saver.save_shards(tmp_path, model, optimizer, 0)
+    save_shards(tmp_path, model, optimizer, 0)
     assert saver.load_shards(tmp_path, model, optimizer) == 0
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
@@ -323,7 +324,7 @@ def test_locate_reads_our_layout(tmp_path):
     done = write(tmp_path / "run" / "checkpoints", 3)
     shutil.rmtree(done.path / "actor" / "model")
     model = create_builtin("tiny", 3)
-    saver.save_shards(done.path / "actor", model, None, 3)
+    save_shards(done.path / "actor", model, None, 3)
     save_text_side(ModelSource("builtin:tiny"), done.path / "actor" / "huggingface")
     for path in (done.path, done.path / "actor"):
         loaded = load_model(locate(str(path)), dtype=torch.float32)

@@ -17,7 +17,7 @@ from posttrain.config import Config, LoraConfig, TrainConfig
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.data.pack import PackedBatch
 from posttrain.models import lora
-from posttrain.models.attention import choose
+from posttrain.models.attention_kernels import choose
 from posttrain.models.experts import Mixture
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource, build, load_config

@@ -25,6 +25,7 @@ from posttrain.train.optim import (
     set_learning_rate,
 )
 from posttrain.train.schedule import learning_rate
+from tests.helpers.saved import save_shards
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:OptimState8bit does not")
@@ -165,7 +166,7 @@ def test_a_run_that_goes_on_is_the_same_to_the_bit(cfg: OptimConfig, dtype: torc
     model = network(dtype)
     optimizer = build_optimizer(model, cfg)
     train(model, optimizer, range(3))
-    saver.save_shards(tmp_path, model, optimizer, 3)
+    save_shards(tmp_path, model, optimizer, 3)
     train(model, optimizer, range(3, 6))
     again = network(dtype)
     its_optimizer = build_optimizer(again, cfg)

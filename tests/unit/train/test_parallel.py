@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3Mo
 
 from posttrain.config import TrainConfig
 from posttrain.data.pack import PackedBatch
-from posttrain.models import attention
-from posttrain.models.attention import Kernel, Ragged
+from posttrain.models import attention, attention_kernels
+from posttrain.models.attention import Ragged
+from posttrain.models.attention_kernels import Kernel, choose
 from posttrain.models.experts import Mixture, RoutedTokens
 from posttrain.models.load import ModelSource
 from posttrain.models.prefixes import SharedPrefixes
@@ -186,7 +187,7 @@ def test_routers_of_compiled_layers_replay_balance_and_count(monkeypatch):
     assert not counters["graph_break"], dict(counters["graph_break"])
 
 
-PADDED = attention.choose("sdpa", torch.device("cpu"), torch.float32)
+PADDED = choose("sdpa", torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_the_first_update_of_a_worker_that_warmed_up_compiles_nothing_and_is_the
     """``scores``: with a pass without gradients before it. Another one for a check compiles nothing either way."""
     counters = torch._dynamo.utils.counters["stats"]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(attention, "choose", lambda *_: kernel)
+    monkeypatch.setattr(attention_kernels, "choose", lambda *_: kernel)
     settings = TrainConfig.model_validate({"compile": "on", **train})
 
     def updates(*, warm):

@@ -26,6 +26,7 @@ from posttrain.config import Config, LoraConfig
 from posttrain.data.pack import PackedBatch, place, place_by_prompt
 from posttrain.data.prompts import Prompts
 from posttrain.models import attention, lora, recurrent
+from posttrain.models.attention_kernels import choose
 from posttrain.models.load import ModelSource, build
 from posttrain.models.weights import load_weights, materialize
 from posttrain.train.flops import sharing_cost
@@ -35,7 +36,7 @@ from posttrain.train.parallel import parallelize
 
 CPU = torch.device("cpu")
 TINY = ModelSource("builtin:tiny")
-SDPA = attention.choose("sdpa", CPU, torch.float32)
+SDPA = choose("sdpa", CPU, torch.float32)
 SIZES = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MLP = SIZES | {"intermediate_size": 48, "initializer_range": 0.1}
 GROUPED = MLP | {"num_key_value_heads": 2}

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from posttrain.rollout.episode import run_episode
 from posttrain.tools import Tool, ToolResult, function_schema
 from posttrain.tools.formats import PARSERS, ParsedCall, ParsedTurn
-from tests.helpers.scripted import ScriptedSampler, environment, gsm8k_prompt
+from tests.helpers.scripted import ScriptedSampler, environment, gsm8k_prompt, run_episode
 
 
 class Add(Tool):
