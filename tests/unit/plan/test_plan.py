@@ -331,13 +331,12 @@ def test_a_config_that_is_no_decoder_is_refused(tmp_path):
         shapes_of(config(model={"path": str(tmp_path)}))
 
 
-def test_the_command_answers_at_once_and_without_torch(tmp_path):
+def test_the_command_answers_without_torch(tmp_path):
     (tmp_path / "7b.json").write_text(json.dumps(bench.QWEN["7b"]))
     program = (
-        "import sys, time\nstart = time.monotonic()\nfrom posttrain.cli import main\n"
+        "import sys\nfrom posttrain.cli import main\n"
         "try:\n    main()\nfinally:\n"
         "    print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], file=sys.stderr)\n"
-        "    assert time.monotonic() - start < 10, 'it takes half a second'"
     )
     arguments = ["plan", "--preset", "qwen2.5-coder-7b-sft", "--model", "7b.json", "--gpu", "h200", "--json"]
     command = [sys.executable, "-c", program, *arguments]
