@@ -222,7 +222,8 @@ def grpo(args: argparse.Namespace) -> None:
             args, "rl", name, **{
                 "data.train": str(data), "data.batch_size": args.prompts, "algo.name": "grpo", "rollout.n": args.n,
                 "rollout.engine": args.engine, "rollout.engine_options": args.options,
-                "rollout.max_prompt_tokens": 2048, "rollout.max_response_tokens": args.response, "rollout.memory_fraction": args.memory_fraction,
+                "rollout.max_prompt_tokens": 2048, "rollout.max_response_tokens": args.response,
+                "rollout.memory_fraction": args.memory_fraction,
                 "train.patches_per_microbatch": args.patches, "train.offload": args.offload,
             },
         )  # fmt: skip
