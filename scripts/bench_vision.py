@@ -11,7 +11,7 @@ shape of Qwen2.5-VL-3B and random weights, or with `--shape tiny` is small enoug
 which are repeated; what a figure takes of the GPU does not depend on that. Geometry3k has no worked solutions: answers
 of `--answer` words stand in for them. Rates are of the median step after the first two. TRL runs in `--peer-python`,
 which needs torchvision; on a GPU both sides compute in bfloat16 with weights of `--param-dtype`, on a CPU in float32.
-A command that has not ended after `--limit` seconds is interrupted, and what its steps measured until then is
+A command that has not come to its end after `--limit` seconds is stopped, and what its steps measured until then is
 reported; all that it says is in `--out`/NAME.log.
 """
 
@@ -22,7 +22,6 @@ import io
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -156,21 +155,22 @@ def posttrain(args: argparse.Namespace, command: str, name: str, **values: Any) 
         [sys.executable, "-m", "posttrain", command, "--preset", str(preset), *words],
         args.out, args.out / f"{name}.log", args.limit,
     )  # fmt: skip
+    shutil.rmtree(args.out / "runs" / name / "checkpoints", ignore_errors=True)  # tens of gigabytes each
     file = args.out / "runs" / name / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [], said
 
 
 def run_limited(command: Sequence[str], cwd: Path, log: Path, limit_s: float) -> str:
-    """Run a command with its output in ``log``, and interrupt it after ``limit_s`` seconds. Returns the end of what it
-    said where it failed or was interrupted."""
+    """Run a command with its output in ``log``, and end it after ``limit_s`` seconds. Returns the end of what it
+    said where it failed or was stopped."""
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
         why = ""
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            why = f"interrupted after {limit_s:.0f} s: "
-            process.send_signal(signal.SIGINT)
+            why = f"stopped after {limit_s:.0f} s: "
+            process.terminate()  # and no SIGINT, which a shell's background jobs ignore
             try:
                 process.wait(60.0)
             except subprocess.TimeoutExpired:
