@@ -6,6 +6,7 @@ engine in the same process.
     python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --tensor-parallel 2       an engine over two GPUs
     python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --placement separate      one GPU trains, one samples
     python scripts/bench_rollout_gpu.py --engine vllm --shape 7b --fp8                     bfloat16, and then FP8
+    python scripts/bench_rollout_gpu.py --engine vllm --shape 7b-a1b --router-replay       experts as the engine chose
 
 The model is a random Qwen2.5 shape (`bench_train.py` writes it). "Raw" are the same requests, given to the engine's own
 Python API at once, in its process, without our driver: no episodes, no Ray. No prompt comes twice, since its prefix
@@ -18,6 +19,10 @@ With `--fp8` the same engine is measured twice in one run, in bfloat16 and with 
 (`--fp8-kv`: and a KV cache in FP8): tokens per second through our driver, updates with quantization and check, the gap
 of log-probabilities of what it sampled to the trainer's, and the GPU's memory. `--fp8-options` are engine options of
 the second alone, such as another kernel.
+
+With `--router-replay` a mixture of experts (`--shape 7b-a1b`) samples, its experts are recorded, and the same samples
+are scored by the trainer twice: with the experts that the engine chose and with its own. The gap and the divergence
+(k3) of both, and the bytes that experts take.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +50,9 @@ from posttrain.cluster.samplers import RemoteSampler
 from posttrain.cluster.synced_samplers import SyncedSamplers
 from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import Config
-from posttrain.core.types import SamplingParams
+from posttrain.core.types import Sample, SamplingParams
+from posttrain.data.pack import PackedBatch
+from posttrain.data.record import Record
 from posttrain.models.load import ModelSource
 
 NO_STOP = 151_935
@@ -62,11 +70,14 @@ def config(args: argparse.Namespace, *, in_fp8: bool = False) -> Config:
         "tensor_parallel": args.tensor_parallel,
         "engine_options": args.options | (args.fp8_options if in_fp8 else {}),
     }
+    if args.router_replay:
+        rollout |= {"router_replay": "R3"}
     if in_fp8:
         rollout |= {"quantization": "fp8", "kv_cache_dtype": "fp8" if args.fp8_kv else "auto"}
     train = {"param_dtype": "bfloat16"}
     workers = args.tensor_parallel if args.placement == "colocated" else 1
-    cluster = {"workers": workers, "device": "cuda", "placement": args.placement, "start_deadline_s": 400.0}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cluster = {"workers": workers, "device": device, "placement": args.placement, "start_deadline_s": 400.0}
     return Config.model_validate({"command": "rl", "rollout": rollout, "train": train, "cluster": cluster})
 
 
@@ -76,7 +87,9 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def used_gib() -> float:
-    """Of the first GPU, by all processes."""
+    """Of the first GPU, by all processes; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0.0
     free, total = torch.cuda.mem_get_info(0)
     return (total - free) / 2**30
 
@@ -286,24 +299,71 @@ async def measure_fp8(args: argparse.Namespace) -> list[tuple[str, str]]:
 async def gap_of_samples(actor: TrainerGroup, sampler: RemoteSampler, args: argparse.Namespace) -> dict[str, float]:
     """Compare log-probabilities of sampled tokens, as the engine gave them, with the trainer's."""
     asked = prompts(16, args.prompt)
-    samples = await asyncio.gather(*(sampler.generate(ids, SamplingParams(args.new, 1.0)) for ids in asked))
+    samples = await gathered(sampler, asked, args.new)
     whole = [[*ids, *sample.ids] for ids, sample in zip(asked, samples, strict=True)]
     trainer = (await actor.score(whole)).split([len(ids) for ids in whole])
-    own = torch.cat([part[len(ids) :] for part, ids in zip(trainer, asked, strict=True)]).double()
-    gap = own - torch.tensor([x for sample in samples for x in sample.logprobs], dtype=torch.float64)
+    own = torch.cat([part[len(ids) :] for part, ids in zip(trainer, asked, strict=True)])
+    given = torch.tensor([x for sample in samples for x in sample.logprobs], dtype=torch.float64)
+    return {f"gap: {name}": value for name, value in differences(own, given).items()}
+
+
+def differences(own: torch.Tensor, given: torch.Tensor) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from an engine's."""
+    gap = own.double() - given
     ratio = gap.exp()
     return {
-        "gap: mean abs": float(gap.abs().mean()),
-        "gap: k3": float((ratio - 1 - gap).mean()),
-        "gap: outside [0.9, 1.1]": float(((ratio < 0.9) | (ratio > 1.1)).double().mean()),
+        "mean abs": float(gap.abs().mean()),
+        "k3": float((ratio - 1 - gap).mean()),
+        "outside [0.9, 1.1]": float(((ratio < 0.9) | (ratio > 1.1)).double().mean()),
     }
+
+
+async def measure_replay(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The gap of what an engine sampled to the trainer, with the experts that the engine chose and with its own."""
+    clock = Clock()
+    async with together(args, clock) as (actor, sync, sampler):
+        metrics = await clock("update with check", sync.publish(1, prompts(4, 64)))
+        asked = prompts(args.requests, args.prompt)
+        samples = await clock("sampling", gathered(sampler, asked, args.new))
+        batch = with_experts(asked, samples)
+        given = torch.tensor([x for sample in samples for x in sample.logprobs], dtype=torch.float64)
+        rows = [(name, f"{clock.median(name, 0):.3f} s") for name in clock.seconds]
+        rows.append(("tokens/s, with experts recorded", f"{len(given) / clock.median('sampling', 0):,.0f}"))
+        rows.append(("check gap", f"{metrics['sync/check_gap']:.4f}"))
+        assert batch.routing is not None
+        rows.append(("bytes of experts a token", f"{batch.routing.shape[1] * batch.routing.element_size()}"))
+        for what, routing in (("with replay", batch.routing), ("without", None)):
+            own = await actor.logprobs(replace(batch, routing=routing), temperature=1.0)
+            found = differences(own[batch.loss_mask], given)
+            rows += [(f"{what}: {name}", f"{value:.3e}") for name, value in found.items()]
+    return rows
+
+
+async def gathered(sampler: RemoteSampler, asked: list[list[int]], new: int) -> list[Sample]:
+    return await asyncio.gather(*(sampler.generate(ids, SamplingParams(new, 1.0)) for ids in asked))
+
+
+def with_experts(asked: list[list[int]], samples: list[Sample]) -> PackedBatch:
+    """A batch of the samples, with loss and the experts that the engine chose."""
+    records = []
+    for ids, sample in zip(asked, samples, strict=True):
+        record = Record(ids)
+        record.sampled(sample)
+        records.append(record)
+    whole = [[*ids, *sample.ids] for ids, sample in zip(asked, samples, strict=True)]
+    masks = [[False] * len(ids) + [True] * len(s.ids) for ids, s in zip(asked, samples, strict=True)]
+    batch = PackedBatch.from_sequences(whole, masks)
+    experts = [record.columns()["routing"].reshape(len(record), -1) for record in records]
+    batch.routing = torch.cat([torch.from_numpy(rows) for rows in experts])
+    return batch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["hf", "sglang", "vllm"], required=True)
-    parser.add_argument("--shape", choices=["0.5b", "7b"], default="0.5b")
+    parser.add_argument("--shape", choices=["0.5b", "7b", "7b-a1b"], default="0.5b")
     parser.add_argument("--models", type=Path, default=Path("/tmp/posttrain-bench"))
+    parser.add_argument("--model", type=Path, help="a model's folder, instead of a random one of --shape")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=512)
@@ -318,12 +378,15 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="bfloat16 and FP8 in one run")
     parser.add_argument("--fp8-kv", action="store_true", help="with --fp8: the KV cache as well")
     parser.add_argument("--fp8-options", type=json.loads, default={}, help="JSON: rollout.engine_options of FP8 alone")
+    parser.add_argument("--router-replay", action="store_true", help="a mixture, with the experts that it chose")
     args = parser.parse_args()
-    args.model = model_folder(args.models, args.shape)
+    args.model = args.model or model_folder(args.models, args.shape)
     torch.cuda.empty_cache()
-    table = Table(f"{args.engine}, {args.shape}", "measured", title=torch.cuda.get_device_name())
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    table = Table(f"{args.engine}, {args.model.name}", "measured", title=device)
     kinds = {"colocated": measure, "separate": measure_in_flight}
-    for row in asyncio.run((measure_fp8 if args.fp8 else kinds[args.placement])(args)):
+    work = measure_fp8 if args.fp8 else measure_replay if args.router_replay else kinds[args.placement]
+    for row in asyncio.run(work(args)):
         table.add_row(*row)
     Console(width=110).print(table)
 

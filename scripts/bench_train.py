@@ -256,8 +256,9 @@ def train_trl(args: argparse.Namespace) -> dict[str, Any]:
             output_dir="/tmp/posttrain-bench/trl", max_steps=len(steps), logging_steps=1, save_strategy="no",
             report_to="none", per_device_train_batch_size=args.peer_rows,
             gradient_accumulation_steps=args.rows // args.peer_rows, learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant", optim="adamw_torch_fused", bf16=True, gradient_checkpointing=False,
-            max_length=None, use_liger_kernel=True, padding_free=flat, max_grad_norm=1.0, weight_decay=0.0,
+            lr_scheduler_type="constant", optim="adamw_torch_fused", bf16=True,
+            gradient_checkpointing=args.checkpointing == "full", max_length=None, use_liger_kernel=True,
+            padding_free=flat, max_grad_norm=1.0, weight_decay=0.0,
             dataset_kwargs={"skip_prepare_dataset": True}, shuffle_dataset=False,
             train_sampling_strategy="sequential", dataloader_num_workers=2,
         ),
@@ -385,7 +386,7 @@ def main() -> None:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--compile-for", choices=["any-length", "first-length"], default="any-length")
-    parser.add_argument("--checkpointing", default="none")
+    parser.add_argument("--checkpointing", default="none", help="TRL checkpoints all layers with full, else none")
     parser.add_argument("--param-dtype", default="bfloat16")
     parser.add_argument("--lora-rank", type=int, help="train adapters of this rank")
     parser.add_argument("--weights", choices=["files", "random"], default="files", help="random: made in memory")

@@ -10,7 +10,9 @@
 shape of Qwen2.5-VL-3B and random weights, or with `--shape tiny` is small enough for a CPU. There are few figures,
 which are repeated; what a figure takes of the GPU does not depend on that. Geometry3k has no worked solutions: answers
 of `--answer` words stand in for them. Rates are of the median step after the first two. TRL runs in `--peer-python`,
-which needs torchvision; both sides compute in bfloat16 with float32 weights on a GPU, in float32 on a CPU.
+which needs torchvision; on a GPU both sides compute in bfloat16 with weights of `--param-dtype`, on a CPU in float32.
+A command that has not come to its end after `--limit` seconds is stopped, and what its steps measured until then is
+reported; all that it says is in `--out`/NAME.log.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 WARM_UP = 2
+PASSED = ("shape", "out", "data", "rows", "steps", "peer_rows", "param_dtype")
+"""Options that TRL's process gets too."""
 LEARNING_RATE = 1e-6
 IDS = {
     "vision_start_token_id": 151652,
@@ -135,31 +140,55 @@ def make_model(args: argparse.Namespace) -> Path:
 
 
 def posttrain(args: argparse.Namespace, command: str, name: str, **values: Any) -> tuple[list[dict[str, Any]], str]:
-    """Run a command. Returns the metrics of its steps, and what it said where it failed."""
+    """Run a command. Returns the metrics of the steps that it made, and what it said where it failed."""
     shutil.rmtree(args.out / "runs" / name, ignore_errors=True)
     values = {
         "run.name": name, "run.logger": ["jsonl"], "model.path": str(args.model), "train.optim.lr": LEARNING_RATE,
         "train.tokens_per_microbatch": args.tokens, "train.activation_checkpointing": args.checkpointing,
-        "train.steps": args.steps + WARM_UP, "cluster.workers": args.workers, **values,
+        "train.param_dtype": args.param_dtype, "train.steps": args.steps + WARM_UP, "cluster.workers": args.workers,
+        "cluster.start_deadline_s": 400.0, **values,
     }  # fmt: skip
     preset = args.out / f"{command}.toml"  # of defaults alone
     preset.write_text(f'command = "{command}"\n')
     words = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    done = subprocess.run(
+    said = run_limited(
         [sys.executable, "-m", "posttrain", command, "--preset", str(preset), *words],
-        cwd=args.out,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        return [], (done.stdout + done.stderr)[-3000:]
+        args.out, args.out / f"{name}.log", args.limit,
+    )  # fmt: skip
+    shutil.rmtree(args.out / "runs" / name / "checkpoints", ignore_errors=True)  # tens of gigabytes each
     file = args.out / "runs" / name / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()], ""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [], said
+
+
+def run_limited(command: Sequence[str], cwd: Path, log: Path, limit_s: float) -> str:
+    """Run a command with its output in ``log``, and end it after ``limit_s`` seconds. Returns the end of what it
+    said where it failed or was stopped."""
+    with log.open("w") as out:
+        process = subprocess.Popen(command, cwd=cwd, stdout=out, stderr=subprocess.STDOUT)
+        why = ""
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            why = f"stopped after {limit_s:.0f} s: "
+            process.terminate()  # and no SIGINT, which a shell's background jobs ignore
+            try:
+                process.wait(60.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    return why + log.read_text()[-3000:] if why or process.returncode else ""
 
 
 def median(rows: list[dict[str, Any]], key: str) -> float | None:
     found = [float(row[key]) for row in rows[WARM_UP:] if key in row]
     return statistics.median(found) if found else None
+
+
+def compared(args: argparse.Namespace, name: str) -> Any:
+    """Return what was predicted of a run beside what it has measured, or why that is not known."""
+    command = [sys.executable, "-m", "posttrain", "plan", "--run", name, "--json"]
+    plan = subprocess.run(command, cwd=args.out, capture_output=True, text=True)
+    return json.loads(plan.stdout)["compared"] if plan.returncode == 0 else plan.stderr[-500:]
 
 
 def sft(args: argparse.Namespace) -> None:
@@ -180,24 +209,21 @@ def sft(args: argparse.Namespace) -> None:
         }  # fmt: skip
         found |= {short: median(rows, key) for short, key in keys.items()}
         found["losses"] = [row["train/loss"] for row in rows]
-        if rows:
-            plan = subprocess.run(
-                [sys.executable, "-m", "posttrain", "plan", "--run", name, "--json"],
-                cwd=args.out, capture_output=True, text=True,
-            )  # fmt: skip
-            found["plan"] = json.loads(plan.stdout)["compared"] if plan.returncode == 0 else plan.stderr[-500:]
+        found["plan"] = compared(args, name) if rows else None
         report(found)
 
 
 def grpo(args: argparse.Namespace) -> None:
     """Seconds of each phase, and the gap; then the same on the problems' texts alone, for the gap."""
-    for kind in ("rl", "text"):
+    for kind in args.kinds:
         data = repeated(args, args.prompts * (args.steps + WARM_UP), kind)
+        name = f"vision-grpo-{kind}"
         rows, said = posttrain(
-            args, "rl", f"vision-grpo-{kind}", **{
+            args, "rl", name, **{
                 "data.train": str(data), "data.batch_size": args.prompts, "algo.name": "grpo", "rollout.n": args.n,
-                "rollout.engine": args.engine, "rollout.max_prompt_tokens": 2048,
-                "rollout.max_response_tokens": args.response, "rollout.memory_fraction": args.memory_fraction,
+                "rollout.engine": args.engine, "rollout.engine_options": args.options,
+                "rollout.max_prompt_tokens": 2048, "rollout.max_response_tokens": args.response,
+                "rollout.memory_fraction": args.memory_fraction,
                 "train.patches_per_microbatch": args.patches, "train.offload": args.offload,
             },
         )  # fmt: skip
@@ -205,6 +231,7 @@ def grpo(args: argparse.Namespace) -> None:
         names = [*phases, "perf/memory_gib", "perf/mfu", "perf/total_num_tokens", "sync/check_gap"]
         names += ["rollout_gap/mean_abs", "rollout_gap/k3", "rollout_gap/outside"]
         found = {key: value for key in names if (value := median(rows, key)) is not None}
+        found["plan"] = compared(args, name) if rows else None
         report({"what": f"posttrain rl, {args.engine}, {'images' if kind == 'rl' else 'text'}", "said": said} | found)
 
 
@@ -214,15 +241,13 @@ def grpo(args: argparse.Namespace) -> None:
 def trl(args: argparse.Namespace) -> None:
     """TRL's side, in an interpreter of its own."""
     data = repeated(args, args.rows * (args.steps + WARM_UP), "sft")
-    values = {k: str(v) for k, v in vars(args).items() if k in ("shape", "out", "data", "rows", "steps", "peer_rows")}
+    values = {k: str(v) for k, v in vars(args).items() if k in PASSED}
     for tower in args.towers:
         options = [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", value)]
         command = [args.peer_python, __file__, "_trl", *options, "--towers", tower, "--file", str(data)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            report({"what": f"TRL, tower {tower}", "said": done.stderr[-2000:]})
-        else:
-            report(json.loads(done.stdout.strip().splitlines()[-1]))
+        log = args.out / f"trl-{tower}.log"
+        said = run_limited(command, args.out, log, args.limit)
+        report({"what": f"TRL, tower {tower}", "said": said} if said else json.loads(log.read_text().splitlines()[-1]))
 
 
 def train_trl(args: argparse.Namespace) -> dict[str, Any]:
@@ -247,7 +272,7 @@ def train_trl(args: argparse.Namespace) -> dict[str, Any]:
         })  # fmt: skip
     folder = args.out / f"model-{args.shape}"
     model: Any = AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa", device_map="cuda" if gpu else "cpu"
+        folder, dtype=getattr(torch, args.param_dtype), attn_implementation="sdpa", device_map="cuda" if gpu else "cpu"
     )
     for parameter in model.model.visual.parameters():
         parameter.requires_grad_(tower == "trained")
@@ -330,6 +355,10 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=512, help="most tokens of a response")
     parser.add_argument("--memory-fraction", type=float, default=0.4)
     parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--options", type=json.loads, default={}, help="of GRPO, JSON: rollout.engine_options")
+    parser.add_argument("--kinds", nargs="+", choices=["rl", "text"], default=["rl", "text"], help="of GRPO")
+    parser.add_argument("--param-dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds of each run")
     parser.add_argument("--peer-rows", type=int, default=8, help="rows that TRL runs at once")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
