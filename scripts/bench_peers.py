@@ -169,6 +169,8 @@ def verl_command(job: dict[str, Any], args: argparse.Namespace) -> list[str]:
         f"{actor}.grad_clip": 1.0, f"{rollout}.name": "vllm", f"{rollout}.n": job["n"],
         f"{rollout}.gpu_memory_utilization": job["memory_fraction"], f"{rollout}.log_prob_use_dynamic_bsz": True,
         f"{rollout}.tensor_model_parallel_size": 1,  # two by default
+        f"{rollout}.max_num_seqs": job["prompts"] * job["n"],
+        f"{rollout}.max_model_len": job["prompt"] + job["response"],
         f"{rollout}.log_prob_max_token_len_per_gpu": job["tokens"],
         "reward.custom_reward_function.path": str(TASK), "reward.custom_reward_function.name": "compute_score",
         "trainer.logger": '["console"]', "trainer.n_gpus_per_node": 1, "trainer.nnodes": 1, "trainer.save_freq": -1,

@@ -92,6 +92,8 @@ def test_all_systems_are_told_the_same(bench, tmp_path):
     }.items():
         (value,) = [part.split("=", 2)[2] for part in ours if part.startswith(f"--set={ours_key}=")]
         assert f"{verl_key}={value}" in verl
+    for setting in ("tensor_model_parallel_size=1", "max_num_seqs=1024", "max_model_len=1280"):
+        assert f"actor_rollout_ref.rollout.{setting}" in verl  # verl's defaults are 2, 256 and the model's
     assert json.loads(Path(bench.trl_command(job, args)[-1]).read_text()) == job
 
 
