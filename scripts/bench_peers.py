@@ -22,10 +22,13 @@ from its command. Rewards and lengths are those of each step.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,24 +37,29 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).resolve().parent
 TASK = HERE / "bench_peers_task.py"
 PHASES = ("rollout", "logprobs", "update", "weights")
 GSM8K: dict[str, Any] = {"source": "gsm8k", "prompt": 512, "prompts": 64, "n": 16, "lr": 1e-5, "shape": None}
-RANDOM: dict[str, Any] = {"source": "letters", "prompt": 512, "response": 1024, "lr": 1e-6, "n": 8}
+RANDOM: dict[str, Any] = {"source": "letters", "prompt": 512, "response": 1024, "lr": 1e-6, "n": 8, "tokens": 16_384}
+LARGE: dict[str, Any] = {"prompts": 64, "shape": "3b", "trl_rows": 8, "checkpointing": True, "sleep": True,
+                         "memory_fraction": 0.35}  # fmt: skip
 WORKS: dict[str, dict[str, Any]] = {
     "cpu": {"source": "letters", "prompt": 128, "response": 48, "prompts": 8, "n": 4, "lr": 1e-3, "shape": "tiny",
             "trl_rows": 32},
-    "a": GSM8K | {"response": 400, "trl_rows": 128},
-    "b": RANDOM | {"prompts": 128, "shape": "0.5b", "trl_rows": 32},
-    "c-full": RANDOM | {"prompts": 64, "shape": "3b", "trl_rows": 16},
-    "c-lora": RANDOM | {"prompts": 64, "shape": "3b", "trl_rows": 16, "lora_rank": 16},
-    "d": GSM8K | {"response": 768, "turns": 3, "trl_rows": 64},
+    "a": GSM8K | {"response": 400, "trl_rows": 32},
+    "b": RANDOM | {"prompts": 128, "shape": "0.5b", "trl_rows": 8},
+    "c-full": RANDOM | LARGE,
+    "c-lora": RANDOM | LARGE | {"lora_rank": 16},
+    "d": GSM8K | {"response": 768, "turns": 3, "trl_rows": 16},
 }  # fmt: skip
-DEFAULTS: dict[str, Any] = {"turns": 1, "lora_rank": None, "checkpointing": False, "memory_fraction": 0.4}
-TOKENS_PER_MICROBATCH = 65_536
+DEFAULTS: dict[str, Any] = {
+    "turns": 1, "lora_rank": None, "checkpointing": False, "memory_fraction": 0.4, "sleep": False, "tokens": 32_768,
+}  # fmt: skip
+"""`tokens` of a micro-batch (posttrain, verl), `trl_rows` the rows of TRL's: as many as fit beside the engine. `sleep`:
+the engine leaves the GPU during updates; verl's always does."""
 
 
 # ---------------------------------------------------------------------- what all of them get
@@ -123,10 +131,12 @@ def posttrain_command(job: dict[str, Any], args: argparse.Namespace) -> list[str
         "run.dir": job["out"], "run.name": "run", "run.seed": job["seed"], "run.report": "false",
         "data.train": job["parquet"], "data.shuffle": "false", "data.batch_size": job["prompts"],
         "train.steps": job["steps"], "train.optim.lr": job["lr"], "train.optim.betas": "[0.9, 0.999]",
-        "train.optim.weight_decay": 0.0, "train.tokens_per_microbatch": TOKENS_PER_MICROBATCH,
+        "train.optim.weight_decay": 0.0, "train.tokens_per_microbatch": job["tokens"],
         "rollout.engine": "vllm" if job["gpu"] else "hf", "rollout.n": job["n"],
         "rollout.max_prompt_tokens": job["prompt"], "rollout.max_response_tokens": job["response"],
         "rollout.memory_fraction": job["memory_fraction"], "reward.function": f"{TASK}:compute_score",
+        "train.activation_checkpointing": "full" if job["checkpointing"] else "none",
+        "rollout.sleep": json.dumps(job["sleep"]),
     }  # fmt: skip
     if job["lora_rank"]:
         settings |= {"train.lora.rank": job["lora_rank"], "train.lora.alpha": 32}
@@ -152,12 +162,16 @@ def verl_command(job: dict[str, Any], args: argparse.Namespace) -> list[str]:
         "data.max_response_length": job["response"], "actor_rollout_ref.model.path": job["model"],
         "actor_rollout_ref.model.use_remove_padding": True,
         "actor_rollout_ref.model.enable_gradient_checkpointing": job["checkpointing"],
+        "actor_rollout_ref.model.use_fused_kernels": True,
         f"{actor}.ppo_mini_batch_size": job["prompts"], f"{actor}.use_dynamic_bsz": True,
-        f"{actor}.ppo_max_token_len_per_gpu": TOKENS_PER_MICROBATCH, f"{actor}.use_kl_loss": False,
+        f"{actor}.ppo_max_token_len_per_gpu": job["tokens"], f"{actor}.use_kl_loss": False,
         f"{actor}.loss_agg_mode": "token-mean", f"{actor}.optim.lr": job["lr"], f"{actor}.optim.weight_decay": 0.0,
         f"{actor}.grad_clip": 1.0, f"{rollout}.name": "vllm", f"{rollout}.n": job["n"],
         f"{rollout}.gpu_memory_utilization": job["memory_fraction"], f"{rollout}.log_prob_use_dynamic_bsz": True,
-        f"{rollout}.log_prob_max_token_len_per_gpu": TOKENS_PER_MICROBATCH,
+        f"{rollout}.tensor_model_parallel_size": 1,  # two by default
+        f"{rollout}.max_num_seqs": job["prompts"] * job["n"],
+        f"{rollout}.max_model_len": job["prompt"] + job["response"],
+        f"{rollout}.log_prob_max_token_len_per_gpu": job["tokens"],
         "reward.custom_reward_function.path": str(TASK), "reward.custom_reward_function.name": "compute_score",
         "trainer.logger": '["console"]', "trainer.n_gpus_per_node": 1, "trainer.nnodes": 1, "trainer.save_freq": -1,
         "trainer.test_freq": -1, "trainer.val_before_train": False, "trainer.total_training_steps": job["steps"],
@@ -195,30 +209,38 @@ def run(system: str, job: dict[str, Any], args: argparse.Namespace) -> dict[str,
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     memory = Memory(process.pid, job["gpu"])
     lines: list[tuple[float, str]] = []
-    # A system that says nothing for so long is taken to hang; the timer ends it, and the loop with it.
-    timer = threading.Timer(args.limit, process.kill)
-    timer.start()
-    assert process.stdout is not None
-    with log.open("w", encoding="utf-8") as file:
-        for line in process.stdout:
-            lines.append((time.time(), line))
-            file.write(line)
-    code = process.wait()
-    timer.cancel()
+    reader = threading.Thread(target=keep_lines, args=(process.stdout, log, lines))
+    reader.start()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(args.limit)  # one that takes so long is taken to hang
     peak = memory.stop()
-    steps = READERS[system](job, lines) if code == 0 else []
-    if not steps:
+    end_descendants()  # Ray's processes and engines may outlive the command, and hold the pipe
+    code = process.wait()
+    reader.join()
+    result = {"system": system, "seed": job["seed"], "command": command}
+    steps = READERS[system](job, lines)
+    if code or not steps:
         print("".join(line for _, line in lines[-30:]), file=sys.stderr)
-        return {"system": system, "seed": job["seed"], "failed": f"exit code {code}, see {log}", "command": command}
+        result |= {"failed": f"exit code {code} after {len(steps)} steps, see {log}"}
     for step in steps:
         step["first_s"] = step.pop("at") - started
-    return {"system": system, "seed": job["seed"], "steps": steps, "memory_gib": peak, "command": command,
-            "versions": versions(command[0])}  # fmt: skip
+    if steps:
+        result |= {"steps": steps, "memory_gib": peak, "versions": versions(command[0], env)}
+    return result
+
+
+def keep_lines(source: IO[str], log: Path, lines: list[tuple[float, str]]) -> None:
+    """Write the lines of a process into its log as they come, and append them to ``lines`` with their times."""
+    with log.open("w", encoding="utf-8") as file:
+        for line in source:
+            lines.append((time.time(), line))
+            file.write(line)
+            file.flush()
 
 
 def read_posttrain(job: dict[str, Any], _: list[tuple[float, str]]) -> list[dict[str, float]]:
-    text = (Path(job["out"]) / "run" / "metrics.jsonl").read_text(encoding="utf-8")
-    rows = [json.loads(line) for line in text.splitlines()]
+    file = Path(job["out"]) / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     return [_named(row | {"at": row["time"]}, "sync", "response_length/mean") for row in rows if "timing_s/gen" in row]
 
 
@@ -250,15 +272,49 @@ def read_trl(job: dict[str, Any], lines: list[tuple[float, str]]) -> list[dict[s
 READERS = {"posttrain": read_posttrain, "trl": read_trl, "verl": read_verl}
 
 
-def versions(python: str) -> str:
-    """Versions of what matters in an interpreter."""
+def versions(python: str, env: dict[str, str]) -> str:
+    """Versions of what matters in an interpreter, and under its environment."""
     code = (
         "from importlib.metadata import version, PackageNotFoundError\n"
         "for name in ('posttrain', 'trl', 'verl', 'torch', 'transformers', 'vllm', 'flash-attn-4', 'liger-kernel'):\n"
         "    try: print(name, version(name), end='; ')\n"
         "    except PackageNotFoundError: pass\n"
     )
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip("; ")
+    return subprocess.run([python, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.strip("; ")
+
+
+def descendants(root: int) -> list[int]:
+    """All processes that a process has started and that run, with those that these have started."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
+        except OSError:  # it has ended
+            continue
+        if state != "Z":
+            parents.setdefault(int(parent), []).append(int(stat.parent.name))
+    found, todo = [], [root]
+    while todo:
+        children = parents.get(todo.pop(), [])
+        found += children
+        todo += children
+    return found
+
+
+def adopt_orphans() -> None:
+    """Have processes whose parent ends become children of this one, so that ``end_descendants`` finds them."""
+    set_child_subreaper = 36  # of Linux's prctl.h
+    ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+def end_descendants(wait: float = 30.0) -> None:
+    """Kill all that this process has started, however deep. (`ray stop` would end other runs as well.)"""
+    deadline = time.monotonic() + wait
+    while (found := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
 
 
 class Memory(threading.Thread):
@@ -281,23 +337,16 @@ class Memory(threading.Thread):
     @staticmethod
     def _gpu() -> float:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        if gpus := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            query.append(f"--id={gpus}")
         return max(map(float, subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())) / 1024
 
     def _host(self) -> float:
-        parents: dict[int, list[int]] = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(stat.read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:  # it has ended
-                continue
-            parents.setdefault(parent, []).append(int(stat.parent.name))
-        total, todo = 0, [self.pid]
-        while todo:
-            pid = todo.pop()
-            todo += parents.get(pid, [])
+        total = 0
+        for pid in [self.pid, *descendants(self.pid)]:
             try:
                 found = re.search(r"^Pss: +(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-            except OSError:
+            except OSError:  # it has ended
                 continue
             total += int(found[1]) if found else 0
         return total / 2**20
@@ -324,6 +373,7 @@ def table(results: list[dict[str, Any]]) -> str:
     for result in results:
         if "failed" in result:
             lines.append(f"| {result['system']} | {result['seed']} | {result['failed']} |")
+        if "steps" not in result:
             continue
         found = summary(result)
         values = (f"{found[n]:,.0f}" if n == "tokens_per_s" else f"{found[n]:.3g}" for n in names)
@@ -364,6 +414,7 @@ def main() -> None:
     args.out = (args.out or Path(tempfile.mkdtemp(prefix="bench_peers_"))).resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     job = make_job(args, gpu)
+    adopt_orphans()
     results = []
     for seed in args.seeds:
         for system in args.systems:

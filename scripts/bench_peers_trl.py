@@ -117,6 +117,7 @@ def main(job: dict[str, Any]) -> None:
         values |= {
             "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": job["memory_fraction"],
             "vllm_max_model_length": job["prompt"] + job["response"], "use_liger_kernel": True,
+            "vllm_enable_sleep_mode": job["sleep"],
         }  # fmt: skip
     else:
         values["use_transformers_continuous_batching"] = job["trl_continuous"]

@@ -62,10 +62,13 @@ def test_the_table_has_medians_after_the_first_step_and_says_what_failed(bench):
         return parts | {"seconds": seconds, "tokens": 1000.0, "reward": 0.5, "length": 3.0, "first_s": 40.0 + seconds}
 
     done = {"system": "trl", "seed": 1, "steps": [step(100.0), step(2.0), step(4.0)], "memory_gib": 2.5}
-    text = bench.table([done, {"system": "verl", "seed": 1, "failed": "exit code 1, see log.txt"}])
+    failed = {"system": "verl", "seed": 1, "failed": "exit code 1, see log.txt"}
+    text = bench.table([done, failed, done | {"system": "posttrain", "failed": "exit code -9 after 3 steps"}])
     assert "| trl | 1 | 3 | 1.5 | 0 | 0.75 | 0 | 0.75 | 375 | 2.5 | 140 |" in text
     assert "| verl | 1 | exit code 1, see log.txt |" in text
     assert "trl, seed 1, reward: 0.5 0.5 0.5" in text
+    assert "| posttrain | 1 | exit code -9 after 3 steps |" in text
+    assert "| posttrain | 1 | 3 | 1.5 |" in text
 
 
 def test_all_systems_are_told_the_same(bench, tmp_path):
@@ -85,10 +88,49 @@ def test_all_systems_are_told_the_same(bench, tmp_path):
         "train.optim.lr": "actor_rollout_ref.actor.optim.lr",
         "train.steps": "trainer.total_training_steps",
         "train.lora.rank": "actor_rollout_ref.model.lora_rank",
+        "train.tokens_per_microbatch": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     }.items():
         (value,) = [part.split("=", 2)[2] for part in ours if part.startswith(f"--set={ours_key}=")]
         assert f"{verl_key}={value}" in verl
+    for setting in ("tensor_model_parallel_size=1", "max_num_seqs=1024", "max_model_len=1280"):
+        assert f"actor_rollout_ref.rollout.{setting}" in verl  # verl's defaults are 2, 256 and the model's
     assert json.loads(Path(bench.trl_command(job, args)[-1]).read_text()) == job
+
+
+RUN_AND_FAIL = r"""
+import importlib.util, json, os, sys
+spec = importlib.util.spec_from_file_location("bench_peers", sys.argv[1])
+bench = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bench)
+bench.adopt_orphans()
+system = [sys.executable, "-c", sys.argv[3]]
+for end, limit in (("exit", 60.0), ("hang", 5.0)):
+    bench.COMMANDS["trl"] = lambda job, args: [*system, end]
+    args = type("Args", (), {"trl_env": [], "limit": limit})()
+    result = bench.run("trl", {"out": sys.argv[2] + "/" + end, "gpu": False, "seed": 0}, args)
+    print(json.dumps([result, bench.descendants(os.getpid())]))
+"""
+
+STEPS_THEN_FAILS = r"""
+import subprocess, sys
+orphan = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+subprocess.run([sys.executable, "-c", orphan])
+print('{"step": 1, "at": 0.0, "seconds": 1.0}', flush=True)
+if sys.argv[1] == "hang":
+    subprocess.run(["sleep", "600"])
+sys.exit(3)
+"""
+
+
+def test_a_system_that_fails_keeps_its_steps_and_leaves_no_process(tmp_path):
+    """In a process of its own, since a run ends all that its process has started."""
+    command = [sys.executable, "-c", RUN_AND_FAIL, str(SCRIPTS / "bench_peers.py"), str(tmp_path), STEPS_THEN_FAILS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    (exited, left), (hung, left_of_hung) = map(json.loads, done.stdout.splitlines())
+    assert left == left_of_hung == []
+    assert exited["failed"].startswith("exit code 3 after 1 steps")
+    assert hung["failed"].startswith("exit code -9 after 1 steps")
+    assert [step["step"] for step in exited["steps"] + hung["steps"]] == [1, 1]
 
 
 @pytest.mark.slow
