@@ -191,14 +191,14 @@ PADDED = choose("sdpa", torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "batches", "train"),
+    ("kernel", "batches", "train", "scores"),
     [
-        (KERNEL, ([5, 9, 30], [12]), {}),
-        (KERNEL, ([5, 9, 30], [12]), {"gather_weights": "step", "param_dtype": "bfloat16"}),
-        (PADDED, ([17, 20, 30, 32], [20] * 8), {}),  # one group of each, as they are longer than 16 and at most 32
+        (KERNEL, ([5, 9, 30], [12]), {}, False),
+        (KERNEL, ([5, 9, 30], [12]), {"gather_weights": "step", "param_dtype": "bfloat16"}, True),
+        # One group of each, as they are longer than 16 and at most 32.
+        (PADDED, ([17, 20, 30, 32], [20] * 8), {}, False),
     ],
 )
-@pytest.mark.parametrize("scores", [False, True])
 def test_the_first_update_of_a_worker_that_warmed_up_compiles_nothing_and_is_the_same(
     monkeypatch, kernel, batches, train, scores
 ):
