@@ -237,7 +237,8 @@ def scoring(cfg: Config, trainers: Iterable[Trainer]) -> Iterable[tuple[Trainer,
 
 
 def reads_old(cfg: Config) -> bool:
-    """Return whether a step asks for the actor's own log-probabilities before its first update (``Learner._score``)."""
+    """Return whether every step asks for the actor's own log-probabilities before its first update
+    (``Learner._score``)."""
     algo = cfg.algo
     moves = algo.updates_per_step > 1 and not cfg.rollout.replay
     corrects = cfg.correction.active and not cfg.correction.of_tokens

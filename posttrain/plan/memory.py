@@ -266,7 +266,10 @@ class Trainer:
         buckets = 2.0 * bucket if transfer != "host" else 0.0
         gathered = 0.0
         if self.shards > 1:
-            group = GATHER_BYTES * self.itemsize / self.master + GATHER_BYTES / self.shards
+            kept = self.itemsize if self.adapted else self.master
+            group = GATHER_BYTES * self.itemsize / kept + GATHER_BYTES / self.shards
+            if self.adapted:  # beside weights of the base, adapters
+                group += min(GATHER_BYTES, self.master * self.trained) * (1.0 + 1.0 / self.shards)
             gathered = max(group, embedding * (1.0 + 1.0 / self.shards))
         # The pass of the weight-sync check ends before, and torch keeps its memory.
         check = self.forward(SYNC_CHECK_SEQUENCES * SYNC_CHECK_TOKENS)

@@ -167,7 +167,7 @@ class Learner:
         to_engine = self._ratio_to_engine(kept, version)
         moves = algo.updates_per_step > 1 or bool(to_engine.any())
         own = None
-        if (moves and version is not None) or self._reads_own:
+        if reads_old(self.run.cfg) or (moves and version is not None):
             with tracker.phase("old_log_prob"):
                 own = await self.actor.logprobs(batch)
         if moves:
@@ -214,14 +214,6 @@ class Learner:
         stale = stale_tokens(kept, version)
         decoupled = self.run.cfg.rollout.staleness and self.run.cfg.correction.active
         return torch.zeros_like(stale) if decoupled else stale
-
-    @property
-    def _reads_own(self) -> bool:
-        """Return whether the algorithm reads the actor's log-probabilities before its first update."""
-        algo, correction = self.run.cfg.algo, self.run.cfg.correction
-        corrects = correction.active and not correction.of_tokens
-        loss = POLICY_LOSSES.get(algo.policy_loss)
-        return loss.reads_current or corrects or algo.kl_in == "reward" or self.teacher is not None
 
     def _kl_penalties(self, batch: PackedBatch, own: Tensor | None) -> tuple[Tensor | None, dict[str, float]]:
         """Return the KL penalty in the reward, [T], times its coefficient, which then adapts; and metrics."""

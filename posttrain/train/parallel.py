@@ -144,12 +144,13 @@ def _keep_what_is_expensive(
 
 
 def _is_narrow(factor: Tensor) -> bool:
-    """Return whether a product with ``factor`` [in, out] is much larger than what it is made of."""
-    return NARROW * factor.shape[0] <= factor.shape[1]
+    """Return whether a product with ``factor`` [in, out] takes little time for the memory that its result takes: as the
+    second factor of an adapter, or of a model's own projection of low rank."""
+    return _NARROW * factor.shape[0] <= factor.shape[1]
 
 
-NARROW = 16
-"""Columns for each row of such a factor, at least. Layers of a model widen by less."""
+_NARROW = 16
+"""Columns for each row of such a factor, at least. Layers of full rank widen by less."""
 
 
 _EXPENSIVE = frozenset(

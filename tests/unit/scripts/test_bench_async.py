@@ -1,6 +1,5 @@
 """What the benchmarks of asynchronous `rl` read of runs, and updates amid sampling with an engine that dies in one."""
 
-import importlib
 import json
 import math
 import os
@@ -11,12 +10,6 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
 
 
 def result(seconds, rewards):

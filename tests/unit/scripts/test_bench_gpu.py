@@ -1,10 +1,7 @@
 """What the benchmarks for GPUs do that needs none: runs within a limit, and an engine's experts beside its samples."""
 
-import importlib
 import math
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,21 +9,11 @@ import torch
 
 from posttrain.core.types import Sample
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module
-
 
 def test_a_run_that_takes_too_long_is_stopped_and_says_so(load, tmp_path):
     bench = load("bench_vision")
-    begun = time.monotonic()
     said = bench.run_limited(["sleep", "600"], tmp_path, tmp_path / "log", 0.1)
     assert said.startswith("stopped after 0 s")
-    assert time.monotonic() - begun < 300
 
 
 def test_a_run_that_fails_says_why_and_one_that_ends_says_nothing(load, tmp_path):

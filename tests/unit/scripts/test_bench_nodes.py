@@ -1,11 +1,7 @@
 """What the benchmark of two nodes reads: NCCL's logs, and the steps of a run that is going on."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 LOG = """\
 vm:10:60 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to pt0
 vm:10:60 [0] NCCL INFO NET/Socket : Using [0]pt0:10.77.0.1<0>
@@ -16,9 +12,8 @@ vm:10:60 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[0] [send] via NET/Socket/0
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("bench_nodes")
+def bench(load):
+    return load("bench_nodes")
 
 
 def test_transports_are_those_of_channels_to_other_ranks(bench, tmp_path):
