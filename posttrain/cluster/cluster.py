@@ -229,6 +229,11 @@ class Cluster:
         await group.start(cfg.cluster.start_deadline_s)
         return group
 
+    @property
+    def _colocated(self) -> bool:
+        """Return True where engines are on the GPUs of trainers."""
+        return self.cfg.cluster.placement == "colocated" and "trainers" in self.groups
+
     async def prepare_samplers(self) -> None:
         """Start the processes of the engines that sample for a run, ahead of its trainers: each imports its engine, and
         ``sampler`` starts it."""
@@ -259,6 +264,7 @@ class Cluster:
             stop_token_ids=stop_token_ids,
             threads=_threads(count),
             replica=index,
+            shares_gpu=self._colocated and count * cfg.rollout.tensor_parallel > cfg.cluster.workers,
             episodes=episodes if cfg.command == "rl" else 0,
             frozen_tower=cfg.train.vision_tower == "frozen",
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
@@ -274,7 +280,7 @@ class Cluster:
         """Start the process of engine ``index``."""
         cfg = self.cfg
         ranks = cfg.rollout.tensor_parallel
-        pool = "trainers" if cfg.cluster.placement == "colocated" and "trainers" in self.groups else "samplers"
+        pool = "trainers" if self._colocated else "samplers"
         options, bundles = await self._engine_options(pool, cfg.rollout.replicas, ranks, index)
         name = f"sampler {index}"
         engine = choose_engine(cfg.rollout.engine, gpu=self.device == "cuda").name

@@ -29,6 +29,8 @@ class EngineSpec:
     """CPU threads of the process; 0: the default of torch."""
     replica: int = 0
     """Index of the engine: each samples with a seed of its own."""
+    shares_gpu: bool = False
+    """Other engines are on its GPUs: what is free there when it starts says nothing of what it may take."""
     truncates: bool = False
     """Requests may ask for top-p or top-k."""
     episodes: int = 0

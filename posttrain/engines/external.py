@@ -149,6 +149,11 @@ def cache_tokens(spec: EngineSpec) -> float:
     return max(0.0, whole - weights) / cache_bytes_per_token(spec)
 
 
+def cache_bytes(spec: EngineSpec) -> int:
+    """Return the bytes of the KV cache on each GPU of an engine, or on a CPU."""
+    return int(cache_tokens(spec) * cache_bytes_per_token(spec) / spec.rollout.tensor_parallel)
+
+
 def cache_bytes_per_token(spec: EngineSpec) -> int:
     """Return the bytes of a token in the KV cache, over all GPUs of an engine."""
     config = load_config(spec.source).get_text_config()

@@ -52,6 +52,8 @@ for _name, _value in _ENVIRONMENT.items():
 _FP8_KERNELS = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
 """Kernels that read weights and scales as they are sent, in blocks of any size and on all GPUs that have FP8. Those
 that lay them out otherwise, DeepGEMM's on Blackwell, cannot take new ones."""
+_UNREACHED = 0.9
+"""Share of the free memory for weights and KV cache where the cache has a size of its own."""
 _RECEIVE_EVERY = 10
 """Decoding steps between two looks for new requests, where episodes have several turns. SGLang computes the prompts of
 new requests before it decodes another token of all others: those of several episodes are better computed together."""
@@ -63,6 +65,15 @@ async def open_engine(spec: EngineSpec) -> SGLangEngine:
     await load_initial_weights(engine, spec)
     await engine.manager.freeze_gc()  # else Python looks through all that was imported, for a second, amid sampling
     return engine
+
+
+def memory_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments for the memory of weights and KV cache. SGLang takes the fraction of what is free when it
+    starts, and counts what others take meanwhile as its own: engines that start side by side on a GPU are given the
+    size of their cache, and a fraction that no engine reaches."""
+    if not spec.shares_gpu:
+        return {"mem_fraction_static": spec.rollout.memory_fraction}
+    return {"mem_fraction_static": _UNREACHED, "max_total_tokens": int(cache_tokens(spec))}
 
 
 class SGLangEngine:
@@ -90,7 +101,7 @@ class SGLangEngine:
                 "random_seed": spec.seed * 1009 + spec.replica,
                 "context_length": spec.max_tokens,
                 "max_running_requests": self.max_concurrent,
-                "mem_fraction_static": spec.rollout.memory_fraction,
+                **memory_arguments(spec),
                 "tp_size": spec.rollout.tensor_parallel,
                 "enable_memory_saver": spec.rollout.sleep,
                 "sampling_backend": "pytorch",

@@ -82,15 +82,15 @@ def lay_out(
     """The processes that `sft`, `prefer` or `rl` start with this config."""
     trainers = tuple(_trainers(cfg, shapes, kernels, batch, lengths)) if cfg.trains else ()
     colocated = cfg.cluster.placement == "colocated"
+    workers = cfg.cluster.workers if cfg.trains else cfg.rollout.replicas * cfg.rollout.tensor_parallel
+    shared = -(-cfg.rollout.replicas * cfg.rollout.tensor_parallel // workers) if colocated else 1
     engine = None
     if cfg.samples:
         counted = machine.memory
         name = kernels.auto_engine.name if cfg.rollout.engine == "auto" else cfg.rollout.engine
-        if name == "sglang" and colocated and counted:  # its share is of what is free when it starts
+        if name == "sglang" and colocated and shared == 1 and counted:  # a share of what is free when it starts
             counted -= sum(total(trainer.fresh()) + trainer.beside() for trainer in trainers)
         engine = EngineMemory(shapes.actor, cfg.rollout, kernels.itemsize, counted, name)
-    workers = cfg.cluster.workers if cfg.trains else cfg.rollout.replicas * cfg.rollout.tensor_parallel
-    shared = -(-cfg.rollout.replicas * cfg.rollout.tensor_parallel // workers) if colocated else 1
     return Layout(
         cfg,
         machine,

@@ -1,5 +1,7 @@
 """What `rollout.engine` and `rollout.max_concurrent` stand for where they are "auto"."""
 
+from dataclasses import replace
+
 import pytest
 
 from posttrain.config import RolloutConfig
@@ -7,7 +9,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.engines import choice, start
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import check_keeps_kv, choose_engine, concurrent_requests
-from posttrain.engines.external import arguments, cache_bytes_per_token, cache_tokens
+from posttrain.engines.external import arguments, cache_bytes, cache_bytes_per_token, cache_tokens
+from posttrain.engines.sglang import memory_arguments
 from posttrain.models.load import ModelSource
 
 
@@ -95,6 +98,20 @@ def test_the_cache_of_an_engine_is_what_weights_leave(monkeypatch):
     weights = 2 * 525_440
     assert cache_tokens(engine_spec("cuda", memory_fraction=0.5)) == (5e8 - weights) / per_token
     assert cache_tokens(engine_spec("cuda", memory_fraction=0.001)) == 0.0
+
+
+def test_engines_that_share_a_gpu_are_given_the_size_of_their_cache(monkeypatch):
+    class Gpu:
+        memory = 1_000_000_000.0
+
+    monkeypatch.setattr("posttrain.engines.external.this_machine", Gpu)
+    alone = engine_spec("cuda", memory_fraction=0.2)
+    assert memory_arguments(alone) == {"mem_fraction_static": 0.2}
+    shared = replace(alone, shares_gpu=True)
+    given = memory_arguments(shared)
+    assert given["max_total_tokens"] == int((2e8 - 2 * 525_440) / cache_bytes_per_token(shared))
+    assert given["mem_fraction_static"] == 0.9  # what the others take while it starts is not missing from its own
+    assert cache_bytes(shared) == pytest.approx(2e8 - 2 * 525_440, abs=1)
 
 
 def test_options_of_the_engine_replace_defaults():

@@ -29,6 +29,7 @@ from posttrain.plan.estimate import Plan, Question
 from posttrain.plan.inputs import Known, PlanOptions, replans, shapes_of
 from posttrain.plan.known import known_models
 from posttrain.plan.layout import Kernels, Shapes
+from posttrain.plan.memory import total
 from posttrain.plan.problems import found, impossible, problems
 from posttrain.plan.shape import shape_of
 
@@ -230,6 +231,18 @@ def test_turns_on_the_gpu_take_less_at_every_moment():
     assert all(turns[name] < both[name] for name in ("sample", "free", "update_actor", "load", "save"))
     # Amid the update trainers, buckets and the engine's weights are there, and the cache comes when trainers have left.
     assert turns["free"] < turns["load"]
+
+
+def test_engines_that_share_a_gpu_take_their_share_of_all_of_its_memory():
+    def cache(replicas):
+        rollout = {"engine": "sglang", "memory_fraction": 0.2, "replicas": replicas}
+        plan = Plan(question(config("rl", rollout=rollout), "0.5b", "h100"))
+        sampled = next(moment for moment in plan.moments if moment.name == "sample")
+        return plan.layout.engine.gpu_bytes, total(sampled.terms)
+
+    (free, alone), (whole, three) = cache(1), cache(3)
+    assert free < whole
+    assert three > 2 * alone
 
 
 def test_a_budget_that_cannot_be_met_is_refused(monkeypatch):
