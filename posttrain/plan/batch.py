@@ -25,6 +25,8 @@ class Lengths:
     """Mean of those that carry no loss, which are part of ``mean``: in `rl` the prompt"""
     source: str = ""
     """Where the mean comes from, in words"""
+    turns: float = 1.0
+    """Requests of an episode to the engine"""
     images: ImageLoad = field(default_factory=ImageLoad)
 
     @property
@@ -45,10 +47,12 @@ def assumed_lengths(cfg: Config, mean: float | None = None) -> Lengths:
     longest = longest_of(cfg)
     of_rl = cfg.command not in ("sft", "prefer")
     share = cfg.rollout.max_prompt_tokens / longest if of_rl else 0.0
+    turns = float(cfg.rollout.max_turns)
     if mean is None:
-        return Lengths(longest, longest, longest * share, "assumed: the longest that the config allows")
+        return Lengths(longest, longest, longest * share, "assumed: the longest that the config allows", turns)
     mean = min(mean, longest)
-    return Lengths(mean, longest, min(mean * share, cfg.rollout.max_prompt_tokens) if of_rl else 0.0, "--length")
+    prompt = min(mean * share, cfg.rollout.max_prompt_tokens) if of_rl else 0.0
+    return Lengths(mean, longest, prompt, "--length", turns)
 
 
 def sequences_of_step(cfg: Config) -> int:

@@ -57,6 +57,10 @@ HOST_TOKEN_S = {"hf": 0.0, "sglang": 13e-6, "vllm": 13e-6}
 """Seconds of an engine's scheduler for each sampled token, in one thread of Python, hidden where a step's launching or
 the GPU takes longer. sglang: 404,000 tokens of 1,024 requests in 5.05 s at 0.5B, and 74,000 tokens/s of
 256. vllm: assumed to be the same. hf: not known apart from ``HOST_DECODE_S``."""
+HOST_TURN_S = {"hf": 0.0, "sglang": 0.75e-3, "vllm": 0.75e-3}
+"""Seconds that a further turn of an episode adds: all others wait while its prompt is read. sglang: GSM8K with the
+calculator, 1,024 episodes of 3.8 turns and 247 tokens in 5.5 s, where ``HOST_TOKEN_S`` alone gives 3.3; a slower host
+took twice that. vllm: assumed to be the same. hf: not known."""
 DECODE_BANDWIDTH = 0.7
 """Share of the memory bandwidth, for reading weights and KV cache while decoding. Assumed."""
 CALL_S = 0.02

@@ -53,7 +53,8 @@ def lengths_of(cfg: Config, rows: Sequence[Row]) -> Lengths | None:
     prompt = median(rows, "prompt_length/mean") or 0.0
     if (loss_tokens := median(rows, "train/loss_tokens")) is not None:
         prompt = (tokens - loss_tokens) / sequences_of_step(cfg)
-    return Lengths(mean, longest_of(cfg), min(prompt, mean), "measured")
+    turns = median(rows, "num_turns/mean") or 1.0
+    return Lengths(mean, longest_of(cfg), min(prompt, mean), "measured", turns)
 
 
 def waits_of(cfg: Config, rows: Sequence[Row]) -> Waits:

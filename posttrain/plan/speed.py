@@ -258,12 +258,14 @@ def generation_seconds(
     prompt: float,
     response: float,
     longest: float,
+    turns: float = 1.0,
     images: ImageLoad = NO_IMAGES,
 ) -> Seconds:
     """One engine samples ``episodes`` answers, side by side as far as they fit.
 
     Args:
         prompt, response, longest: tokens of a prompt, of an answer, and of the longest answer.
+        turns: requests of an episode, whose answers are ``response`` together.
         images: of a prompt.
     """
     assert machine.gpu is not None
@@ -282,6 +284,7 @@ def generation_seconds(
     # A step of few requests takes as long as launching its layers, one of many as long as its requests' bookkeeping.
     launching = steps * shape.layers * known.HOST_DECODE_S[engine.name]
     host = max(launching, episodes * response * known.HOST_TOKEN_S[engine.name])
+    host += episodes * (turns - 1.0) * known.HOST_TURN_S[engine.name]
     return Seconds(compute, memory, 0.0, host)
 
 

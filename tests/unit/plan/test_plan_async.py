@@ -11,7 +11,9 @@ import pytest
 
 from posttrain.core.types import Sample
 from posttrain.data.loader import BatchOrder
-from posttrain.plan.compare import compare, waits_of
+from posttrain.plan.batch import assumed_lengths
+from posttrain.plan.calibration import HOST_TURN_S
+from posttrain.plan.compare import compare, lengths_of, waits_of
 from posttrain.plan.estimate import Plan
 from posttrain.plan.pacing import WARM_UP, Waits, paced
 from posttrain.plan.speed import Seconds
@@ -168,6 +170,33 @@ def test_on_one_gpu_only_what_the_gpu_itself_does_adds_up(kind, late):
     vars(found)["_pace"] = paced(2, 2, 8, 4.5, 3.0, Waits())
     assert found.late == pytest.approx(late)
     assert found.step_seconds == pytest.approx(4.5 + late)
+
+
+def test_an_engine_stands_still_while_the_kernels_of_a_trainer_run_on_its_gpu():
+    def waiting(placement, **update):
+        found = plan_of(2, placement)
+        seconds = {"update_actor": Seconds(**update), "sync": Seconds(fixed=0.5), "gen": Seconds(host=5.0)}
+        vars(found)["phases"] = seconds
+        vars(found)["_generation"] = lambda groups=None: Seconds(host=5.0)
+        return found._pace.waiting
+
+    alone = waiting("separate", compute=2.0)
+    assert waiting("separate", host=2.0) == waiting("colocated", host=2.0) == alone
+    assert waiting("colocated", compute=2.0) > alone + 0.5
+    assert waiting("colocated", compute=2.0) < alone + 2.0 + 1e-9
+
+
+def test_a_further_turn_of_an_episode_takes_the_engine_time():
+    cfg = config("rl", rollout={"engine": "sglang", "max_turns": 4, "tools": ["calculator"]})
+    asked = question(cfg)
+    one, four = (
+        Plan(replace(asked, lengths=replace(asked.lengths, turns=turns))).phases["gen"].host for turns in (1.0, 4.0)
+    )
+    episodes = cfg.data.batch_size * cfg.rollout.n
+    assert four - one == pytest.approx(episodes * 3 * HOST_TURN_S["sglang"])
+    assert assumed_lengths(cfg).turns == 4.0
+    rows = [{"perf/total_num_tokens": 1000.0, "num_turns/mean": 2.5}]
+    assert lengths_of(cfg, rows).turns == 2.5
 
 
 def test_waits_for_tools_are_part_of_sampling_in_turns_and_make_trainers_wait_otherwise():
