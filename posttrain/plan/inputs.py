@@ -217,9 +217,7 @@ def _lengths(cfg: Config, mean: float | None, images: ImageLoad) -> Lengths:
     if cfg.command in ("sft", "prefer"):
         return Lengths(min(of_card, longest_of(cfg)), assumed.longest, source="the data's card")
     mean = of_card + cfg.rollout.max_response_tokens
-    return Lengths(
-        mean, assumed.longest, of_card, "prompts of the data's card, and the longest answers", assumed.turns
-    )
+    return Lengths(mean, assumed.longest, of_card, "prompts of the data's card, and the longest answers", assumed.turns)
 
 
 def _images(cfg: Config, tower: TowerShape) -> ImageLoad:
