@@ -24,15 +24,20 @@ from select import POLLHUP, POLLIN, poll
 from typing import NamedTuple
 
 import numpy as np
+import ray
+from packaging.version import Version
 
 from posttrain.cluster import fork_worker
 from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.quiet import quiet_libraries
 
 PROGRAM = Path(fork_worker.__file__)
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from posttrain.cluster.forkserver import main; main()"
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from posttrain.cluster.forkserver import main; main()"
+)
 FIXED = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 """Variables that Ray reads when it is imported, and which differ between the workers of a driver and others."""
+_OLDEST_RAY = Version("2.60")
 _REQUEST_S = 10.0
 """Longest wait for the rest of a request."""
 _OOM_SCORE = "1000"
@@ -40,8 +45,11 @@ _OOM_SCORE = "1000"
 
 
 def can_fork() -> bool:
-    """Return whether workers of this machine may be forked: it has no GPU. A process that has asked a GPU's driver
-    for anything cannot be, and libraries ask on import."""
+    """Return whether workers of this machine may be forked: it has no GPU, and Ray is one that has been tried, since
+    some of what this takes is not in its public interface. A process that has asked a GPU's driver for anything cannot
+    be forked, and libraries ask on import."""
+    if Version(ray.__version__) < _OLDEST_RAY:
+        return False
     return sys.platform == "linux" and not Path("/dev/kfd").exists() and not any(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -98,10 +106,10 @@ def _blocked() -> Iterator[None]:
 def main() -> None:
     """Import what workers need, and fork one for each request until the driver ends."""
     listening, lifeline = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries workers at once
     _import()
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("a library has started a thread: its state would be lost in forked processes")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries workers at once
     gc.collect()
     gc.freeze()  # a search for garbage would write to all of the memory that is shared
     waiting = poll()
@@ -131,7 +139,7 @@ def main() -> None:
 @rare_cycle_search()
 def _import() -> None:
     quiet_libraries()
-    import ray._private.node  # noqa: F401
+    import ray._private.node
     import ray.actor  # noqa: F401
 
     import posttrain.cluster.samplers
