@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.cluster.actors import ActorContext, ActorHandle, actor_class
 from posttrain.cluster.calls import gather
+from posttrain.cluster.forkserver import not_forked
 from posttrain.cluster.head import Head
 from posttrain.cluster.placement import check_total, placement_timeout, spread
 from posttrain.cluster.reward_models import RemoteRewardModel, RewardActor, RewardModelSpec
@@ -278,6 +279,8 @@ class Cluster:
         options, bundles = await self._engine_options(pool, cfg.rollout.replicas, ranks, index)
         name = f"sampler {index}"
         engine = choose_engine(cfg.rollout.engine, gpu=self.device == "cuda").name
+        if engine != "hf":  # it may want torch imported under variables, and in an order, of its own
+            options = not_forked(options)
         actor = actor_class(SamplerActor).options(**options).remote(self.context.of_actor(name), engine)
         return RemoteSampler(
             self._handle(name, actor),

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from select import POLLHUP, POLLIN, poll
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -51,6 +51,13 @@ def can_fork() -> bool:
     if Version(ray.__version__) < _OLDEST_RAY:
         return False
     return sys.platform == "linux" and not Path("/dev/kfd").exists() and not any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def not_forked(options: dict[str, Any]) -> dict[str, Any]:
+    """Return Ray's ``options`` of an actor with which its process is a new Python."""
+    environment = options.get("runtime_env", {})
+    variables = environment.get("env_vars", {}) | {fork_worker.SOCKET: ""}
+    return options | {"runtime_env": environment | {"env_vars": variables}}
 
 
 class ForkServer:

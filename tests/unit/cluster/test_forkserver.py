@@ -54,6 +54,8 @@ def test_workers_are_forked_of_a_process_that_has_imported_what_trains():
         assert "forkserver" in " ".join(psutil.Process(parent).cmdline())
         assert group != other[2]  # raylets end what is left of a group when its worker has ended
         assert number != other[4]
+        new = actor_class(Worker).options(**forkserver.not_forked({"num_cpus": 0})).remote()
+        assert not ray.get(new.surroundings.remote())[3]
         pids = ray.get([worker.pid.remote() for worker in workers])
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(ray.exceptions.ActorDiedError):
