@@ -317,7 +317,7 @@ def tail_of(path: Path) -> tuple[str, ...]:
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _FORK = "posttrain/cluster/forkserver.py"
-"""Of a forked worker, the calls from here on are those of the process that it was forked from."""
+"""A forked worker's calls from here on are those of the process that it was forked from."""
 _IDLE = re.compile(
     r"(^|/)(ray|<frozen runpy>|threading\.py|concurrent|asyncio|selectors\.py|queue\.py|tqdm/_monitor\.py)(/|$)"
 )

@@ -137,6 +137,7 @@ def main() -> None:
             for stream in request.streams:
                 os.close(stream)
     else:
+        shutil.rmtree(os.path.dirname(listening.getsockname()), ignore_errors=True)  # the driver may have been killed
         return
     listening.close()
     os.close(lifeline)

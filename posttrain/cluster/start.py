@@ -41,7 +41,7 @@ def init_ray(address: str = "local", *, forks: bool = True) -> None:
 
 
 _fork_server: ForkServer | None = None
-"""Of the Ray that this process has started."""
+"""Serves the Ray that this process has started."""
 
 
 def shutdown_ray() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -81,8 +80,7 @@ def test_it_ends_with_the_driver():
         server = psutil.Process(int(pid))
         driver.kill()
     _until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
-    with socket.socket(socket.AF_UNIX) as connection, pytest.raises(OSError, match="refused"):
-        connection.connect(address)
+    assert not Path(address).parent.exists()
 
 
 def test_runs_a_command_in_the_surroundings_of_whoever_asks(tmp_path, monkeypatch):
