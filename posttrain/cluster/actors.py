@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import itertools
 import math
 import os
 import re
@@ -315,7 +316,11 @@ def tail_of(path: Path) -> tuple[str, ...]:
 
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_IDLE = re.compile(r"(^|/)(ray|threading\.py|concurrent|asyncio|selectors\.py|queue\.py|tqdm/_monitor\.py)(/|$)")
+_FORK = "posttrain/cluster/forkserver.py"
+"""A forked worker's calls from here on are those of the process that it was forked from."""
+_IDLE = re.compile(
+    r"(^|/)(ray|<frozen runpy>|threading\.py|concurrent|asyncio|selectors\.py|queue\.py|tqdm/_monitor\.py)(/|$)"
+)
 """Paths in the stacks of threads that wait for work."""
 
 
@@ -324,6 +329,7 @@ def stack_in(dump: str) -> tuple[str, ...]:
     threads = []
     for block in dump.split("\n\n"):
         frames = [match.groups() for line in block.splitlines() if (match := _FRAME.fullmatch(line))]
+        frames = list(itertools.takewhile(lambda frame: not frame[0].endswith(_FORK), frames))
         paths = [path.rpartition("site-packages/")[2] for path, _, _ in frames]
         if all(_IDLE.search(path) for path in paths):
             continue

@@ -20,11 +20,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain.cluster.actors import ActorContext, ActorHandle, actor_class
 from posttrain.cluster.calls import gather
+from posttrain.cluster.forkserver import not_forked
 from posttrain.cluster.head import Head
 from posttrain.cluster.placement import check_total, placement_timeout, spread
 from posttrain.cluster.reward_models import RemoteRewardModel, RewardActor, RewardModelSpec
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
-from posttrain.cluster.start import init_ray
+from posttrain.cluster.start import init_ray, shutdown_ray
 from posttrain.cluster.trainers import TrainActor, TrainerGroup
 from posttrain.config import Config, RewardModelConfig, TrainConfig, tolerance
 from posttrain.core.errors import ConfigError, DeadlineError, RunError
@@ -48,12 +49,12 @@ def try_ray() -> dict[str, float]:
     def answer() -> bool:
         return True
 
-    init_ray()
+    init_ray(forks=False)
     try:
         ray.get(ray.remote(num_cpus=0)(answer).remote())
         return {name: float(amount) for name, amount in ray.cluster_resources().items()}
     finally:
-        ray.shutdown()
+        shutdown_ray()
 
 
 async def join_ray(address: str, deadline_s: float) -> None:
@@ -91,7 +92,7 @@ async def nodes_at(address: str, deadline_s: float) -> list[dict[str, float]]:
     try:
         return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     finally:
-        ray.shutdown()
+        shutdown_ray()
 
 
 def take_back_sigterm() -> None:
@@ -108,7 +109,7 @@ def local_ray() -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        shutdown_ray()
 
 
 class Cluster:
@@ -160,7 +161,7 @@ class Cluster:
         for group in self.groups.values():
             remove_placement_group(group)
         if self.owns_ray:
-            await asyncio.to_thread(ray.shutdown)
+            await asyncio.to_thread(shutdown_ray)
         self._head.raise_if_lost()
 
     @property
@@ -284,6 +285,8 @@ class Cluster:
         options, bundles = await self._engine_options(pool, cfg.rollout.replicas, ranks, index)
         name = f"sampler {index}"
         engine = choose_engine(cfg.rollout.engine, gpu=self.device == "cuda").name
+        if engine != "hf":  # it may want torch imported under variables, and in an order, of its own
+            options = not_forked(options)
         actor = actor_class(SamplerActor).options(**options).remote(self.context.of_actor(name), engine)
         return RemoteSampler(
             self._handle(name, actor),

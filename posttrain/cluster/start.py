@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import warnings
 from collections.abc import Iterator
@@ -12,13 +13,22 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray._private.node import Node
+from ray._raylet import JobID
+
+from posttrain.cluster.fork_worker import SOCKET
+from posttrain.cluster.forkserver import PROGRAM, ForkServer, can_fork
 
 
-def init_ray(address: str = "local") -> None:
-    """Join the Ray cluster at ``address``; without one, start one on this machine."""
+def init_ray(address: str = "local", *, forks: bool = True) -> None:
+    """Join the Ray cluster at ``address``; without one, start one on this machine.
+
+    Args:
+        forks: the workers of a Ray on this machine are forked from a process that has imported what training and
+            sampling need, where they can be (``forkserver.py``). It pays from the first worker of that kind on.
+    """
     # Ray reports on every start that it authenticates its own processes, which users need not know.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    own = _one_machine() if address == "local" else contextlib.nullcontext()
+    own = _one_machine(forks) if address == "local" else contextlib.nullcontext()
     with warnings.catch_warnings(), _without_sighup(), own:
         warnings.simplefilter("ignore", FutureWarning)
         ray.init(
@@ -30,8 +40,21 @@ def init_ray(address: str = "local") -> None:
         )
 
 
+_fork_server: ForkServer | None = None
+"""Serves the Ray that this process has started."""
+
+
+def shutdown_ray() -> None:
+    """Leave the Ray cluster, or end the Ray that this process has started."""
+    global _fork_server
+    ray.shutdown()
+    if _fork_server is not None:
+        _fork_server.close()
+        _fork_server = None
+
+
 @contextlib.contextmanager
-def _one_machine() -> Iterator[None]:
+def _one_machine(forks: bool) -> Iterator[None]:
     """Make a Ray that starts on this machine listen at 127.0.0.1 only, and start what a run needs only.
 
     Ray listens so on systems on which it supports no clusters; elsewhere it replaces that address by the machine's.
@@ -41,6 +64,8 @@ def _one_machine() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
     starts = ("start_monitor", "start_api_server", "start_log_monitor")
     replaced += [(Node, start, _nothing) for start in starts if hasattr(Node, start)]
+    if forks and can_fork():
+        replaced.append((Node, "start_raylet", _start_raylet))
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, value in replaced:
         setattr(owner, name, value)
@@ -49,6 +74,23 @@ def _one_machine() -> Iterator[None]:
     finally:
         for (owner, name, _), value in zip(replaced, before, strict=True):
             setattr(owner, name, value)
+
+
+_ray_starts_raylet = Node.start_raylet
+
+
+def _start_raylet(node: Node, *args: Any, **options: Any) -> None:
+    """Start a raylet that has a fork server start its workers."""
+    global _fork_server
+    _fork_server = ForkServer()
+    node._ray_params.setup_worker_path = str(PROGRAM)
+    os.environ[SOCKET] = _fork_server.address  # its processes inherit it
+    try:
+        _ray_starts_raylet(node, *args, **options)
+    finally:
+        del os.environ[SOCKET]
+    [raylet] = node.all_processes[ray_constants.PROCESS_TYPE_RAYLET]
+    _fork_server.start({"RAY_JOB_ID": JobID.from_int(1).hex(), "RAY_RAYLET_PID": str(raylet.process.pid)})
 
 
 def _nothing(node: Node, **options: Any) -> None:

@@ -1,0 +1,136 @@
+"""Workers that are forked from a process which has imported what they need."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from posttrain.cluster import forkserver
+from posttrain.cluster.actors import Supervised, actor_class
+from posttrain.cluster.cluster import local_ray
+from posttrain.cluster.fork_worker import plain_command
+from posttrain.cluster.forkserver import FIXED, PROGRAM, ForkServer
+
+WORKER = "/x/ray/_private/workers/default_worker.py"
+CONTEXT = "--serialized-runtime-env-context="
+
+pytestmark = pytest.mark.skipif(not forkserver.can_fork(), reason="workers are not forked on machines with GPUs")
+
+
+def _until(found):
+    deadline = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_workers_are_forked_of_a_process_that_has_imported_what_trains():
+    class Worker(Supervised):
+        def pid(self):
+            return os.getpid()
+
+        def surroundings(self):
+            trains = "posttrain.train.worker" in sys.modules
+            return sys.argv[0], os.getppid(), os.getpgid(0), trains, float(np.random.random())
+
+    with local_ray():
+        workers = [actor_class(Worker).options(num_cpus=0).remote() for _ in range(2)]
+        (program, parent, group, imported, number), other = ray.get(
+            [worker.surroundings.remote() for worker in workers]
+        )
+        assert Path(program).name == "default_worker.py"
+        assert imported
+        assert parent == other[1] != os.getpid()
+        assert "forkserver" in " ".join(psutil.Process(parent).cmdline())
+        assert group != other[2]  # raylets end what is left of a group when its worker has ended
+        assert number != other[4]
+        new = actor_class(Worker).options(**forkserver.not_forked({"num_cpus": 0})).remote()
+        assert not ray.get(new.surroundings.remote())[3]
+        pids = ray.get([worker.pid.remote() for worker in workers])
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            ray.get(workers[0].pid.remote())
+        _until(lambda: not psutil.pid_exists(pids[0]))  # no zombie
+        os.kill(parent, signal.SIGKILL)  # Ray starts workers without it
+        again = actor_class(Worker).options(num_cpus=0).remote()
+        assert not ray.get(again.surroundings.remote())[3]
+        assert ray.get(workers[1].pid.remote()) == pids[1]
+    _until(lambda: not psutil.pid_exists(pids[1]))
+
+
+@pytest.mark.slow
+def test_it_ends_with_the_driver():
+    code = (
+        "from posttrain.cluster.forkserver import ForkServer; import os, sys\n"
+        "server = ForkServer(); server.start({}); print(server._process.pid, server.address, flush=True)\n"
+        "sys.stdin.read()"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with driver:
+        pid, address = driver.stdout.readline().split()
+        server = psutil.Process(int(pid))
+        driver.kill()
+    _until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    assert not Path(address).parent.exists()
+
+
+def test_runs_a_command_in_the_surroundings_of_whoever_asks(tmp_path, monkeypatch):
+    """A server whose imports are left out, which do not matter here."""
+    monkeypatch.setattr(
+        forkserver,
+        "_START",
+        forkserver._START.replace("; main()", "; f._import = int; f.main()").replace(
+            "from posttrain.cluster.forkserver import main", "import posttrain.cluster.forkserver as f"
+        ),
+    )
+    (tmp_path / "default_worker.py").write_text(
+        "import os, sys, json, signal\n"
+        "mask = [int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, ())]\n"
+        "json.dump([sys.argv[1:], os.getcwd(), dict(os.environ), mask, __name__], sys.stdout)\n"
+    )
+    job = dict.fromkeys(FIXED, "7")
+    server = ForkServer()
+    server.start(job)
+    try:
+        command = [
+            sys.executable,
+            str(PROGRAM),
+            f"{CONTEXT}{{}}",
+            "--language=PYTHON",
+            str(tmp_path / "default_worker.py"),
+        ]
+        environment = os.environ | job | {"POSTTRAIN_FORK_SERVER": server.address, "ODD": "é\udcff"}
+        asking = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+        asked = subprocess.run([*command, "--worker-id=3"], env=environment, **asking)
+        arguments, folder, seen, mask, name = json.loads(asked.stdout)
+        assert (arguments, folder, name) == (["--worker-id=3"], str(tmp_path), "__main__")
+        assert seen == environment
+        assert not {signal.SIGINT, signal.SIGHUP} & set(mask)
+        # Of another job: Ray's own program starts it.
+        (tmp_path / "setup_worker.py").write_text("import sys; print('as Ray does it', *sys.argv[1:])")
+        other = subprocess.run(command, env=environment | {FIXED[0]: "8"}, **asking)
+        assert other.stdout.startswith(f"as Ray does it {CONTEXT}{{}} --language=PYTHON")
+    finally:
+        server.close()
+    gone = subprocess.run(command, env=environment, **asking)
+    assert gone.stdout.startswith("as Ray does it")
+    assert not Path(server.address).parent.exists()
+
+
+def test_leaves_to_ray_what_is_more_than_a_plain_worker():
+    plain = {"command_prefix": [], "env_vars": {}, "py_executable": sys.executable, "java_jars": []}
+    assert plain_command([f"{CONTEXT}{json.dumps(plain)}", "--language=PYTHON", WORKER, "--a=b"]) == [WORKER, "--a=b"]
+    assert plain_command([WORKER]) == [WORKER]
+    for more in ({"env_vars": {"A": "b"}}, {"py_executable": "uv run"}, {"override_worker_entrypoint": "/y.py"}):
+        assert plain_command([f"{CONTEXT}{json.dumps(plain | more)}", WORKER]) is None
+    assert plain_command(["--language=JAVA", WORKER]) is None
+    assert plain_command([]) is None
