@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 from posttrain.cluster import fork_worker
 from posttrain.core.cycles import rare_cycle_search
@@ -37,7 +37,8 @@ _START = (
 )
 FIXED = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 """Variables that Ray reads when it is imported, and which differ between the workers of a driver and others."""
-_OLDEST_RAY = Version("2.60")
+_TRIED = SpecifierSet("==2.60.*")
+"""Releases of Ray that have been tried: some of what forking takes is not in its public interface."""
 _REQUEST_S = 10.0
 """Longest wait for the rest of a request."""
 _OOM_SCORE = "1000"
@@ -45,10 +46,9 @@ _OOM_SCORE = "1000"
 
 
 def can_fork() -> bool:
-    """Return whether workers of this machine may be forked: it has no GPU, and Ray is one that has been tried, since
-    some of what this takes is not in its public interface. A process that has asked a GPU's driver for anything cannot
-    be forked, and libraries ask on import."""
-    if Version(ray.__version__) < _OLDEST_RAY:
+    """Return whether workers of this machine may be forked: it has no GPU, and Ray is a release that has been tried. A
+    process that has asked a GPU's driver for anything cannot be forked, and libraries ask on import."""
+    if ray.__version__ not in _TRIED:
         return False
     return sys.platform == "linux" and not Path("/dev/kfd").exists() and not any(Path("/dev").glob("nvidia[0-9]*"))
 
