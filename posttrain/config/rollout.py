@@ -106,7 +106,7 @@ class RolloutConfig(Section):
     """GPUs per engine."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Share of a GPU's memory for an engine (weights and KV cache); with SGLang, share of the memory that is free at
-    its start. On a CPU `kv_tokens` applies instead."""
+    its start, unless several engines share the GPU. On a CPU `kv_tokens` applies instead."""
     engine_options: dict[str, Any] = {}
     """Additional arguments of the engine: fields of vLLM's `AsyncEngineArgs` or SGLang's `ServerArgs`."""
     router_replay: Literal["off", "R3"] = "off"
