@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from posttrain.algos import ADVANTAGES
+from posttrain.algos import ADVANTAGES, POLICY_LOSSES
 from posttrain.config.algo import AlgoConfig, CorrectionConfig, CriticConfig
 from posttrain.config.base import Section
 from posttrain.config.cluster import CheckpointConfig, ClusterConfig, EvalConfig, GenerateConfig
@@ -134,6 +134,16 @@ class Config(Section):
             return correction
         apart = self.rollout.staleness or self.rollout.rounds
         return correction.model_copy(update={"weight": "token" if apart else "none"})
+
+    @property
+    def scores_before_updates(self) -> bool:
+        """Return whether every step of `rl` asks for the actor's own log-probabilities before its first update
+        (``rl.learner.Learner``)."""
+        algo = self.algo
+        moves = algo.updates_per_step > 1 and not self.rollout.replay
+        corrects = self.correction.active and not self.correction.of_tokens
+        reads = POLICY_LOSSES.get(algo.policy_loss).reads_current or ADVANTAGES.get(algo.advantage).teacher
+        return moves or corrects or reads or algo.kl_in == "reward"
 
     @property
     def trains_reward_model(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from posttrain.algos import ADVANTAGES, POLICY_LOSSES
+from posttrain.algos import ADVANTAGES
 from posttrain.config import Config, LoraConfig, TrainConfig
 from posttrain.core.machines import Machine
 from posttrain.core.sizes import SENT_BUCKET_BYTES, bucket_bytes
@@ -226,7 +226,7 @@ def scoring(cfg: Config, trainers: Iterable[Trainer]) -> Iterable[tuple[Trainer,
     if cfg.command != "rl":
         return
     algo = cfg.algo
-    if reads_old(cfg):
+    if cfg.scores_before_updates:
         yield actor, "old_log_prob"
     if algo.kl_coef > 0:
         yield by_role.get("reference", actor), "ref"
@@ -234,16 +234,6 @@ def scoring(cfg: Config, trainers: Iterable[Trainer]) -> Iterable[tuple[Trainer,
         yield by_role["critic"], "values"
     if "teacher" in by_role:
         yield by_role["teacher"], "teacher"
-
-
-def reads_old(cfg: Config) -> bool:
-    """Return whether every step asks for the actor's own log-probabilities before its first update
-    (``Learner._score``)."""
-    algo = cfg.algo
-    moves = algo.updates_per_step > 1 and not cfg.rollout.replay
-    corrects = cfg.correction.active and not cfg.correction.of_tokens
-    own = POLICY_LOSSES.get(algo.policy_loss).reads_current or corrects or algo.kl_in == "reward"
-    return moves or own or ADVANTAGES.get(algo.advantage).teacher
 
 
 def sync_budget(layout: Layout) -> float | None:

@@ -18,7 +18,6 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.config import LoraConfig
 from posttrain.data.pack import PackedBatch
 from posttrain.models.processors import load_vision
-from posttrain.plan.layout import reads_old
 from posttrain.rl.batch import (
     Groups,
     fill_advantages,
@@ -92,7 +91,7 @@ class Learner:
         the GPUs to these meanwhile."""
         cfg = self.run.cfg
         if not (cfg.rollout.sleep or cfg.train.offload):
-            scores = {"actor": reads_old(cfg), "critic": True}
+            scores = {"actor": cfg.scores_before_updates, "critic": True}
             await asyncio.gather(*(group.warm_up(scores=scores[name]) for name, group in self.trained.items()))
 
     def state(self) -> dict[str, Any]:
@@ -167,7 +166,7 @@ class Learner:
         to_engine = self._ratio_to_engine(kept, version)
         moves = algo.updates_per_step > 1 or bool(to_engine.any())
         own = None
-        if reads_old(self.run.cfg) or (moves and version is not None):
+        if self.run.cfg.scores_before_updates or (moves and version is not None):
             with tracker.phase("old_log_prob"):
                 own = await self.actor.logprobs(batch)
         if moves:
