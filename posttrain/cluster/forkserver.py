@@ -54,7 +54,9 @@ def can_fork() -> bool:
 
 
 def not_forked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return Ray's ``options`` of an actor with which its process is a new Python."""
+    """Return Ray's ``options`` of an actor with which its process is a new Python; the same where none is forked."""
+    if not can_fork():
+        return options
     environment = options.get("runtime_env", {})
     variables = environment.get("env_vars", {}) | {fork_worker.SOCKET: ""}
     return options | {"runtime_env": environment | {"env_vars": variables}}

@@ -46,8 +46,12 @@ _fork_server: ForkServer | None = None
 
 def shutdown_ray() -> None:
     """Leave the Ray cluster, or end the Ray that this process has started."""
-    global _fork_server
     ray.shutdown()
+    _end_forks()
+
+
+def _end_forks() -> None:
+    global _fork_server
     if _fork_server is not None:
         _fork_server.close()
         _fork_server = None
@@ -71,6 +75,9 @@ def _one_machine(forks: bool) -> Iterator[None]:
         setattr(owner, name, value)
     try:
         yield
+    except BaseException:
+        _end_forks()
+        raise
     finally:
         for (owner, name, _), value in zip(replaced, before, strict=True):
             setattr(owner, name, value)

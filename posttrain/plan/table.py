@@ -86,6 +86,8 @@ def _batch(plan: Plan) -> list[list[str]]:
         rows.append(["data-parallel ranks", str(batch.ranks), ""])
     lengths = plan.question.lengths
     rows.append(["tokens of a sequence", f"{lengths.mean:,.0f} ({lengths.source})", ""])
+    if lengths.turns > 1.0:
+        rows.append(["turns of an episode", f"{lengths.turns:.1f}", ""])
     if (images := lengths.images).count:
         told = f"{images.count:.1f} of {images.patches:,.0f} patches, {images.tokens:,.0f} tokens ({images.source})"
         rows.append(["images of a sequence", told, ""])

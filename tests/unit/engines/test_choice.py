@@ -6,11 +6,10 @@ import pytest
 
 from posttrain.config import RolloutConfig
 from posttrain.core.errors import ConfigError
-from posttrain.engines import choice, start
+from posttrain.engines import choice, sglang, start, vllm
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import check_keeps_kv, choose_engine, concurrent_requests
 from posttrain.engines.external import arguments, cache_bytes, cache_bytes_per_token, cache_tokens
-from posttrain.engines.sglang import memory_arguments
 from posttrain.models.load import ModelSource
 
 
@@ -106,12 +105,27 @@ def test_engines_that_share_a_gpu_are_given_the_size_of_their_cache(monkeypatch)
 
     monkeypatch.setattr("posttrain.engines.external.this_machine", Gpu)
     alone = engine_spec("cuda", memory_fraction=0.2)
-    assert memory_arguments(alone) == {"mem_fraction_static": 0.2}
+    assert sglang.memory_arguments(alone) == {"mem_fraction_static": 0.2}
     shared = replace(alone, shares_gpu=True)
-    given = memory_arguments(shared)
+    given = sglang.memory_arguments(shared)
     assert given["max_total_tokens"] == int((2e8 - 2 * 525_440) / cache_bytes_per_token(shared))
     assert given["mem_fraction_static"] == 0.9  # what the others take while it starts is not missing from its own
     assert cache_bytes(shared) == pytest.approx(2e8 - 2 * 525_440, abs=1)
+    fraction = {"gpu_memory_utilization": 0.2, "enable_sleep_mode": False}
+    assert vllm.memory_arguments(alone) == fraction
+    assert vllm.memory_arguments(shared) == fraction | {"kv_cache_memory_bytes": cache_bytes(shared)}
+
+
+@pytest.mark.parametrize(("requests", "options", "largest"), [
+    (1024, {}, 1024),
+    (1000, {}, 1008),  # vLLM would take 992, the next smaller multiple of 16
+    (512, {}, None),  # its own, of which small batches with prompts in them have some, too
+    (1024, {"cudagraph_capture_sizes": [1, 256]}, None),  # both together it refuses
+])  # fmt: skip
+def test_vllm_has_graphs_for_all_its_requests(requests, options, largest):
+    given = {} if largest is None else {"max_cudagraph_capture_size": largest}
+    assert vllm.graph_arguments(engine_spec("cuda", engine_options=options), requests) == given
+    assert vllm.graph_arguments(engine_spec("cpu", engine_options=options), requests) == {}
 
 
 def test_options_of_the_engine_replace_defaults():
