@@ -74,19 +74,24 @@ class ForkServer:
         self._listening.listen(128)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, environment: dict[str, str]) -> None:
-        """Start the process; ``environment`` are the variables of its own."""
+    def start(self, environment: dict[str, str], log: Path) -> None:
+        """Start the process.
+
+        Args:
+            environment: variables of its own.
+            log: where it says why it ended early. Ray starts workers without it then.
+        """
         reads, self._lifeline = os.pipe()
         own = (self._listening.fileno(), reads)
         path = [os.path.abspath(folder) for folder in sys.path]
-        with _blocked():
+        with _blocked(), log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, json.dumps(path), *map(str, own)],
                 # A process with threads cannot be forked, and OpenBLAS would start some.
                 env=os.environ | environment | {"OPENBLAS_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=errors,
                 pass_fds=own,
             )
         self._listening.close()
@@ -169,8 +174,7 @@ class _Request(NamedTuple):
 
 
 def _read(connection: socket.socket) -> _Request | None:
-    """Return a request; None: whoever asked has given up, or asks for a worker of another
-    job or raylet."""
+    """Return a request; None: whoever asked has given up, or asks for a worker of another job or raylet."""
     connection.settimeout(_REQUEST_S)
     streams: list[int] = []
     try:

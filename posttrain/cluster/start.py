@@ -8,6 +8,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -97,7 +98,8 @@ def _start_raylet(node: Node, *args: Any, **options: Any) -> None:
     finally:
         del os.environ[SOCKET]
     [raylet] = node.all_processes[ray_constants.PROCESS_TYPE_RAYLET]
-    _fork_server.start({"RAY_JOB_ID": JobID.from_int(1).hex(), "RAY_RAYLET_PID": str(raylet.process.pid)})
+    fixed = {"RAY_JOB_ID": JobID.from_int(1).hex(), "RAY_RAYLET_PID": str(raylet.process.pid)}
+    _fork_server.start(fixed, Path(node.get_logs_dir_path()) / "fork_server.err")
 
 
 def _nothing(node: Node, **options: Any) -> None:

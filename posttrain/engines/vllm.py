@@ -131,9 +131,8 @@ class VLLMEngine:
             defaults = _fp8_kernels(spec) | graph_arguments(spec, self.max_concurrent)
             if self.images.reader is not None:
                 ours |= {"limit_mm_per_prompt": {"video": 0}}
-                if (
-                    spec.device == "cpu"
-                ):  # the largest image that the model may read is too much for it, and is not counted
+                if spec.device == "cpu":
+                    # The largest image that the model may read is too much for it, and memory of one is not counted.
                     ours |= {"skip_mm_profiling": True}
             if self.routing is not None:
                 ours |= {"enable_return_routed_experts": True}

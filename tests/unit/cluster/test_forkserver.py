@@ -22,7 +22,9 @@ from posttrain.cluster.forkserver import FIXED, PROGRAM, ForkServer
 WORKER = "/x/ray/_private/workers/default_worker.py"
 CONTEXT = "--serialized-runtime-env-context="
 
-pytestmark = pytest.mark.skipif(not forkserver.can_fork(), reason="workers are not forked on machines with GPUs")
+pytestmark = pytest.mark.skipif(
+    not forkserver.can_fork(), reason="a GPU, or a release of Ray with which workers are not forked"
+)
 
 
 def _until(found):
@@ -68,10 +70,11 @@ def test_workers_are_forked_of_a_process_that_has_imported_what_trains():
 
 
 @pytest.mark.slow
-def test_it_ends_with_the_driver():
+def test_it_ends_with_the_driver(tmp_path):
     code = (
-        "from posttrain.cluster.forkserver import ForkServer; import os, sys\n"
-        "server = ForkServer(); server.start({}); print(server._process.pid, server.address, flush=True)\n"
+        "from posttrain.cluster.forkserver import ForkServer; import pathlib, sys\n"
+        f"server = ForkServer(); server.start({{}}, pathlib.Path({str(tmp_path / 'log')!r}))\n"
+        "print(server._process.pid, server.address, flush=True)\n"
         "sys.stdin.read()"
     )
     driver = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -83,15 +86,32 @@ def test_it_ends_with_the_driver():
     assert not Path(address).parent.exists()
 
 
+def importing(what, monkeypatch):
+    """Have servers call ``what`` instead of importing what trains, which takes seconds."""
+    code = f"import posttrain.cluster.forkserver as f; f._import = {what}; f.main()"
+    main = "from posttrain.cluster.forkserver import main; main()"
+    monkeypatch.setattr(forkserver, "_START", forkserver._START.replace(main, code))
+    assert code in forkserver._START
+
+
+def test_says_why_it_cannot_serve_and_ray_starts_the_worker(tmp_path, monkeypatch):
+    thread = "__import__('threading').Thread(target=__import__('time').sleep, args=(60,), daemon=True)"
+    importing(f"{thread}.start", monkeypatch)
+    (tmp_path / "setup_worker.py").write_text("print('as Ray does it')")
+    server = ForkServer()
+    server.start({}, tmp_path / "log")
+    try:
+        command = [sys.executable, str(PROGRAM), str(tmp_path / "default_worker.py")]
+        environment = os.environ | {"POSTTRAIN_FORK_SERVER": server.address}
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert asked.stdout == "as Ray does it\n"
+        assert "a library has started a thread" in (tmp_path / "log").read_text()
+    finally:
+        server.close()
+
+
 def test_runs_a_command_in_the_surroundings_of_whoever_asks(tmp_path, monkeypatch):
-    """A server whose imports are left out, which do not matter here."""
-    monkeypatch.setattr(
-        forkserver,
-        "_START",
-        forkserver._START.replace("; main()", "; f._import = int; f.main()").replace(
-            "from posttrain.cluster.forkserver import main", "import posttrain.cluster.forkserver as f"
-        ),
-    )
+    importing("int", monkeypatch)
     (tmp_path / "default_worker.py").write_text(
         "import os, sys, json, signal\n"
         "mask = [int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, ())]\n"
@@ -99,7 +119,7 @@ def test_runs_a_command_in_the_surroundings_of_whoever_asks(tmp_path, monkeypatc
     )
     job = dict.fromkeys(FIXED, "7")
     server = ForkServer()
-    server.start(job)
+    server.start(job, tmp_path / "log")
     try:
         command = [
             sys.executable,

@@ -76,6 +76,11 @@ varlen.register_autograd(
 )
 
 
+def test_its_operators_are_defined_once():
+    """Another test module imports this one: by another name it would be loaded, and would define them, again."""
+    assert __name__ == "tests.unit.plan.test_plan_activations"
+
+
 def kernel(*, repeats_heads):
     def attend(q, k, v, cu_q, cu_k, longest, scale):
         if repeats_heads:
