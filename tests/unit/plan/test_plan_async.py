@@ -23,6 +23,7 @@ from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from tests.helpers.scripted import EOS, environment, gsm8k_prompt
+from tests.helpers.virtual_time import Rewards, VirtualTime
 from tests.unit.plan.test_plan import config, question
 
 SIZE, N, STEPS = 8, 4, 100
@@ -34,23 +35,6 @@ def plan_of(k, placement="separate", **rollout):
 
 
 # ---------------------------------------------------------------------- beside the batches of a run
-
-
-class VirtualTime(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to what is next, so that a wait takes no time."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, select = 0.0, self._selector.select
-
-        def jump(timeout):
-            self.now += timeout or 0.0
-            return select(0)
-
-        self._selector.select = jump
-
-    def time(self):
-        return self.now
 
 
 class Engine:
@@ -75,13 +59,6 @@ class Late(Interaction):
         self.waits.append(self.median * math.exp(self.sigma * self.random.gauss(0, 1)))
         await asyncio.sleep(self.waits[-1])
         return UserTurn(None)
-
-
-class Rewards:
-    async def reward(self, episodes):
-        for episode in episodes:
-            episode.reward, episode.reward_parts = 1.0, {"correct": 1.0}
-        return ["" for _ in episodes]
 
 
 def played(k, window, busy, sampling, late, *, pacing=True):

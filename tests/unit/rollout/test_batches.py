@@ -1,6 +1,7 @@
 """The batch of a training step: over-sampling, partial rollouts, dynamic sampling, and their state."""
 
 import asyncio
+import random
 import zlib
 from collections import Counter
 from itertools import chain
@@ -18,6 +19,7 @@ from posttrain.rollout.batches import TrainingBatches, has_signal
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from tests.helpers.scripted import EOS, TOKENIZER, call, environment, gsm8k_prompt, tokens
+from tests.helpers.virtual_time import Rewards, VirtualTime
 from tests.unit.rollout.test_episode import Probe
 
 ROWS = 24
@@ -106,6 +108,54 @@ async def test_without_staleness_batches_are_those_of_a_plain_loop_to_the_bit(se
             if not dynamic or has_signal(group, "length"):
                 expected.append(group)
         assert_same_groups(await made.next(), expected)
+
+
+class Steady:
+    """Gives a turn the same answer whenever it is asked, after the same time. A row has `row % 3 + 1` turns."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    async def generate(self, prompt_ids, params, images=()):
+        text = TOKENIZER.decode(prompt_ids)
+        turn, row = text.count("<|im_start|>assistant"), int(text.split("row ")[1].split("?")[0])
+        await asyncio.sleep(self.seconds(row))
+        ids = [*tokens(call(row, "probe") if turn <= row % 3 else f"#### {row}"), EOS]
+        return Sample(ids, [-1.0 - row] * len(ids), "stop", 0)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("carry", [False, True])
+def test_with_over_sampling_batches_are_those_of_a_plain_loop_to_the_bit(seed, carry):
+    """Multi-turn with a tool, over 20 steps: those that the last step left, and of six in all those that end first."""
+
+    def seconds(row):
+        return 1.0 + random.Random(1000 * seed + row).random()
+
+    def batches(cfg):
+        source = TrajectorySource(SamplerPool([Steady(seconds)]), environment(Probe(), **cfg), Rewards())
+        prompts = [gsm8k_prompt(f"row {i}?", truth="8", index=i) for i in range(ROWS)]
+        return TrainingBatches(source, prompts, BatchOrder(ROWS, 4, seed), n=3)
+
+    async def main():
+        deadlines = {"tool_deadline_s": 1e6, "episode_deadline_s": 1e6}
+        made = batches(deadlines | {"over_sample_rate": 0.5, "partial_rollouts": carry})
+        plain, order, left = batches(deadlines), BatchOrder(ROWS, 4, seed), []
+        for _ in range(20):
+            position = order.position
+            drawn = left + list(enumerate(order.take(6 - len(left)), position))
+            new = sorted(drawn[len(left) :], key=lambda draw: (draw[1] % 3 + 1) * seconds(draw[1]))
+            chosen = left + new[: 4 - len(left)]
+            left = [draw for draw in drawn if draw not in chosen]
+            prompts = [plain._prompts[row] for number, row in drawn if (number, row) in chosen]
+            assert_same_groups(await made.next(), await plain._source.sample(prompts, 3))
+        await made.close()
+
+    loop = VirtualTime()
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.close()
 
 
 def assert_same_groups(found, expected):
