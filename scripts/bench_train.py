@@ -5,6 +5,7 @@
     python scripts/bench_train.py chats --shape 0.5b --data FILE --tokenizer DIR
                                                                real conversations, packed, beside padding-free TRL
     python scripts/bench_train.py rows --shape 7b-a1b --rows 8 a mixture of experts, beside TRL
+    python scripts/bench_train.py experts --shape 7b-a1b       the experts of one layer, beside those of transformers
     python scripts/bench_train.py rows --shape 30b-a3b --weights random --lora-rank 32 --checkpointing full --only ours
                                                                adapters of a mixture whose files would fill the disk
     python scripts/bench_train.py shards --shape 7b --gpus 2   FSDP2, float32 master weights
@@ -348,6 +349,50 @@ def head(args: argparse.Namespace) -> list[dict[str, Any]]:
     return out
 
 
+def experts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A layer's experts alone, forward and backward pass: ours beside those of transformers, compiled and not."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from posttrain.models.load import implementations
+    from posttrain.train.expert_parallel import expert_modules
+
+    device, wait = ("cuda", torch.cuda.synchronize) if torch.cuda.is_available() else ("cpu", lambda: None)
+    config = Qwen3MoeConfig(**SHAPES[args.shape] | {"num_hidden_layers": 1})
+    ours = implementations(config)["experts_implementation"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    layer = expert_modules(model)[0].to_empty(device=device)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    tokens, width, k = args.tokens_per_microbatch, config.hidden_size, config.num_experts_per_tok
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16).requires_grad_()
+    chosen = torch.rand(tokens, config.num_experts, device=device).topk(k).indices
+    weights = torch.rand(tokens, k, device=device, dtype=torch.bfloat16).requires_grad_()
+    upstream = torch.randn_like(hidden)
+    # Three matrices of each expert, once forward and twice backward.
+    work = 3 * 2 * 3 * tokens * k * width * config.moe_intermediate_size
+    out = []
+    for name, implementation in (("ours", ours), ("transformers", "grouped_mm")):
+        for compiled in (False, True):
+            layer.config._experts_implementation = implementation
+            torch._dynamo.reset()
+            forward = torch.compile(layer.forward, dynamic=True) if compiled else layer.forward
+            times = []
+            for _ in range(args.steps + 5):
+                layer.zero_grad()
+                wait()
+                start = time.perf_counter()
+                forward(hidden, chosen, weights).backward(upstream)
+                wait()
+                times.append(time.perf_counter() - start)
+            seconds = statistics.median(times[5:])
+            what = f"experts, {name}, {'compiled' if compiled else 'eager'}, {tokens} tokens"
+            out.append({"what": what, "ms": 1e3 * seconds, "tflops": work / seconds / 1e12})
+    return out
+
+
 # ---------------------------------------------------------------------- the driver
 
 
@@ -374,7 +419,7 @@ def measure(args: argparse.Namespace, what: str, **changes: Any) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["head", "rows", "chats", "shards", "long"])
+    parser.add_argument("command", choices=["head", "experts", "rows", "chats", "shards", "long"])
     parser.add_argument("--shape", choices=list(SHAPES), default="0.5b")
     parser.add_argument("--models", type=Path, default=Path("/tmp/posttrain-bench"))
     parser.add_argument("--model", type=Path, help="a model's folder, instead of a random one of --shape")
@@ -411,8 +456,8 @@ def main() -> None:
         args.port = int(args.port)
         print(json.dumps(run()))
         return
-    if args.command == "head":
-        results = head(args)
+    if args.command in ("head", "experts"):
+        results = {"head": head, "experts": experts}[args.command](args)
     else:
         if args.model is None:
             make = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench_train as b; "

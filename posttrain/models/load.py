@@ -269,15 +269,14 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
     """
     from accelerate import init_empty_weights
 
-    from posttrain.models import attention, recurrent, vision
+    from posttrain.models import recurrent
 
-    attention.register()
     config = load_config(source)
     with loading(source, hint=_UNKNOWN), init_empty_weights(include_buffers=False):
         model: PreTrainedModel = auto_class(config).from_config(
             config,
             dtype=dtype,
-            attn_implementation=vision.attention_of(config, attention.NAME),
+            **implementations(config),
             trust_remote_code=source.trust_remote_code,
         )
     model.tie_weights()  # moving each parameter to the meta device parted them
@@ -291,6 +290,18 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
         )
     recurrent.separate_sequences(model)
     return model
+
+
+def implementations(config: PreTrainedConfig) -> dict[str, Any]:
+    """Make attention and experts of this package known to transformers. Returns the arguments that ask for them."""
+    from posttrain.models import attention, grouped_experts, vision
+
+    attention.register()
+    grouped_experts.register()
+    return {
+        "attn_implementation": vision.attention_of(config, attention.NAME),
+        "experts_implementation": grouped_experts.NAME,
+    }
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

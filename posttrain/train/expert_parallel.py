@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from posttrain.core.errors import ConfigError
+from posttrain.models import grouped_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -112,20 +113,19 @@ def _exchanged(
     top_k_weights: Tensor,
 ) -> Tensor:
     """What ``forward`` gives with all experts: hidden states [S, D], experts and weights [S, k] -> [S, D]."""
-    size, k = group.size(), top_k_index.shape[1]
-    order = top_k_index.flatten().argsort(stable=True)
+    size = group.size()
+    by_expert = grouped_experts.sort(top_k_index)
     sent = torch.bincount(top_k_index.flatten(), minlength=size * mine).view(size, mine)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     splits = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    rows = _exchange(hidden_states[order // k], splits[0], splits[1], group)
+    rows = _exchange(grouped_experts.spread(hidden_states, by_expert), splits[0], splits[1], group)
     expert = torch.arange(mine, device=rows.device).repeat(size).repeat_interleave(received.flatten())
     # One row more, of which nothing comes: a worker that gets no tokens still takes part in all that follows.
     rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([expert, expert.new_zeros(1)])
     done = forward(rows, expert[:, None], rows.new_ones(len(rows), 1))[:-1]
     back = _exchange(done, splits[1], splits[0], group)
-    mixed = back.new_empty(back.shape).index_copy(0, order, back).view(-1, k, back.shape[1])
-    return (mixed * top_k_weights[:, :, None]).sum(1).to(hidden_states.dtype)
+    return grouped_experts.mix(back, top_k_weights, by_expert).to(hidden_states.dtype)
 
 
 def _exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:

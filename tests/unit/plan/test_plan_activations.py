@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from posttrain.config import LoraConfig
-from posttrain.models import attention, lora
+from posttrain.models import lora
 from posttrain.models.attention import Ragged
 from posttrain.models.attention_kernels import Kernel
 from posttrain.models.builtin import BUILTIN, builtin_config, builtin_sizes, builtin_tokenizer
+from posttrain.models.load import implementations
 from posttrain.plan import activations
 from posttrain.plan.activations import Policy
 from posttrain.plan.shape import shape_of
@@ -112,10 +113,9 @@ class Living(TorchDispatchMode):
 
 def saved_bytes(config, policy, monkeypatch, tokens=TOKENS):
     """Kept between forward and backward pass of all but the head, weights apart."""
-    attention.register()
     torch._dynamo.reset()
     with torch.device("meta" if policy.lora_rank else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **implementations(config))
     if policy.lora_rank:
         model.requires_grad_(False)
         lora.inject(model, LoraConfig(rank=policy.lora_rank), dtype=torch.bfloat16)

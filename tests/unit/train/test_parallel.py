@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3Mo
 
 from posttrain.config import TrainConfig
 from posttrain.data.pack import PackedBatch
-from posttrain.models import attention, attention_kernels
+from posttrain.models import attention_kernels
 from posttrain.models.attention import Ragged
 from posttrain.models.attention_kernels import Kernel, choose
 from posttrain.models.experts import Mixture, RoutedTokens
-from posttrain.models.load import ModelSource
+from posttrain.models.load import ModelSource, implementations
 from posttrain.models.prefixes import SharedPrefixes
 from posttrain.train import parallel
 from posttrain.train.model import PackedLM
@@ -92,9 +92,8 @@ def batch(lengths, shared):
 
 
 def model(name, checkpointing, *, compiled):
-    attention.register()
     torch.manual_seed(0)
-    lm = PackedLM(AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention.NAME))
+    lm = PackedLM(AutoModelForCausalLM.from_config(CONFIGS[name], **implementations(CONFIGS[name])))
     return parallel.parallelize(
         lm, None, dtype=torch.float32, activation_checkpointing=checkpointing, compiled=compiled
     )
@@ -157,11 +156,10 @@ def test_routers_of_compiled_layers_replay_balance_and_count(monkeypatch):
     counters.clear()
     # A backend that makes graphs for the backward pass needs the grouped products of a GPU.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    attention.register()
-    models = []
+    config, models = CONFIGS["qwen3-moe"], []
     for compiled in (True, False):
         torch.manual_seed(0)
-        lm = PackedLM(AutoModelForCausalLM.from_config(CONFIGS["qwen3-moe"], attn_implementation=attention.NAME))
+        lm = PackedLM(AutoModelForCausalLM.from_config(config, **implementations(config)))
         mixture = Mixture(lm.model)
         how = {"dtype": torch.float32, "activation_checkpointing": "selective", "compiled": compiled}
         models.append((parallel.parallelize(lm, None, **how), mixture))

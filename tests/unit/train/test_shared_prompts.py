@@ -25,9 +25,9 @@ from posttrain.cluster.trainers import TrainerGroup
 from posttrain.config import Config, LoraConfig
 from posttrain.data.pack import PackedBatch, place, place_by_prompt
 from posttrain.data.prompts import Prompts
-from posttrain.models import attention, lora, recurrent
+from posttrain.models import lora, recurrent
 from posttrain.models.attention_kernels import choose
-from posttrain.models.load import ModelSource, build
+from posttrain.models.load import ModelSource, build, implementations
 from posttrain.models.weights import load_weights, materialize
 from posttrain.train.flops import sharing_cost
 from posttrain.train.microbatch import MicroBatch
@@ -79,9 +79,8 @@ def grouped_batch(seed, prompts=5, longest=60):
 
 
 def model(name, kind=PackedLM):
-    attention.register()
     torch.manual_seed(0)
-    inner = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention.NAME, dtype=torch.float32)
+    inner = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, **implementations(CONFIGS[name]))
     recurrent.separate_sequences(inner)
     lm = kind(inner)
     lm.eval()
