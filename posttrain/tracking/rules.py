@@ -223,11 +223,25 @@ def entropy_collapses(window: Window) -> Finding | None:
     )
 
 
+def memory_grows(window: Window) -> Finding | None:
+    """Find memory of a GPU that is not freed: all of the last steps took more than all of those before them."""
+    used = [step.metrics.get("sync/gpu_used_gib", 0.0) for step in window]
+    last, before = used[-_RECENT:], used[-2 * _RECENT : -_RECENT]
+    grows = len(before) == _RECENT and 0.0 < max(before) < min(last)
+    return _finding(
+        _level(last[-1] / used[0], (1.05, 1.25)) if grows and used[0] else 0,
+        f"the GPU memory in use grew from {used[0]:.1f} to {used[-1]:.1f} GiB {_when(window)}, and does not stop",
+        "report it, with the run's config.toml; until then save often (train.save_every): a run that is resumed begins "
+        "with free memory",
+    )
+
+
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         graders_fail, episodes_fail, validation_fails, tools_fail, engines_lost, skipped_updates, no_signal,
         equal_rewards, groups_filtered, answers_cut, trainer_engine_gap, policy_moved, kl_explodes, entropy_collapses,
+        memory_grows,
     )
 }  # fmt: skip
 """By the name that a warning has in files."""

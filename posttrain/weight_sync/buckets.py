@@ -36,7 +36,8 @@ class Bucket:
     path: str | None = None
     """A file in memory, which exists while the process that fills it keeps it open."""
     handles: tuple[Handle, ...] = ()
-    """The same bytes on several GPUs, in the order of an engine's ranks."""
+    """As a trainer's rank gives it: the bytes on its GPU, once for each process that reads them. As an engine gets it:
+    the same bytes on the GPUs of its ranks, in their order."""
     group: BroadcastGroup | None = None
     """The bytes are broadcast to this group, once."""
     first_rank: int = 0

@@ -11,7 +11,7 @@ import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,17 @@ from posttrain.weight_sync.buckets import CPU, Bucket, Entry, views
 
 _ALIGNMENT = 64
 
-Transport = Literal["device", "host"] | BroadcastGroup
+
+
+@dataclass(frozen=True)
+class SharedGpu:
+    """Engines read buckets in the memory of the GPU that fills them."""
+
+    readers: int
+    """Processes that do. Each has a handle of its own, as torch frees memory when every handle was used once."""
+
+
+Transport = SharedGpu | Literal["host"] | BroadcastGroup
 """How engines read a bucket: in the memory of the GPU that fills it, in host memory, or by broadcast."""
 
 
@@ -87,11 +97,11 @@ class HostBuffer(TransferBuffer):
 
 
 class DeviceBuffer(TransferBuffer):
-    """Memory of a GPU, which other processes on the same GPU open."""
+    """Memory of a GPU, which so many other processes on the same GPU open."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, readers: int) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.readers = device, readers
 
     def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -100,7 +110,7 @@ class DeviceBuffer(TransferBuffer):
         from torch.multiprocessing.reductions import reduce_tensor
 
         torch.cuda.synchronize(self.device)  # other processes do not wait for our streams
-        return Bucket(tuple(self.entries), handles=(reduce_tensor(self.flat),))
+        return Bucket(tuple(self.entries), handles=tuple(reduce_tensor(self.flat) for _ in range(self.readers)))
 
 
 class BroadcastBuffer(TransferBuffer):
@@ -211,4 +221,4 @@ def _buffer(transport: Transport, device: torch.device, connection: BroadcastCon
     """Return an empty buffer for a process whose GPU is ``device``."""
     if isinstance(transport, BroadcastGroup):
         return BroadcastBuffer(transport, device, connection)
-    return DeviceBuffer(device) if transport == "device" else HostBuffer()
+    return DeviceBuffer(device, transport.readers) if isinstance(transport, SharedGpu) else HostBuffer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from posttrain.core.sizes import DEVICE_BUCKET_BYTES, HOST_BUCKET_BYTES, SENT_BU
 from posttrain.weight_sync.broadcast import BroadcastRendezvous, RankLost
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.endpoints import Receivers, WeightReceiver, WeightSource
-from posttrain.weight_sync.sender import Transport
+from posttrain.weight_sync.sender import SharedGpu, Transport
 
 
 class WeightTransfer(ABC):
@@ -44,14 +45,25 @@ class DeviceTransfer(WeightTransfer):
 
     bucket_bytes = DEVICE_BUCKET_BYTES
 
+    def __init__(self, source: WeightSource, receivers: Sequence[WeightReceiver]) -> None:
+        super().__init__(source, receivers)
+        self._readers = Counter[int]()
+        """By rank of the trainer: engines that read its buckets."""
+        self._own: dict[WeightReceiver, list[tuple[int, int]]] = {}
+        """For each rank of an engine: the trainer's rank, and which of the handles of its buckets."""
+        for receiver in receivers:
+            self._own[receiver] = [(rank, self._readers[rank]) for rank in receiver.trainers]
+            self._readers.update(receiver.trainers)
+
     def transports(self) -> list[Transport | None]:
-        used = {rank for receiver in self.receivers for rank in receiver.trainers}
-        return ["device" if rank in used else None for rank in range(self.source.world_size)]
+        counts = [self._readers[rank] for rank in range(self.source.world_size)]
+        return [SharedGpu(readers) if readers else None for readers in counts]
 
     async def deliver(self, slot: int, buckets: Sequence[Bucket], receivers: Receivers[Any]) -> None:
         async def load(receiver: WeightReceiver) -> None:
-            mine = [buckets[rank] for rank in receiver.trainers]
-            await receiver.load_bucket(replace(mine[0], handles=tuple(bucket.handles[0] for bucket in mine)))
+            own = self._own[receiver]
+            handles = tuple(buckets[rank].handles[reader] for rank, reader in own)
+            await receiver.load_bucket(replace(buckets[own[0][0]], handles=handles))
 
         await receivers.each(load)
 

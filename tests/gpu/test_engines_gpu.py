@@ -181,6 +181,27 @@ def test_an_engine_of_two_gpus_in_turns(model, ray_here):
     asyncio.run(main())
 
 
+def test_several_engines_on_a_gpu_hold_the_weights_and_no_more(model, ray_here):
+    """Each reads what the trainer sends, and the trainer frees it again."""
+
+    async def main():
+        async with Cluster(config(rollout={"replicas": 2, "memory_fraction": 0.2})) as cluster:
+            actor = await cluster.trainer("actor", ModelSource(str(model)))
+            sync = SyncedSamplers(cluster, actor, [actor])
+            pool = await sync.start(ModelSource(str(model)), [NO_STOP])
+            assert [list(sampler.trainers) for sampler in pool.samplers] == [[0], [0]]
+            used = []
+            for version in range(1, 9):
+                metrics = await sync.publish(version, CHECK)
+                used.append(metrics["sync/gpu_used_gib"])
+                for sampler in pool.samplers:
+                    assert (await sampler.generate(CHECK[0], SamplingParams(4))).version == version
+            print(f"\n| {ENGINE}: two engines on a GPU | GiB in use at each update {used} |")
+            assert max(used[2:]) - used[1] < 0.2
+
+    asyncio.run(main())
+
+
 @two_gpus
 def test_updates_amid_generation_from_gpu_to_gpu(model, ray_here):
     """One GPU trains, another samples: turns go on with new weights, and no request is lost."""

@@ -91,6 +91,12 @@ CASES: list[tuple[str, list[Mapping[str, float]], int]] = [
     ("kl_explodes", [{"actor/reward_kl_penalty": 20.0}] * 5, 2),
     ("entropy_collapses", [{"actor/entropy": 1.0}] * 10 + [{"actor/entropy": 0.001}] * 10, 2),
     ("entropy_collapses", [{"actor/entropy": 0.001}] * 20, 0),
+    ("memory_grows", [{"sync/gpu_used_gib": 42.0 + 0.3 * step} for step in range(20)], 1),
+    ("memory_grows", [{"sync/gpu_used_gib": 42.0 + 0.3 * step} for step in range(40)], 2),
+    ("memory_grows", [{"sync/gpu_used_gib": 42.0 + 0.3 * step} for step in range(19)], 0),
+    ("memory_grows", [{"sync/gpu_used_gib": 42.0 + min(step, 15)} for step in range(200)], 0),
+    ("memory_grows", [{"sync/gpu_used_gib": 60.0 + step % 3 * 0.1} for step in range(200)], 0),
+    ("memory_grows", [{}] * 40, 0),
 ]  # fmt: skip
 
 
