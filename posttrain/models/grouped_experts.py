@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 NAME = "posttrain"
-"""In ``config._experts_implementation``"""
+"""As ``config._experts_implementation`` has it."""
 
 
 def register() -> None:

@@ -25,7 +25,6 @@ from posttrain.weight_sync.buckets import CPU, Bucket, Entry, views
 _ALIGNMENT = 64
 
 
-
 @dataclass(frozen=True)
 class SharedGpu:
     """Engines read buckets in the memory of the GPU that fills them."""
