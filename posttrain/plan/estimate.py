@@ -116,7 +116,7 @@ class Plan:
         cfg, lengths, engine = self.question.cfg, self.question.lengths, self.layout.engine
         assert engine is not None
         started = cfg.data.batch_size * (1.0 + cfg.rollout.over_sample_rate) if groups is None else groups
-        return speed.generation_seconds(
+        found = speed.generation_seconds(
             engine,
             self.question.machine,
             episodes=max(1, round(started * cfg.rollout.n / cfg.rollout.replicas)),
@@ -126,6 +126,8 @@ class Plan:
             turns=lengths.turns,
             images=lengths.images,
         )
+        # Engines of one GPU take turns on it: each waits for what the others compute.
+        return replace(found, fixed=found.fixed + (self.layout.engines_per_gpu - 1) * found.gpu)
 
     @property
     def save_seconds(self) -> float:

@@ -304,5 +304,4 @@ def sync_seconds(
     sent = 0.0 if rate is None else wire / rate
     if trainer.shards > 1:
         sent += gathered / (known.COLLECTIVES * machine.link(trainer.world))
-    fixed = known.SYNC_S[engine] * (known.SYNC_APART if transfer == "broadcast" else 1.0)
-    return Seconds(0.0, moved, sent, 0.0, fixed)
+    return Seconds(0.0, moved, sent, 0.0, known.SYNC_S[engine])
