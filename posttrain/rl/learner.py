@@ -215,7 +215,8 @@ class Learner:
             gap = torch.where(self._ratio_to_engine(kept, version), 0.0, gap)
             sequence = segment_ids(batch.cu_seqlens)
             factors, of_weights = correct(gap, sequence, batch.loss_mask, **self.run.cfg.correction.model_dump())
-            metrics |= of_weights
+            if batch.loss_mask.any():  # else all episodes are left out
+                metrics |= of_weights
         return factors, metrics
 
     def _ratio_to_engine(self, kept: Sequence[Trajectory], version: int | None) -> Tensor:
