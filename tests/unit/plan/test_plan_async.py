@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import math
 import random
 from dataclasses import replace
@@ -13,6 +14,7 @@ from posttrain.core.types import Sample
 from posttrain.data.loader import BatchOrder
 from posttrain.plan.batch import assumed_lengths
 from posttrain.plan.calibration import HOST_TURN_S
+from posttrain.plan.command import compared
 from posttrain.plan.compare import compare, computed_of, lengths_of, waits_of
 from posttrain.plan.estimate import Plan
 from posttrain.plan.pacing import WARM_UP, Waits, paced
@@ -216,3 +218,16 @@ def test_a_run_that_left_episodes_out_is_compared_with_the_time_of_the_others():
     in_reward = config("rl", rollout={"engine": "vllm"}, algo=sets | {"kl_in": "reward", "kl_coef": 0.1})
     whole, half = (Plan(replace(question(in_reward, gpus=1), computed=share)) for share in (1.0, 0.5))
     assert half.phases["old_log_prob"] == whole.phases["old_log_prob"]
+
+
+def test_plan_run_compares_with_the_share_that_a_run_computed(tmp_path):
+    cfg = config("rl", rollout={"engine": "vllm"}, train={"skip_zero_advantages": True})
+    asked, row = question(cfg, gpus=1), {"perf/total_num_tokens": 400_000.0, "timing_s/update_actor": 9.0}
+
+    def predicted(**more):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row | more))
+        pairs = {pair.name: pair.predicted for pair in compared(asked, tmp_path)}
+        assert pairs["perf/total_num_tokens"] == pytest.approx(400_000, rel=0.01)
+        return pairs["timing_s/update_actor"]
+
+    assert 0.2 < predicted(**{"perf/skipped_tokens": 0.75}) / predicted() < 0.35
