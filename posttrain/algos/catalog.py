@@ -107,6 +107,9 @@ class PolicyLoss:
     pass. None: ``prepare`` is always called."""
     by_sequence: bool = False
     """It has one ratio per sequence, and wants one advantage per sequence."""
+    nothing_without_advantage: bool = False
+    """An episode whose advantages are all 0 gets no gradient from it, and has no part in those of others, by
+    ``prepare`` neither: an update may leave it out (`train.skip_zero_advantages`)."""
 
     def __call__(self, logprobs: Tensor, tokens: TokenInputs, values: Mapping[str, Any]) -> tuple[Tensor, Columns]:
         """Return the loss [N] of each token, and metrics [N] without gradient.

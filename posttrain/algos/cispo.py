@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from posttrain.algos.tokens import Columns, TokenInputs
 
 
-@policy_loss("cispo", formula="-clip(r) A logp, no gradient through clip(r)", source="arXiv:2506.13585")
+@policy_loss(
+    "cispo",
+    formula="-clip(r) A logp, no gradient through clip(r)",
+    source="arXiv:2506.13585",
+    nothing_without_advantage=True,
+)
 def cispo(logprobs: Tensor, tokens: TokenInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, Columns]:
     """Return the loss of clipped importance weights (CISPO, MiniMax-M1, arXiv:2506.13585): -clip(r) A logp, with no
     gradient through the weight, so that no token loses its gradient."""

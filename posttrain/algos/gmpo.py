@@ -30,6 +30,7 @@ def mean_clipped_log_ratio(update: UpdateTokens, *, clip_low: float, clip_high: 
     prepare=mean_clipped_log_ratio,
     prepared_on_policy=0.0,
     by_sequence=True,
+    nothing_without_advantage=True,
 )
 def gmpo(logprobs: Tensor, tokens: TokenInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, Columns]:
     """Return the loss of geometric-mean policy optimization (GMPO, arXiv:2507.20673): log-ratios are clipped token by

@@ -30,7 +30,7 @@ def gpg_advantages(episodes: Episodes) -> Advantages:
     return episodes.advantages(group.centered(scores) * scale)
 
 
-@policy_loss("gpg", formula="-A logp", source="arXiv:2504.02546")
+@policy_loss("gpg", formula="-A logp", source="arXiv:2504.02546", nothing_without_advantage=True)
 def gpg_loss(logprobs: Tensor, tokens: TokenInputs) -> tuple[Tensor, Columns]:
     """Return the plain policy-gradient loss -A logp (GPG, arXiv:2504.02546)."""
     return -tokens.advantages * logprobs, {"ppo_kl": -tokens.log_ratio(logprobs).detach()}

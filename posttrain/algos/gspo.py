@@ -26,6 +26,7 @@ def mean_log_ratio(update: UpdateTokens) -> Tensor:
     prepare=mean_log_ratio,
     prepared_on_policy=0.0,
     by_sequence=True,
+    nothing_without_advantage=True,
 )
 def gspo(logprobs: Tensor, tokens: TokenInputs, *, clip_low: float, clip_high: float) -> tuple[Tensor, Columns]:
     """Return the clipped surrogate of the sequence's ratio (GSPO-token, arXiv:2507.18071).

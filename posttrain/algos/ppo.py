@@ -39,6 +39,7 @@ def gae(episodes: Episodes, *, gamma: float, lam: float) -> Advantages:
     "clipped",
     formula="-min(r A, clip(r) A), with dual clip for A < 0",
     source="arXiv:1707.06347, arXiv:1912.09729, arXiv:2503.14476",
+    nothing_without_advantage=True,
 )
 def clipped(
     logprobs: Tensor, tokens: TokenInputs, *, clip_low: float, clip_high: float, dual_clip: float | None

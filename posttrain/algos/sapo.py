@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     formula="-A (4 / tau) sigmoid(tau (r - 1))",
     source="arXiv:2511.20347",
     aggregation="seq-mean-token-mean",
+    nothing_without_advantage=True,
 )
 def sapo(logprobs: Tensor, tokens: TokenInputs, *, tau_positive: float, tau_negative: float) -> tuple[Tensor, Columns]:
     """Return the loss with a sigmoid of the ratio in place of the clip (SAPO, arXiv:2511.20347): -A (4 / tau)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -257,15 +257,22 @@ class TrainerGroup:
         return await self.call(method, [(shard, *more) for shard in shards for _ in range(self.sequence_parallel)])
 
     def _place(self, batch: PackedBatch) -> Placement:
-        ranks = len(self.handles) // self.sequence_parallel
+        """Place the sequences that carry loss. The others have no part in any result."""
+        carrying, ranks = batch.carrying, len(self.handles) // self.sequence_parallel
+        among = None if len(carrying) == batch.num_sequences else carrying
+        if not carrying:  # workers take part in collectives, and in the update, all the same
+            return Placement([[[]] for _ in range(ranks)], among=among)
         # Prompts that begin with the same tokens may have other images.
         if self.share_prompts and batch.images is None:
-            prompts = Prompts.of(batch)
-            if prompts.saved > self.metadata["sharing_cost"] * batch.num_tokens:
-                return place_by_prompt(prompts, ranks=ranks, token_budget=self.tokens_per_microbatch)
-        return place(
-            costs(batch, self.tokens_per_microbatch, self.patches_per_microbatch),
+            prompts = Prompts.of(batch if among is None else batch.select(carrying))
+            if prompts.saved > self.metadata["sharing_cost"] * sum(prompts.lengths):
+                placement = place_by_prompt(prompts, ranks=ranks, token_budget=self.tokens_per_microbatch)
+                return replace(placement, among=among)
+        of_all = costs(batch, self.tokens_per_microbatch, self.patches_per_microbatch)
+        placement = place(
+            [of_all[b] for b in carrying],
             ranks=ranks,
             token_budget=self.tokens_per_microbatch,
             sequence_limit=self.sequences_per_microbatch,
         )
+        return replace(placement, among=among)

@@ -38,6 +38,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         "expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree", "ep_size",
     ),
     "train.router_aux_loss_coef": ("moe_aux_loss_coeff", "moe_aux_loss_coef", "aux_loss_coef"),
+    "train.skip_zero_advantages": ("filter_zero_advantages", "filter_zero_adv"),
     "train.share_prompts": ("use_prefix_grouper", "shared_prefix_training"),
     "train.dtype": ("bf16", "fp16", "torch_dtype", "mixed_precision", "precision"),
     "train.attention": ("attn_implementation", "flash_attn"),

@@ -127,6 +127,11 @@ class TrainConfig(Section):
     """Compute a prompt that several sequences of a batch begin with once per micro-batch, where that saves more than it
     costs: the groups of `rl`, the pairs of `prefer`. The gradient is the same. Not with `train.sequence_parallel` above
     1, `train.sequences_per_microbatch` or `rollout.batch_invariant`."""
+    skip_zero_advantages: bool = False
+    """Leave episodes whose advantages are all 0, as those of groups with equal rewards, out of the actor's updates and
+    of the pass for its log-probabilities before them. Gradient, loss normaliser and number of updates stay as they are;
+    metrics of the policy are then of the other episodes. Does nothing where such episodes have a gradient or a say in
+    that of others; see training.md."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. auto: bfloat16 on GPU, float32 on CPU."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -142,8 +142,32 @@ class Config(Section):
         algo = self.algo
         moves = algo.updates_per_step > 1 and not self.rollout.replay
         corrects = self.correction.active and not self.correction.of_tokens
-        reads = POLICY_LOSSES.get(algo.policy_loss).reads_current or ADVANTAGES.get(algo.advantage).teacher
-        return moves or corrects or reads or algo.kl_in == "reward"
+        return moves or corrects or POLICY_LOSSES.get(algo.policy_loss).reads_current or self.advantages_read_policy
+
+    @property
+    def advantages_read_policy(self) -> bool:
+        """Return whether advantages depend on the actor's own log-probabilities, which are then computed first."""
+        return ADVANTAGES.get(self.algo.advantage).teacher or self.algo.kl_in == "reward"
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Return whether `train.skip_zero_advantages` leaves something out."""
+        return self.train.skip_zero_advantages and not self.trained_without_advantage
+
+    @property
+    def trained_without_advantage(self) -> list[str]:
+        """Return the settings by which an episode whose advantages are all 0 has a part in an update of the actor, or
+        of a critic."""
+        algo = self.algo
+        loss, advantage = POLICY_LOSSES.get(algo.policy_loss), ADVANTAGES.get(algo.advantage)
+        found = {
+            f"algo.policy_loss = {algo.policy_loss!r}": not loss.nothing_without_advantage,
+            f"algo.advantage = {algo.advantage!r}": advantage.critic,
+            "algo.kl_coef": algo.kl_coef > 0 and algo.kl_in == "loss",
+            "algo.entropy_coef": algo.entropy_coef != 0,
+            "train.router_aux_loss_coef": self.train.router_aux_loss_coef > 0,
+        }
+        return [name for name, has_part in found.items() if has_part]
 
     @property
     def trains_reward_model(self) -> bool:

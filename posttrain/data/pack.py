@@ -139,6 +139,13 @@ class PackedBatch:
     def lengths(self) -> list[int]:
         return self.cu_seqlens.diff().tolist()
 
+    @property
+    def carrying(self) -> list[int]:
+        """Return the sequences with a token that carries loss."""
+        starts = self.cu_seqlens[:-1].long()
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.loss_mask.long().cumsum(0)])
+        return (before[self.cu_seqlens[1:].long()] > before[starts]).nonzero().flatten().tolist()
+
     @staticmethod
     def from_sequences(ids: Sequence[Ids], masks: Sequence[Bools]) -> PackedBatch:
         """Pack sequences in order. The first token of a sequence never carries loss: nothing predicts it."""
@@ -189,6 +196,8 @@ class Placement:
     parts: list[list[list[int]]]
     prompts: Prompts | None = None
     """Prompts that each micro-batch computes once; None: every sequence is computed whole."""
+    among: Sequence[int] | None = None
+    """Sequences of the batch that ``parts`` and ``prompts`` count; the others are not computed. None: all."""
 
     def shards(self, batch: PackedBatch) -> list[list[PackedBatch]]:
         """Return ``batch`` as ``[rank][micro-batch]``."""
@@ -199,16 +208,21 @@ class Placement:
         if not part:
             return batch.empty_like()
         shared = [0] if self.prompts is None else self.prompts.shared(part)
-        return replace(batch.select(part), shared=torch.tensor(shared) if any(shared) else None)
+        return replace(batch.select(self._numbers(part)), shared=torch.tensor(shared) if any(shared) else None)
+
+    def _numbers(self, part: list[int]) -> list[int]:
+        """Return the numbers that sequences of a micro-batch have in the batch."""
+        return part if self.among is None else [self.among[b] for b in part]
 
     def gather(self, columns: Sequence[Sequence[Tensor]], batch: PackedBatch) -> Tensor:
-        """Put per-token columns computed as ``[rank][micro-batch]`` back into the order of ``batch``: [T]."""
+        """Put per-token columns computed as ``[rank][micro-batch]`` back into the order of ``batch``: [T]; 0 where
+        nothing was computed."""
         starts = batch.cu_seqlens.tolist()
         out = torch.zeros(batch.num_tokens, dtype=columns[0][0].dtype)
         for rank, rank_columns in zip(self.parts, columns, strict=True):
             for part, column in zip(rank, rank_columns, strict=True):
                 at = 0
-                for b in part:
+                for b in self._numbers(part):
                     n = starts[b + 1] - starts[b]
                     out[starts[b] : starts[b + 1]] = column[at : at + n]
                     at += n
@@ -217,9 +231,10 @@ class Placement:
 
 def _in_step(shards: list[list[PackedBatch]], images: Images) -> list[list[PackedBatch]]:
     """Give every rank's micro-batch an image where any rank's has one. So has the last: what is summed over workers
-    once a step is summed in it."""
+    once a step is summed in it, and a tower whose images are all of sequences that are left out gets its gradient, of
+    zeros."""
     seen = [any(micro.images is not None for micro in micros) for micros in zip(*shards, strict=True)]
-    seen[-1] = any(seen)
+    seen[-1] = True
     return [
         [
             replace(micro, images=images.blank(micro.num_sequences)) if has and micro.images is None else micro

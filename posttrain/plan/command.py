@@ -17,7 +17,7 @@ from posttrain.config.keys import flatten_tree
 from posttrain.config.presets import config_of, import_algorithms
 from posttrain.core.errors import ConfigError, DataError, UserError
 from posttrain.core.machines import machine_stored
-from posttrain.plan.compare import Pair, compare, lengths_of, waits_of
+from posttrain.plan.compare import Pair, compare, computed_of, lengths_of, waits_of
 from posttrain.plan.estimate import Plan, Question
 from posttrain.plan.inputs import Known, PlanOptions, question_of, replans
 from posttrain.plan.problems import problems
@@ -94,7 +94,8 @@ def compared(question: Question, folder: Path) -> list[Pair]:
     if lengths is None:
         raise DataError(f"{file} has no steps yet", hint="wait for the first step")
     lengths = replace(lengths, images=question.lengths.images)
-    return compare(Plan(replace(question, lengths=lengths, typical=True, waits=waits_of(question.cfg, rows))), rows)
+    waits, computed = waits_of(question.cfg, rows), computed_of(rows)
+    return compare(Plan(replace(question, lengths=lengths, typical=True, waits=waits, computed=computed)), rows)
 
 
 def closing_line(cfg: Config, folder: Path) -> str | None:

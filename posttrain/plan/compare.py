@@ -63,6 +63,11 @@ def waits_of(cfg: Config, rows: Sequence[Row]) -> Waits:
     return Waits(middle, longest, cfg.data.batch_size)
 
 
+def computed_of(rows: Sequence[Row]) -> float:
+    """Return the share of a step's tokens that the actor's updates of a run have computed."""
+    return 1.0 - (median(rows, "perf/skipped_tokens") or 0.0)
+
+
 def compare(plan: Plan, rows: Sequence[Row]) -> list[Pair]:
     """All that is both predicted and measured. Times and memory only where there is a GPU."""
     found: list[Pair] = []

@@ -38,6 +38,9 @@ class Question:
     """What had to be assumed"""
     waits: Waits = field(default_factory=Waits)
     """For tools; known of a run that was made"""
+    computed: float = 1.0
+    """Share of a step's tokens that the actor's updates compute (`train.skip_zero_advantages`); known of a run that was
+    made"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,15 @@ class Plan:
         q = self.question
         batch = batch_of(q.cfg, q.lengths, q.steps, q.of_step)
         return replace(batch, worst=batch.largest) if q.typical else batch
+
+    @cached_property
+    def _computed(self) -> StepBatch:
+        """The part of the batch that the actor's updates compute."""
+        q = self.question
+        if q.computed == 1.0:
+            return self.batch
+        count = max(1, round(q.computed * self.batch.sequences))
+        return batch_of(q.cfg, q.lengths, q.steps, [round(q.lengths.mean)] * count)
 
     @cached_property
     def layout(self) -> Layout:
@@ -97,13 +109,16 @@ class Plan:
         if layout.engine is not None:
             waits = 0.0 if cfg.rollout.staleness else self.question.waits.longest
             found["gen"] = _added(self._generation(), Seconds(fixed=waits))
-        step = replace(self.batch.work, micro_batches=self.batch.work.micro_batches * self.batch.updates)
         fixed = Seconds(fixed=known.CALL_S)
         for trainer, name in scoring(cfg, layout.trainers) if layout.trainers else ():
+            less = name == "old_log_prob" and not cfg.advantages_read_policy
+            work = self._computed.work if less else self.batch.work
+            step = replace(work, micro_batches=work.micro_batches * self.batch.updates)
             found[name] = _added(speed.forward_seconds(trainer, machine, step), fixed)
         for trainer in layout.trainers:
             if trainer.trainable:
-                one = speed.update_seconds(trainer, machine, self.batch.work)
+                work = self._computed.work if trainer is layout.actor else self.batch.work
+                one = speed.update_seconds(trainer, machine, work)
                 name = "update" if cfg.command != "rl" else f"update_{trainer.role}"
                 found[name] = _added(_times(one, self.batch.updates), fixed)
         if layout.engine is not None and layout.trainers:
@@ -207,7 +222,7 @@ class Plan:
         if update is None or gpu is None:
             return None
         train = self.question.cfg.train
-        actor, work = self.layout.actor, self.batch.work
+        actor, work = self.layout.actor, self._computed.work
         flops = actor.shape.flops(train.lora).training(work.lengths)
         flops += (3 if actor.trains_tower else 1) * speed.tower_flops(actor.shape, work)
         return flops * self.batch.updates / train.sequence_parallel / update.total / gpu.flops

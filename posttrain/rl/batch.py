@@ -19,7 +19,7 @@ from torch import Tensor
 from posttrain.algos import ADVANTAGES, POLICY_LOSSES
 from posttrain.algos.episodes import Episodes
 from posttrain.algos.reduce import token_weights
-from posttrain.algos.segments import segment_ids
+from posttrain.algos.segments import segment_ids, segment_sum
 from posttrain.algos.tokens import UpdateTokens
 from posttrain.core.errors import DataError, RunError
 from posttrain.data.images import ImageError, RawImage
@@ -146,24 +146,51 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     return 1.0 - left / spread_of_returns if spread_of_returns > 0.0 else 0.0
 
 
-def minibatches(batch: PackedBatch, kept: Sequence[Trajectory], cfg: Config) -> list[PackedBatch]:
-    """Return the batches of a step's optimizer updates, with their loss weights. Groups stay whole, and each update has
-    a loss of its own."""
-    if cfg.algo.updates_per_step == 1:
-        return [_weighted(batch, cfg)]
-    rows = list(dict.fromkeys(t.prompt.index for t in kept))
-    parts = []
-    for prompts in np.array_split(np.asarray(rows), cfg.algo.updates_per_step):
-        members = [i for i, t in enumerate(kept) if t.prompt.index in set(prompts.tolist())]
-        if members:
-            parts.append(_weighted(batch.select(members), cfg))
-    return parts
+def weigh(batch: PackedBatch, kept: Sequence[Trajectory], cfg: Config) -> list[list[int]]:
+    """Give the batch the loss weights of a step's optimizer updates. Groups stay whole, and each update has a loss of
+    its own.
 
-
-def _weighted(batch: PackedBatch, cfg: Config) -> PackedBatch:
+    Returns:
+        The episodes of each update.
+    """
     norm_length = cfg.algo.norm_length or cfg.rollout.max_response_tokens
-    weights = token_weights(batch.loss_mask, batch.cu_seqlens, cfg.algo.loss_agg, norm_length=norm_length)
-    return replace(batch, loss_weights=weights if batch.correction is None else weights * batch.correction)
+    sequence, weights, updates = segment_ids(batch.cu_seqlens), torch.zeros(batch.num_tokens), []
+    rows = list(dict.fromkeys(t.prompt.index for t in kept))
+    for part in np.array_split(np.asarray(rows), cfg.algo.updates_per_step):
+        prompts = set(part.tolist())
+        member = torch.tensor([t.prompt.index in prompts for t in kept])
+        if prompts:
+            updates.append(member.nonzero().flatten().tolist())
+            mask = batch.loss_mask & member[sequence]
+            weights += token_weights(mask, batch.cu_seqlens, cfg.algo.loss_agg, norm_length=norm_length)
+    batch.loss_weights = weights
+    return updates
+
+
+def leave_out(batch: PackedBatch, updates: Sequence[Sequence[int]]) -> tuple[list[float], dict[str, float]]:
+    """Take the loss from episodes whose advantages are all 0 (`train.skip_zero_advantages`), so that workers do not
+    compute them. Loss weights stay: those of the others are what they were.
+
+    Returns:
+        The share of the loss weight of each update that is left, and metrics.
+    """
+    assert batch.advantages is not None
+    assert batch.loss_weights is not None
+    sequence, weights = segment_ids(batch.cu_seqlens), batch.loss_weights.double()
+    of_sequence = segment_sum((batch.advantages != 0) & batch.loss_mask, sequence, batch.num_sequences) > 0
+    kept = of_sequence[sequence]
+    batch.loss_mask = batch.loss_mask & kept
+    total, left = (segment_sum(x, sequence, batch.num_sequences) for x in (weights, weights * kept))
+    shares = [float(left[part].sum() / total[part].sum()) for part in map(list, updates)]
+    return shares, {"perf/skipped_tokens": 1.0 - float(kept.double().mean())}
+
+
+def minibatch(batch: PackedBatch, members: Sequence[int]) -> PackedBatch:
+    """Return the batch of an optimizer update, of these episodes, with the correction in its loss weights."""
+    part = batch if len(members) == batch.num_sequences else batch.select(members)
+    weights = part.loss_weights
+    assert weights is not None
+    return replace(part, loss_weights=weights if part.correction is None else weights * part.correction)
 
 
 def for_critic(part: PackedBatch) -> PackedBatch:

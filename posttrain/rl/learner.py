@@ -23,11 +23,13 @@ from posttrain.rl.batch import (
     fill_advantages,
     for_critic,
     keep_advantages,
-    minibatches,
+    leave_out,
+    minibatch,
     pack,
     prepared_column,
     stale_tokens,
     usable,
+    weigh,
 )
 from posttrain.rl.metrics import critic_metrics, gap_by_age, update_metrics
 from posttrain.runs.preflight import find_model
@@ -64,6 +66,8 @@ class Learner:
         temperature, updates = cfg.rollout.temperature, run.total_steps * algo.updates_per_step
         actor = await cluster.trainer("actor", source, temperature=temperature, total_steps=updates)
         run.describe(actor)
+        if cfg.train.skip_zero_advantages and (others := cfg.trained_without_advantage):
+            run.tracker.note(f"train.skip_zero_advantages does nothing: with {others[0]} every episode has a part")
         critic = ref = teacher = None
         if ADVANTAGES.get(algo.advantage).critic:
             train = cfg.train.model_copy(update={"optim": cfg.critic.optim, "lora": LoraConfig()})
@@ -125,7 +129,9 @@ class Learner:
             groups = [group for group in groups if group[0].prompt.index in baselines]
         kept = usable(groups)
         batch = pack(kept, self.vision, routing=self.run.cfg.rollout.router_replay != "off")
-        own, metrics = await self._score(batch, kept, version)
+        metrics: dict[str, float] = {}
+        own = await self._own_logprobs(batch) if self.run.cfg.advantages_read_policy else None
+        await self._read_others(batch)
         if batch.routing is not None:
             metrics["moe/replay_bytes_per_token"] = float(batch.routing.shape[1])
         if baselines is not None:
@@ -137,11 +143,17 @@ class Learner:
                 batch, kept, groups, self.run.cfg, penalties=penalties, baselines=baselines, teacher_log_ratio=teacher
             )
             keep_advantages(batch, kept)
-            parts = minibatches(batch, kept, self.run.cfg)
+            updates, shares = weigh(batch, kept, self.run.cfg), None
+            if self.run.cfg.skips_zero_advantages:
+                shares, of_share = leave_out(batch, updates)
+                metrics |= of_share
+        own, of_ratios = await self._score(batch, kept, version, own)
+        metrics |= of_ratios
+        parts = [minibatch(batch, members) for members in updates]
         if self.critic is not None:
             metrics |= await self._update_critic(self.critic, parts)
         if self.critic is None or self.run.step >= self.run.cfg.critic.warmup_steps:
-            metrics |= await self._update_actor(parts, version, own)
+            metrics |= await self._update_actor(parts, version, own, shares)
             if self.actor.before_update is not None:
                 metrics |= self._correct(batch, kept, version, self.actor.before_update)[1]
         metrics["perf/total_num_tokens"] = float(batch.num_tokens)
@@ -150,38 +162,42 @@ class Learner:
 
     # ------------------------------------------------------------------ before the updates
 
-    async def _score(
-        self, batch: PackedBatch, kept: Sequence[Trajectory], version: int | None
-    ) -> tuple[Tensor | None, dict[str, float]]:
-        """Compute the batch's columns that come from models: the log-probabilities that ratios are taken to, the
-        reference's, values, and the correction. Returns the actor's own log-probabilities [T], where something reads
-        them, and metrics.
+    async def _own_logprobs(self, batch: PackedBatch) -> Tensor:
+        """Return the actor's log-probabilities [T] before the updates."""
+        with self.run.tracker.phase("old_log_prob"):
+            return await self.actor.logprobs(batch)
 
-        In a step of one update by the policy that sampled, all ratios are 1, and ``old_logprobs`` stay None. A
-        correction of tokens is then left to the update, whose forward pass computes what it needs.
-        """
-        algo, tracker = self.run.cfg.algo, self.run.tracker
-        engine = batch.rollout_logprobs
-        assert engine is not None
-        to_engine = self._ratio_to_engine(kept, version)
-        moves = algo.updates_per_step > 1 or bool(to_engine.any())
-        own = None
-        if self.run.cfg.scores_before_updates or (moves and version is not None):
-            with tracker.phase("old_log_prob"):
-                own = await self.actor.logprobs(batch)
-        if moves:
-            batch.old_logprobs = engine if own is None else torch.where(to_engine, engine, own)
-        metrics: dict[str, float] = {}
-        if own is not None:
-            batch.correction, metrics = self._correct(batch, kept, version, own)
-        if algo.kl_coef > 0:
-            with tracker.phase("ref"):
+    async def _read_others(self, batch: PackedBatch) -> None:
+        """Compute the batch's columns that come from the reference and the critic."""
+        if self.run.cfg.algo.kl_coef > 0:
+            with self.run.tracker.phase("ref"):
                 batch.ref_logprobs = await (
                     self.ref.logprobs(batch) if self.ref else self.actor.logprobs(batch, adapter=False)
                 )
         if self.critic is not None:
-            with tracker.phase("values"):
+            with self.run.tracker.phase("values"):
                 batch.values = await self.critic.values(batch)
+
+    async def _score(
+        self, batch: PackedBatch, kept: Sequence[Trajectory], version: int | None, own: Tensor | None = None
+    ) -> tuple[Tensor | None, dict[str, float]]:
+        """Compute the log-probabilities that ratios are taken to, and the correction, as columns of the batch. Returns
+        the actor's ``own`` log-probabilities [T], which may be known already, where something reads them, and metrics.
+
+        In a step of one update by the policy that sampled, all ratios are 1, and ``old_logprobs`` stay None. A
+        correction of tokens is then left to the update, whose forward pass computes what it needs.
+        """
+        cfg, engine = self.run.cfg, batch.rollout_logprobs
+        assert engine is not None
+        to_engine = self._ratio_to_engine(kept, version)
+        moves = cfg.algo.updates_per_step > 1 or bool(to_engine.any())
+        if own is None and (cfg.scores_before_updates or (moves and version is not None)):
+            own = await self._own_logprobs(batch)
+        if moves:
+            batch.old_logprobs = engine if own is None else torch.where(to_engine, engine, own)
+        if own is None:
+            return None, {}
+        batch.correction, metrics = self._correct(batch, kept, version, own)
         return own, metrics
 
     def _correct(
@@ -199,7 +215,8 @@ class Learner:
             gap = torch.where(self._ratio_to_engine(kept, version), 0.0, gap)
             sequence = segment_ids(batch.cu_seqlens)
             factors, of_weights = correct(gap, sequence, batch.loss_mask, **self.run.cfg.correction.model_dump())
-            metrics |= of_weights
+            if batch.loss_mask.any():  # else all episodes are left out
+                metrics |= of_weights
         return factors, metrics
 
     def _ratio_to_engine(self, kept: Sequence[Trajectory], version: int | None) -> Tensor:
@@ -245,9 +262,18 @@ class Learner:
         return critic_metrics(results)
 
     async def _update_actor(
-        self, parts: Sequence[PackedBatch], version: int | None, own: Tensor | None
+        self,
+        parts: Sequence[PackedBatch],
+        version: int | None,
+        own: Tensor | None,
+        shares: Sequence[float] | None = None,
     ) -> dict[str, float]:
-        """Take the actor's updates. ``own``: its log-probabilities [T] of the whole step before them, where known."""
+        """Take the actor's updates.
+
+        Args:
+            own: its log-probabilities [T] of the whole step before them, where known.
+            shares: as of ``update_metrics``.
+        """
         algo, results = self.run.cfg.algo, []
         policy_loss = POLICY_LOSSES.get(algo.policy_loss)
         correction = self.run.cfg.correction if self.run.cfg.correction.active and own is None else None
@@ -262,8 +288,8 @@ class Learner:
                         seed = (self.run.cfg.run.seed << 32) + (self.run.step << 10) + number
                         part = replace(part, prepared=prepared_column(part, current, algo, seed))
                     results.append(await self.run.update(self.actor, part, loss))
-        tokens = sum(part.num_tokens for part in parts)
-        metrics = update_metrics(results) | update_speed(results, tokens, self.actor)
+        tokens = sum(part.lengths[b] for part in parts for b in part.carrying)
+        metrics = update_metrics(results, shares) | update_speed(results, tokens, self.actor)
         # Fewer than algo.updates_per_step where fewer prompts than that are left: groups stay whole.
         return metrics | {"actor/updates": float(len(parts))}
 

@@ -15,7 +15,7 @@ def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: Tra
 
     Args:
         results: what ``TrainerGroup.update`` returned, one for each optimizer update.
-        tokens: number of tokens of all their batches.
+        tokens: number of tokens that they computed of their batches, those of shared prompts included.
         actor: the workers that made the updates.
     """
     seconds = sum(r["seconds"] for r in results)
@@ -27,7 +27,7 @@ def update_speed(results: Sequence[Mapping[str, float]], tokens: int, actor: Tra
         "perf/memory_gib": max(r["memory_gib"] for r in results),
     }
     if actor.share_prompts:
-        metrics["perf/shared_tokens"] = sum(r["tokens_shared"] for r in results) / tokens
+        metrics["perf/shared_tokens"] = sum(r["tokens_shared"] for r in results) / max(1, tokens)
     if (peak := actor.metadata.get("peak_flops")) is not None:
         metrics["perf/mfu"] = sum(r["flops"] for r in results) / (seconds * workers * peak)
     return metrics

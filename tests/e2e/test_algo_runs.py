@@ -294,6 +294,25 @@ def test_sampling_without_a_learning_rate_stays_on_policy(here, capsys):
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights(folder).items())
 
 
+def test_a_run_without_a_signal_goes_on_where_its_episodes_are_left_out(here, capsys):
+    """Every update decays the weights by the same, to the bit. With a KL in the loss nothing is left out."""
+    decay = ["train.steps=2", "algo.updates_per_step=2", "train.optim.weight_decay=0.1"]
+    plain, _ = run(here, "decays", *decay, data="same")
+    folder, metrics = run(here, "skips", *decay, "train.skip_zero_advantages=true", data="same")
+    assert [m["perf/skipped_tokens"] for m in metrics] == [1.0] * 2
+    assert [m["actor/updates"] for m in metrics] == [2.0] * 2
+    start = dict(load_model(ModelSource("builtin:tiny"), dtype=torch.float32, seed=0).named_parameters())
+    expected = weights(plain)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(folder).items())
+    assert not all(torch.equal(tensor, start[name]) for name, tensor in expected.items())
+    assert "skip_zero_advantages" not in capsys.readouterr().err
+    sets = ["train.skip_zero_advantages=true", "algo.kl_coef=0.1", "train.steps=1"]
+    _, [metrics] = run(here, "kl-skips", *sets, data="same")
+    assert "perf/skipped_tokens" not in metrics
+    said = "train.skip_zero_advantages does nothing: with algo.kl_coef every episode has a part"
+    assert said in capsys.readouterr().err
+
+
 def test_equal_rewards_leave_every_bit_of_the_weights(here):
     folder, metrics = run(here, "same", "train.steps=3", "train.optim.weight_decay=0.0", data="same")
     assert [m["critic/score/mean"] for m in metrics] == [pytest.approx(0.3)] * 3

@@ -35,6 +35,7 @@ from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource, load_model
 from posttrain.models.weights import load_weights
 from posttrain.rl import command as rl
+from posttrain.rl.batch import leave_out
 from posttrain.runs.run import RunTarget, StopSignal
 from posttrain.runs.training_run import TrainingRun
 from posttrain.sft import command as sft
@@ -219,6 +220,38 @@ def test_shared_prompts_change_no_step(workers, budget, alone, pair, start, shar
 @pytest.fixture(scope="module")
 def shared_prompts(alone, start):
     return group_batch(), two_steps(alone[1], start, "groups", LARGE)
+
+
+@pytest.mark.parametrize("left", [6, 1, 0], ids=["half", "one of two workers has nothing", "nothing is left"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sequences_without_a_signal_are_left_out_of_the_same_step(workers, left, alone, pair, start):
+    """Three steps, of which the second is without most or all sequences: as if their zeros were computed."""
+    group, loss = {1: alone[1], 2: pair}[workers], LossSpec(AlgoConfig(dual_clip=3.0))
+    plain = replace(rl_batch(), ref_logprobs=None)
+    of_tokens = (torch.arange(plain.num_sequences) < left).repeat_interleave(plain.cu_seqlens.diff().long())
+    whole = replace(plain, advantages=plain.advantages * of_tokens)
+    fewer = replace(whole)
+    [share], metrics = leave_out(fewer, [list(range(fewer.num_sequences))])
+    assert (share == 0) == (left == 0)
+    assert metrics["perf/skipped_tokens"] > 0.4
+
+    async def steps(second):
+        await group.load(start)
+        group.tokens_per_microbatch = SMALL
+        results = [await group.update(batch, loss) for batch in (plain, second, plain)]
+        logprobs = await group.logprobs(plain), await group.logprobs(second)
+        group.tokens_per_microbatch = LARGE
+        return results, *logprobs
+
+    expected, logprobs_then, _ = asyncio.run(steps(whole))
+    found, logprobs, some = asyncio.run(steps(fewer))
+    for name in ("tokens_run", "flops"):
+        assert found[1][name] < 0.6 * expected[1][name]
+    for got, wanted in zip(found, expected, strict=True):
+        for name in ("grad_norm", "lr", "pg_loss"):
+            assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
+    torch.testing.assert_close(logprobs, logprobs_then, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(some, torch.where(fewer.loss_mask, logprobs, 0.0), rtol=1e-4, atol=1e-4)
 
 
 def test_the_first_loss_is_that_of_plain_transformers(start, reference):

@@ -197,6 +197,35 @@ def test_a_policy_that_has_not_moved_has_the_plain_policy_gradient(name):
     assert all(float(sums.get(key, 0.0)) == 0.0 for key in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"))
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if POLICY_LOSSES.get(name).nothing_without_advantage])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_episode_without_advantages_can_be_left_out_where_the_loss_says_so(name, seed):
+    """Far from ratio 1: its gradient is exactly 0, and the columns of the others do not depend on it."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([0, 5, 9, 16, 20])
+    sequence, mask = segment_ids(offsets), torch.rand(20, generator=generator) < 0.7
+    per_sequence = torch.tensor([0.0, 1.5, 0.0, -0.7], dtype=torch.float64)
+    advantages, zero = per_sequence[sequence], (per_sequence == 0)[sequence]
+    old = -3.0 * torch.rand(20, generator=generator, dtype=torch.float64)
+    logprobs = (old + torch.randn(20, generator=generator, dtype=torch.float64)).requires_grad_()
+    column = prepared(name, logprobs.detach(), old, advantages, sequence, mask)
+    inputs = TokenInputs(advantages, old, column)
+    weighted(name, logprobs, inputs, mask / mask.sum())[0].backward()
+    assert not logprobs.grad[zero].any()
+    assert logprobs.grad[~zero].any()
+    if column is not None:
+        without = prepared(name, logprobs.detach(), old, advantages, sequence, mask & ~zero)
+        torch.testing.assert_close(without[mask & ~zero], column[mask & ~zero], rtol=0, atol=0)
+
+
+def test_an_episode_without_advantages_has_a_gradient_where_the_loss_does_not_say_so():
+    logprobs = tensor([-1.0, -2.0]).requires_grad_()
+    inputs = TokenInputs(tensor([0.0, 1.0]), tensor([-1.5, -2.0]), torch.tensor([True, False]))
+    weighted("kl_cov", logprobs, inputs, tensor([0.5, 0.5]))[0].backward()
+    assert logprobs.grad[0] != 0
+    assert not POLICY_LOSSES.get("kl_cov").nothing_without_advantage
+
+
 def test_what_is_missing_is_an_error():
     zeros = torch.zeros(2)
     for name in BY_SEQUENCE + SELECTING:

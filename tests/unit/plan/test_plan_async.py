@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import math
 import random
 from dataclasses import replace
@@ -13,7 +14,8 @@ from posttrain.core.types import Sample
 from posttrain.data.loader import BatchOrder
 from posttrain.plan.batch import assumed_lengths
 from posttrain.plan.calibration import HOST_TURN_S
-from posttrain.plan.compare import compare, lengths_of, waits_of
+from posttrain.plan.command import compared
+from posttrain.plan.compare import compare, computed_of, lengths_of, waits_of
 from posttrain.plan.estimate import Plan
 from posttrain.plan.pacing import WARM_UP, Waits, paced
 from posttrain.plan.speed import Seconds
@@ -198,3 +200,34 @@ def test_what_trainers_wait_for_is_not_compared_with_the_time_of_sampling():
         {"tools/seconds_per_group/median": 2.0, "tools/seconds_per_group/max": seconds} for seconds in (7.0, 8.0, 9.0)
     ]
     assert waits_of(config("rl", data={"batch_size": 4}), rows) == Waits(2.0, 9.0, 4)
+
+
+def test_a_run_that_left_episodes_out_is_compared_with_the_time_of_the_others():
+    """Updates and the pass before them; a pass that advantages read is over all episodes."""
+    rows = [{"perf/skipped_tokens": share} for share in (0.9, 0.9, 0.5, 0.6, 0.4)]
+    assert computed_of(rows) == pytest.approx(0.5)
+    assert computed_of([{}]) == 1.0
+    sets = {"updates_per_step": 2}
+    cfg = config("rl", rollout={"engine": "vllm"}, algo=sets)
+    whole, half = (Plan(replace(question(cfg, gpus=1), computed=share)) for share in (1.0, 0.5))
+    for name in ("update_actor", "old_log_prob"):
+        assert 0.4 < half.phases[name].compute / whole.phases[name].compute < 0.6
+    assert half.phases["gen"] == whole.phases["gen"]
+    assert half.batch.tokens == whole.batch.tokens
+    assert half.mfu == pytest.approx(whole.mfu, rel=0.3)
+    in_reward = config("rl", rollout={"engine": "vllm"}, algo=sets | {"kl_in": "reward", "kl_coef": 0.1})
+    whole, half = (Plan(replace(question(in_reward, gpus=1), computed=share)) for share in (1.0, 0.5))
+    assert half.phases["old_log_prob"] == whole.phases["old_log_prob"]
+
+
+def test_plan_run_compares_with_the_share_that_a_run_computed(tmp_path):
+    cfg = config("rl", rollout={"engine": "vllm"}, train={"skip_zero_advantages": True})
+    asked, row = question(cfg, gpus=1), {"perf/total_num_tokens": 400_000.0, "timing_s/update_actor": 9.0}
+
+    def predicted(**more):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row | more))
+        pairs = {pair.name: pair.predicted for pair in compared(asked, tmp_path)}
+        assert pairs["perf/total_num_tokens"] == pytest.approx(400_000, rel=0.01)
+        return pairs["timing_s/update_actor"]
+
+    assert 0.2 < predicted(**{"perf/skipped_tokens": 0.75}) / predicted() < 0.35

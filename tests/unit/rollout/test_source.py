@@ -16,7 +16,7 @@ from posttrain.core.types import ON_POLICY, Sampling, Score
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.rewards.compose import Rewarder, overlong
 from posttrain.rewards.grade import GraderPool
-from posttrain.rl.batch import fill_advantages, minibatches, pack, usable
+from posttrain.rl.batch import fill_advantages, minibatch, pack, usable, weigh
 from posttrain.rl.metrics import accuracy_metrics, episode_metrics, rollout_metrics, update_metrics, validation_metrics
 from posttrain.rl.sampling import greedy_rewards
 from posttrain.rollout.batches import has_signal
@@ -377,7 +377,8 @@ async def graded(*texts, n=2):
 async def test_the_batch_holds_what_was_sampled():
     groups = await graded("#### 8", "no")
     batch, kept, _ = prepared(groups)
-    (batch,) = minibatches(batch, kept, CONFIG)
+    [members] = weigh(batch, kept, CONFIG)
+    batch = minibatch(batch, members)
     assert batch.input_ids.tolist() == [t for x in kept for t in x.tokens.tolist()]
     own = batch.input_ids[batch.loss_mask].tolist()
     assert own == [*tokens("#### 8"), EOS, *tokens("no"), EOS]
@@ -399,13 +400,13 @@ async def test_minibatches_keep_groups_whole():
     twice = CONFIG.model_copy(update={"algo": AlgoConfig(updates_per_step=2)})
     batch, kept, _ = prepared(groups)
     batch.old_logprobs = torch.arange(batch.num_tokens, dtype=torch.float32)
-    parts = minibatches(batch, kept, twice)
+    parts = [minibatch(batch, members) for members in weigh(batch, kept, twice)]
     assert [p.num_sequences for p in parts] == [4, 4]
     assert torch.cat([p.input_ids for p in parts]).tolist() == batch.input_ids.tolist()
     assert torch.cat([p.old_logprobs for p in parts]).tolist() == batch.old_logprobs.tolist()
     # Each is an update of its own, whose loss is a mean over its own tokens.
     assert [float(p.loss_weights.sum()) for p in parts] == [pytest.approx(1.0)] * 2
-    assert [p.num_sequences for p in minibatches(batch, kept, CONFIG)] == [8]
+    assert weigh(batch, kept, CONFIG) == [list(range(8))]
 
 
 @pytest.mark.parametrize(

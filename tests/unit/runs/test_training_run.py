@@ -4,15 +4,12 @@ import asyncio
 import json
 import math
 import shutil
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from posttrain.cluster.actors import ActorHandle
 from posttrain.cluster.trainers import TrainerGroup
@@ -30,9 +27,9 @@ from posttrain.runs.training_run import TrainingRun, train
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
 from posttrain.train.spec import LossSpec, WorkerSpec
-from posttrain.train.worker import TrainWorker
 from posttrain.weight_sync.publish import publish
 from posttrain.weight_sync.transfers import TransferChooser
+from tests.helpers.local_trainer import LocalGroup, local_trainer
 
 
 def test_speed_counts_all_updates_and_workers() -> None:
@@ -155,28 +152,10 @@ async def test_cancels_work_when_the_user_asks_to_stop(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- weights that are not finite
 
 
-class LocalGroup(TrainerGroup):
-    """A real worker in this process, in the place of one in a Ray actor."""
-
-    worker: TrainWorker
-
-    async def call(self, method: str, per_worker: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        return [getattr(self.worker, method)(*(per_worker or [()])[0])]
-
-    async def saved(self) -> dict[str, Any] | None:
-        return self.worker.saved()
-
-
 @pytest.fixture
 def group() -> Iterator[LocalGroup]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    worker = TrainWorker(WorkerSpec(ModelSource("builtin:tiny"), "cpu", "float32", 9, 1.0, TrainConfig()), 0, 1)
-    made = LocalGroup("actor", [ActorHandle("actor worker 0", actor=object())], 60.0, 16384)
-    made.worker, made.metadata = worker, worker.setup("127.0.0.1", port, 60.0)
-    yield made
-    dist.destroy_process_group()
+    with local_trainer(WorkerSpec(ModelSource("builtin:tiny"), "cpu", "float32", 9, 1.0, TrainConfig())) as made:
+        yield made
 
 
 async def test_weights_that_are_not_finite_are_not_saved_sent_or_loaded(tmp_path: Path, group: LocalGroup) -> None:
