@@ -1,5 +1,5 @@
-"""Rollouts of real prompts beside the raw engine: `rl`'s own episodes, grading and driver against SGLang's or vLLM's own
-API.
+"""Rollouts of real prompts beside the raw engine: `rl`'s own episodes, grading and driver against the API of SGLang or
+vLLM.
 
     python scripts/bench_real_rollouts.py --model models/smollm2-135m-instruct --data data/gsm8k-plain
     python scripts/bench_real_rollouts.py --model ... --data ... --raw default={} --raw 'graphs={"env": {"A": 1}}'

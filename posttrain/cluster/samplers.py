@@ -32,6 +32,9 @@ _COLLECT_S = 5.0
 """An engine without an answer replies after this time, so that a longer silence means a failure."""
 
 _CLOSE_S = 20.0
+_FULL = 64
+"""Requests of a message that is sent at once: the engine begins with the first episodes of a step while others
+start."""
 
 Request = tuple[int, npt.NDArray[np.int32], SamplingParams, tuple[PlacedImage, ...]]
 Answer = tuple[int, Sample | PosttrainError]
@@ -81,7 +84,7 @@ class SamplerActor(Supervised):
         self.answers.append((request_id, answer))
         self.answered.set()
 
-    async def collect(self, received: int) -> list[Answer]:
+    async def collect(self, received: int) -> tuple[Answer, ...]:
         """Return all answers but the first ``received``, which the driver has; wait for one, at most ``_COLLECT_S``.
         The answers stay until the next call confirms them, so that a call which is given up loses none."""
         self.answers = self.answers[received - self.delivered :]
@@ -91,9 +94,11 @@ class SamplerActor(Supervised):
         try:
             await asyncio.wait_for(self.answered.wait(), _COLLECT_S)
         except TimeoutError:
-            return []
+            return ()
         await asyncio.sleep(0)  # requests that finished in the same engine step travel together
-        return self.answers if received == self.delivered else []
+        # A copy: Ray serializes it in another thread, and a list that grows meanwhile cannot be read again. And a tuple:
+        # of a list Ray serializes each item by itself.
+        return tuple(self.answers) if received == self.delivered else ()
 
     async def abort(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
@@ -177,6 +182,8 @@ class RemoteSampler:
         if not self.outbox:
             loop.call_soon(self._flush)
         self.outbox.append((request_id, np.asarray(prompt_ids, np.int32), params, tuple(images)))
+        if len(self.outbox) == _FULL:
+            self._flush()
         try:
             return await future
         except asyncio.CancelledError:
@@ -190,7 +197,7 @@ class RemoteSampler:
         wanted = [r for r in requests if (future := self.waiting.get(r[0])) is not None and not future.done()]
         if not wanted:
             return
-        self.actor.submit.remote(wanted)  # a failure to submit shows as silence or death in collect
+        self.actor.submit.remote(tuple(wanted))  # a failure to submit shows as silence or death in collect
         if self.collector is None or self.collector.done():
             self.collector = asyncio.get_running_loop().create_task(self._collect())
 
@@ -199,7 +206,7 @@ class RemoteSampler:
         try:
             while self.waiting:
                 ref = self.actor.collect.remote(self.received)
-                answers: list[Answer] = await answer(ref, self.handle, "generation", self.handle.silence_s)
+                answers: tuple[Answer, ...] = await answer(ref, self.handle, "generation", self.handle.silence_s)
                 self.received += len(answers)
                 for request_id, result in answers:
                     future = self.waiting.pop(request_id, None)

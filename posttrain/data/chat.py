@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import DataError, ModelError
 from posttrain.core.types import ToolSchema
+from posttrain.data.byte_level import token_bytes
 from posttrain.data.frames import frame, keeps_track
 from posttrain.data.messages import AnyMessage, normalize_messages, normalize_tools
 from posttrain.data.spans import AssistantSpans
@@ -183,7 +184,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Return the text of token ids as they are: control tokens included, spaces before punctuation not tidied."""
     if tokenizer.is_fast:
-        return str(tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
+        backend = tokenizer.backend_tokenizer
+        if (pieces := token_bytes(backend)) is not None:
+            return b"".join(map(pieces.__getitem__, ids)).decode("utf-8", "replace")
+        return str(backend.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 

@@ -84,7 +84,9 @@ class Record:
             turn = slice(start, start + len(sample.ids))
             mask[turn] = True
             logprobs[turn] = sample.logprobs
-            versions[turn] = sample.versions
+            versions[turn] = sample.version
+            for before, version in sample.updates:
+                versions[start + before : turn.stop] = version
         return {
             "tokens": self.ids.copy(),
             "loss_mask": mask,
