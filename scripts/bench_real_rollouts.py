@@ -415,6 +415,7 @@ def main() -> None:
         return
     import tempfile
 
+    from posttrain.core.cycles import rare_cycle_search
     from posttrain.data.loader import BatchOrder
 
     job, agents = prepared(args), prepared(args, args.agent) if args.agent else None
@@ -429,7 +430,8 @@ def main() -> None:
             files[-1].write_text(json.dumps([job.env.prompt_ids(job.prompts[i]) for i in rows for _ in range(args.n)]))
         if args.raw:
             found |= measure_raw(args, files, sorted(job.env.stop_token_ids))
-        found |= asyncio.run(measure_ours(args, job, agents, batches))
+        with rare_cycle_search():  # as the command line does
+            found |= asyncio.run(measure_ours(args, job, agents, batches))
     table = Table(
         "",
         "tokens/s",

@@ -96,7 +96,7 @@ class SamplerActor(Supervised):
         except TimeoutError:
             return ()
         await asyncio.sleep(0)  # requests that finished in the same engine step travel together
-        # A copy: Ray serializes it in another thread, and a list that grows meanwhile cannot be read again. And a tuple:
+        # A copy: Ray serializes it in another thread, and a list that grows meanwhile cannot be read. And a tuple:
         # of a list Ray serializes each item by itself.
         return tuple(self.answers) if received == self.delivered else ()
 
