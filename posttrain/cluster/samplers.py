@@ -36,7 +36,9 @@ _FULL = 64
 """Requests of a message that is sent at once: the engine begins with the first episodes of a step while others
 start."""
 
-Request = tuple[int, npt.NDArray[np.int32], SamplingParams, tuple[PlacedImage, ...]]
+Request = tuple[int, bytes, SamplingParams, tuple[PlacedImage, ...]]
+"""Its number, and the arguments of ``generate``. Token ids are the bytes of int32, which take a tenth of the time to
+serialize that an array does."""
 Answer = tuple[int, Sample | PosttrainError]
 
 
@@ -67,7 +69,9 @@ class SamplerActor(Supervised):
 
     async def submit(self, requests: Sequence[Request]) -> None:
         for request_id, ids, params, images in requests:
-            task = self.tasks[request_id] = asyncio.create_task(self._run(request_id, ids, params, images))
+            task = self.tasks[request_id] = asyncio.create_task(
+                self._run(request_id, np.frombuffer(ids, np.int32), params, images)
+            )
             # Not in `_run` itself: a task that is aborted before its first step never runs.
             task.add_done_callback(partial(self._forget, request_id))
 
@@ -181,7 +185,7 @@ class RemoteSampler:
         self.waiting[request_id] = future
         if not self.outbox:
             loop.call_soon(self._flush)
-        self.outbox.append((request_id, np.asarray(prompt_ids, np.int32), params, tuple(images)))
+        self.outbox.append((request_id, np.asarray(prompt_ids, np.int32).tobytes(), params, tuple(images)))
         if len(self.outbox) == _FULL:
             self._flush()
         try:

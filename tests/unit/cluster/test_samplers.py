@@ -2,6 +2,8 @@
 
 import asyncio
 
+import numpy as np
+
 from posttrain.cluster.actors import ActorHandle
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 from posttrain.core.types import Sample, SamplingParams
@@ -65,7 +67,7 @@ def test_a_reply_keeps_its_answers_while_others_are_added():
     async def play():
         engine = Engine()
         actor = InProcess(engine)
-        await actor.submit([(i, [i], PARAMS, ()) for i in range(2)])
+        await actor.submit([(i, np.array([i], np.int32).tobytes(), PARAMS, ()) for i in range(2)])
         await until(lambda: len(engine.asked) == 2)
         engine.asked[0].set()
         first = await actor.collect(0)
