@@ -134,6 +134,14 @@ class Sample:
     updates: tuple[tuple[int, int], ...] = ()
     """(tokens sampled before it, its version) of each weight update amid these tokens (`rollout.keep_kv`), in order."""
 
+    @property
+    def versions(self) -> list[int]:
+        """Return the version of the weights that sampled each token."""
+        found = [self.version] * len(self.ids)
+        for start, version in self.updates:
+            found[start:] = [version] * len(found[start:])
+        return found
+
 
 @dataclass(frozen=True)
 class Score:
