@@ -1,4 +1,5 @@
-"""Rollouts of real prompts beside the raw engine: `rl`'s own episodes, grading and driver against `sglang.Engine`.
+"""Rollouts of real prompts beside the raw engine: `rl`'s own episodes, grading and driver against the API of SGLang or
+vLLM.
 
     python scripts/bench_real_rollouts.py --model models/smollm2-135m-instruct --data data/gsm8k-plain
     python scripts/bench_real_rollouts.py --model ... --data ... --raw default={} --raw 'graphs={"env": {"A": 1}}'
@@ -6,11 +7,12 @@
 
 `--data` is what `posttrain prep gsm8k --demos plain` wrote. Each round samples the `--prompts` x `--n` requests of one
 step of `rl`, up to `--new` tokens, which end at different times. The engine of a run plays them twice: "ours" by the
-episodes of the driver, "raw, same engine" by SGLang's own API in the engine's process. With `--agent FILE.py:NAME` an
-agent plays the same prompts at the endpoint, in turns with the run's episodes. Each `--raw NAME=JSON` is an engine of
-its own without us, started with these arguments (`"env"`: its environment variables). All of them start at the same
-time; those that do not measure are stopped (SIGSTOP) meanwhile. Tokens/s are of sampled tokens. Beside them: cores
-that each process keeps busy, and the share of the time in which the GPU runs kernels.
+episodes of the driver, "raw, same engine" by the engine's own API in its process. They take turns to be first, and each
+begins with an empty prefix cache. With `--agent FILE.py:NAME` an agent plays the same prompts at the endpoint, in turns
+with the others. Each `--raw NAME=JSON` is an engine of SGLang without us, started with these arguments (`"env"`: its
+environment variables). All of them start at the same time; those that do not measure are stopped (SIGSTOP) meanwhile.
+Tokens/s are of sampled tokens. Beside them: cores that each process keeps busy, and the share of the time in which the
+first GPU of `CUDA_VISIBLE_DEVICES` runs kernels.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -57,14 +60,8 @@ class Usage:
         return self
 
     def _watch(self) -> None:
-        if "torch" in sys.modules and not sys.modules["torch"].cuda.is_available():
-            return
-        import pynvml  # type: ignore[import-not-found]
-
-        pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-        while not self._stop.wait(0.2):
-            self._samples.append(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100)
+        while torch.cuda.is_available() and not self._stop.wait(0.2):
+            self._samples.append(torch.cuda.utilization(0) / 100)
 
     def __exit__(self, *error: object) -> None:
         self.seconds = time.perf_counter() - self._began
@@ -137,8 +134,8 @@ class Measured:
 # ---------------------------------------------------------------------------------------------------- raw engines
 
 
-async def sample_raw(engine: Any, requests: Requests, new: int, stop: Sequence[int]) -> list[int]:
-    """Sample all requests by SGLang's own API; returns the lengths."""
+async def sample_sglang(engine: Any, requests: Requests, new: int, stop: Sequence[int]) -> list[int]:
+    """Sample all requests by the API of an ``sglang.Engine``; returns the lengths."""
     params = {"temperature": 1.0, "max_new_tokens": new, "stop_token_ids": list(stop)}
 
     async def one(ids: list[int]) -> int:
@@ -146,6 +143,31 @@ async def sample_raw(engine: Any, requests: Requests, new: int, stop: Sequence[i
         return len(output["output_ids"])
 
     return list(await asyncio.gather(*(one(ids) for ids in requests)))
+
+
+async def sample_vllm(llm: Any, requests: Requests, new: int, stop: Sequence[int]) -> list[int]:
+    """Sample all requests by the API of an ``AsyncLLM``; returns the lengths."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=1.0, max_tokens=new, stop_token_ids=list(stop), logprobs=0, flat_logprobs=True, detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+
+    async def one(number: int, ids: list[int]) -> int:
+        prompt = TokensPrompt(prompt_token_ids=ids)
+        [output] = [output async for output in llm.generate(prompt, params, f"raw {number}")]
+        return len(output.outputs[0].token_ids)
+
+    return list(await asyncio.gather(*(one(number, ids) for number, ids in enumerate(requests))))
+
+
+RAW: dict[str, tuple[str, Callable[[Any, Requests, int, Sequence[int]], Awaitable[list[int]]]]] = {
+    "sglang": ("engine", sample_sglang),
+    "vllm": ("llm", sample_vllm),
+}
+"""Where an engine of ours has the engine itself, and what samples by the API of that."""
 
 
 def child(spec: dict[str, Any]) -> None:
@@ -159,7 +181,7 @@ def child(spec: dict[str, Any]) -> None:
     async def answer() -> None:
         loop = asyncio.get_running_loop()
         while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
-            lengths = await sample_raw(engine, json.loads(Path(line).read_text()), spec["new"], spec["stop"])
+            lengths = await sample_sglang(engine, json.loads(Path(line).read_text()), spec["new"], spec["stop"])
             print(json.dumps({"tokens": sum(lengths)}), flush=True)
 
     engine.loop.run_until_complete(answer())
@@ -288,6 +310,18 @@ async def measure_ours(
             right = statistics.fmean(t.reward for t in played)
             print(f"{tag}: {turns:.2f} turns and {right:.3f} reward an episode, {usage.seconds:.1f} s", flush=True)
 
+    async def sample_same(prompts: Sequence[Any]) -> None:
+        requests = [job.env.prompt_ids(p) for p in prompts for _ in range(args.n)]
+        parts = [requests[i :: len(samplers)] for i in range(len(samplers))]
+        with profiled("same" if number == 1 else ""), Usage() as usage:
+            counts = await asyncio.gather(
+                *(
+                    _in_actor(sampler, args.engine, part, args.new, stop)
+                    for sampler, part in zip(samplers, parts, strict=True)
+                )
+            )
+        same.add(sum(counts), usage)
+
     cfg = job.resolved.config
     stop = sorted(job.env.stop_token_ids)
     ours, theirs, same = Measured(), Measured(), Measured()
@@ -307,25 +341,15 @@ async def measure_ours(
             gc.freeze()  # as a run does
             for number in range(args.rounds):
                 prompts = [job.prompts[i] for i in batches[number]]
-                ways = [(source, prompts, ours, "ours")]
+                ways = [play(source, prompts, ours, "ours")]
                 if agent is not None:
-                    ways.append((agent, [agents.prompts[i] for i in batches[number]], theirs, "agent"))
+                    ways.append(play(agent, [agents.prompts[i] for i in batches[number]], theirs, "agent"))
+                if args.turns == 1 and args.engine in RAW:
+                    ways.append(sample_same(prompts))
                 for way in ways if number % 2 else reversed(ways):
                     if args.engine != "hf":
                         await asyncio.gather(*(_forget(sampler, args.engine) for sampler in samplers))
-                    await play(*way)
-                if args.turns > 1 or args.engine != "sglang":
-                    continue
-                requests = [job.env.prompt_ids(p) for p in prompts for _ in range(args.n)]
-                parts = [requests[i :: len(samplers)] for i in range(len(samplers))]
-                with profiled("same" if number == 1 else ""), Usage() as usage:
-                    counts = await asyncio.gather(
-                        *(
-                            _in_actor(sampler, part, args.new, stop)
-                            for sampler, part in zip(samplers, parts, strict=True)
-                        )
-                    )
-                same.add(sum(counts), usage)
+                    await way
     found = {"ours": ours} | ({"agent": theirs} if theirs.tokens else {})
     if same.tokens:
         found["raw, same engine"] = same
@@ -342,12 +366,12 @@ async def _forget(sampler: Any, engine: str) -> None:
     await sampler.actor.__ray_call__.remote(run)
 
 
-async def _in_actor(sampler: Any, requests: Requests, new: int, stop: Sequence[int]) -> int:
+async def _in_actor(sampler: Any, engine: str, requests: Requests, new: int, stop: Sequence[int]) -> int:
+    place, sample = RAW[engine]
+
     def run(self: Any) -> int:  # in a thread of its own
-        lengths = asyncio.run_coroutine_threadsafe(
-            sample_raw(self.engine.engine, requests, new, stop), self.loop
-        ).result()
-        return sum(lengths)
+        sampled: Any = sample(getattr(self.engine, place), requests, new, stop)
+        return sum(asyncio.run_coroutine_threadsafe(sampled, self.loop).result())
 
     tokens: int = await sampler.actor.__ray_call__.remote(run)
     return tokens
@@ -391,8 +415,7 @@ def main() -> None:
         return
     import tempfile
 
-    import torch
-
+    from posttrain.core.cycles import rare_cycle_search
     from posttrain.data.loader import BatchOrder
 
     job, agents = prepared(args), prepared(args, args.agent) if args.agent else None
@@ -407,7 +430,8 @@ def main() -> None:
             files[-1].write_text(json.dumps([job.env.prompt_ids(job.prompts[i]) for i in rows for _ in range(args.n)]))
         if args.raw:
             found |= measure_raw(args, files, sorted(job.env.stop_token_ids))
-        found |= asyncio.run(measure_ours(args, job, agents, batches))
+        with rare_cycle_search():  # as the command line does
+            found |= asyncio.run(measure_ours(args, job, agents, batches))
     table = Table(
         "",
         "tokens/s",

@@ -84,7 +84,7 @@ class Record:
             turn = slice(start, start + len(sample.ids))
             mask[turn] = True
             logprobs[turn] = sample.logprobs
-            versions[turn] = sample.versions
+            versions[turn] = sample.versions if sample.updates else sample.version
         return {
             "tokens": self.ids.copy(),
             "loss_mask": mask,

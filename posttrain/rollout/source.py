@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from posttrain.core.types import ON_POLICY, Failure, Prompt, Sampling, Trajectory
 from posttrain.rewards.compose import Rewarder
 from posttrain.rollout.agents import AgentEpisode
@@ -131,7 +133,8 @@ class Group:
     ) -> None:
         self.prompt, self.env, self.sampling = prompt, env, sampling
         self._seed, self._by = seed, by
-        self._opened = env.opened(prompt)
+        ids, images = env.opened(prompt)
+        self._opened = np.asarray(ids, np.int32), images  # of a list each episode would make its own array
         self._episodes: list[Episode | AgentEpisode | Trajectory] = [self._new(i) for i in range(n)]
 
     def _new(self, i: int) -> Episode | AgentEpisode:
