@@ -456,6 +456,8 @@ def main() -> None:
         args.port = int(args.port)
         print(json.dumps(run()))
         return
+    if args.command == "experts" and "num_experts" not in SHAPES[args.shape]:
+        parser.error(f"--shape {args.shape} has no experts; hint: --shape 7b-a1b")
     if args.command in ("head", "experts"):
         results = {"head": head, "experts": experts}[args.command](args)
     else:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from posttrain.algos.segments import segment_ids, segment_sum
 from posttrain.core.types import Ids
 from posttrain.data.bins import assign
 from posttrain.data.prompts import Prompts
@@ -142,9 +143,8 @@ class PackedBatch:
     @property
     def carrying(self) -> list[int]:
         """Return the sequences with a token that carries loss."""
-        starts = self.cu_seqlens[:-1].long()
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.loss_mask.long().cumsum(0)])
-        return (before[self.cu_seqlens[1:].long()] > before[starts]).nonzero().flatten().tolist()
+        counts = segment_sum(self.loss_mask, segment_ids(self.cu_seqlens), self.num_sequences)
+        return counts.nonzero().flatten().tolist()
 
     @staticmethod
     def from_sequences(ids: Sequence[Ids], masks: Sequence[Bools]) -> PackedBatch:

@@ -1,8 +1,8 @@
 """Experts of a layer by grouped matrix products, on rows that are sorted by expert.
 
 A token's row goes to k experts, and what they make of it comes back and is added up. Both ways are gathers here, and so
-is the gradient of each: k rows that a token was copied to are found and summed. The gradient of plain indexing is a
-scatter instead, which sorts all rows once more, or adds up bfloat16 in an order of its own.
+is the gradient of each. The gradient of plain indexing is a scatter instead, which sorts all rows once more, or adds up
+bfloat16 in an order of its own; biases of experts, which few models have, are indexed so.
 
 Shape legend: S tokens, k experts a token, R = S k rows, D hidden size, E experts.
 """
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
+
+from posttrain.models.rows import copy_rows
 
 NAME = "posttrain"
 """As ``config._experts_implementation`` has it."""
@@ -21,6 +22,8 @@ NAME = "posttrain"
 
 def register() -> None:
     """Make ``experts_implementation="posttrain"`` known to transformers in this process."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
@@ -44,13 +47,14 @@ def sort(top_k_index: Tensor) -> Sorted:
 
 def spread(x: Tensor, rows: Sorted) -> Tensor:
     """Return the rows [R, D] of tokens [S, D], sorted by expert."""
-    result: Tensor = _Spread.apply(x, rows.order, rows.place)  # type: ignore[no-untyped-call]
-    return result
+    k = len(rows.order) // len(x)
+    return copy_rows(x, rows.order // k, rows.place, torch.arange(0, len(rows.order), k, device=x.device))
 
 
 def mix(y: Tensor, weights: Tensor, rows: Sorted) -> Tensor:
     """Return [S, D]: the sums of sorted rows ``y`` [R, D] over the experts of a token, with the router's weights
     [S, k]."""
+    # torch leaves ``Function.apply`` without types.
     result: Tensor = _Mix.apply(y, weights, rows.order, rows.place)  # type: ignore[no-untyped-call]
     return result
 
@@ -66,6 +70,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     Returns:
         [S, D] in the type of ``hidden_states``.
     """
+    from transformers.integrations.moe import _grouped_linear
+
     rows = sort(top_k_index)
     last = torch.arange(experts.num_experts, device=top_k_index.device, dtype=top_k_index.dtype)
     ends = torch.searchsorted(rows.experts, last, right=True, out_int32=True)
@@ -82,19 +88,6 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     else:
         x = experts.act_fn(linear(x, "up_proj"))
     return mix(linear(x, "down_proj"), top_k_weights, rows).to(hidden_states.dtype)
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.tokens = len(x)
-        return x[order // (len(order) // len(x))]
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return upstream[0][place].view(ctx.tokens, -1, upstream[0].shape[1]).sum(1), None, None
 
 
 class _Mix(torch.autograd.Function):

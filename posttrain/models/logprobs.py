@@ -80,26 +80,6 @@ def tokenwise_loss(
     return result
 
 
-def pick_rows(hidden: Tensor, rows: Tensor) -> Tensor:
-    """``hidden[rows]`` for distinct rows [N]. Its backward pass only copies; that of indexing sorts or adds."""
-    picked: Tensor = _PickRows.apply(hidden, rows)  # type: ignore[no-untyped-call]
-    return picked
-
-
-class _PickRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.count = len(hidden)
-        return hidden.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        grad = upstream[0]
-        return grad.new_zeros((ctx.count, *grad.shape[1:])).index_copy_(0, rows, grad), None
-
-
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -6,11 +6,11 @@ Shape legend: T tokens of all sequences, C of them computed, B sequences, K key/
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from posttrain.models.rows import copy_rows
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,4 @@ class SharedPrefixes:
 
     def spread(self, x: Tensor) -> Tensor:
         """[C, K, D] of the computed tokens -> [T, K, D] of all."""
-        result: Tensor = _Spread.apply(x, self.source, self.copies, self.first)  # type: ignore[no-untyped-call]
-        return result
-
-
-class _Spread(torch.autograd.Function):
-    """Copies tokens to their places. The gradient of a token is the sum over its places, always in the same order, and
-    on a GPU in float32; that of indexing would be added up with atomics, in the type of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, copies: Tensor, first: Tensor) -> Tensor:
-        ctx.save_for_backward(copies, first)
-        return x.index_select(0, source)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        copies, first = ctx.saved_tensors
-        grad = upstream[0]
-        summed = F.embedding_bag(copies, grad.flatten(1), first, mode="sum")
-        return summed.view(-1, *grad.shape[1:]), None, None, None
+        return copy_rows(x, self.source, self.copies, self.first)

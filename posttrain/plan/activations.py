@@ -79,15 +79,16 @@ def _selective(shape: ModelShape, policy: Policy) -> float:
 
 def _experts(shape: ModelShape, policy: Policy) -> float:
     """A token's rows as they go into its k experts and as they come out, what the router gives all experts, and for
-    each row three indices, its weight (one that the compiler made can be made again) and that before it was divided by
-    their sum. Where experts are on other workers, also rows as they come back, with two indices and a weight."""
+    each row three indices, its weight and that before it was divided by their sum; where a token's rows begin. The
+    compiler makes some of it again. Where experts are on other workers, also rows as they come back, with three
+    indices and a weight."""
     if not shape.experts:
         return 0.0
     b, k, h = policy.itemsize, shape.experts_per_token, shape.hidden
     saved = k * (2 * b * h + 3 * 8 + 4 + (0 if policy.compiled else b))
     # The partitioner keeps the router's logits, and computes their softmax again; of less than 64 experts it may not.
-    saved += b * shape.experts + 8 if policy.compiled else 4 * shape.experts + 4
-    return saved + k * (b * h + 2 * 8 + b) * policy.shared_out
+    saved += b * shape.experts + 8 if policy.compiled else 4 * shape.experts + 4 + 8
+    return saved + k * (b * h + 3 * 8 + b) * policy.shared_out
 
 
 def _adapters(shape: ModelShape, policy: Policy) -> float:

@@ -167,7 +167,7 @@ def weigh(batch: PackedBatch, kept: Sequence[Trajectory], cfg: Config) -> list[l
     return updates
 
 
-def leave_out(batch: PackedBatch, updates: Sequence[Sequence[int]]) -> tuple[list[float], dict[str, float]]:
+def leave_out(batch: PackedBatch, updates: Sequence[list[int]]) -> tuple[list[float], dict[str, float]]:
     """Take the loss from episodes whose advantages are all 0 (`train.skip_zero_advantages`), so that workers do not
     compute them. Loss weights stay: those of the others are what they were.
 
@@ -181,7 +181,7 @@ def leave_out(batch: PackedBatch, updates: Sequence[Sequence[int]]) -> tuple[lis
     kept = of_sequence[sequence]
     batch.loss_mask = batch.loss_mask & kept
     total, left = (segment_sum(x, sequence, batch.num_sequences) for x in (weights, weights * kept))
-    shares = [float(left[part].sum() / total[part].sum()) for part in map(list, updates)]
+    shares = [float(left[part].sum() / total[part].sum()) for part in updates]
     return shares, {"perf/skipped_tokens": 1.0 - float(kept.double().mean())}
 
 

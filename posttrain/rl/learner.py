@@ -266,7 +266,7 @@ class Learner:
         parts: Sequence[PackedBatch],
         version: int | None,
         own: Tensor | None,
-        shares: Sequence[float] | None = None,
+        shares: Sequence[float] | None,
     ) -> dict[str, float]:
         """Take the actor's updates.
 
@@ -288,7 +288,7 @@ class Learner:
                         seed = (self.run.cfg.run.seed << 32) + (self.run.step << 10) + number
                         part = replace(part, prepared=prepared_column(part, current, algo, seed))
                     results.append(await self.run.update(self.actor, part, loss))
-        tokens = sum(part.lengths[b] for part in parts for b in part.carrying)
+        tokens = int(sum(part.cu_seqlens.diff()[part.carrying].sum() for part in parts))
         metrics = update_metrics(results, shares) | update_speed(results, tokens, self.actor)
         # Fewer than algo.updates_per_step where fewer prompts than that are left: groups stay whole.
         return metrics | {"actor/updates": float(len(parts))}

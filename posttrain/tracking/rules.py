@@ -231,8 +231,8 @@ def memory_grows(window: Window) -> Finding | None:
     return _finding(
         _level(last[-1] / used[0], (1.05, 1.25)) if grows and used[0] else 0,
         f"the GPU memory in use grew from {used[0]:.1f} to {used[-1]:.1f} GiB {_when(window)}, and does not stop",
-        "report it, with the run's config.toml; until then save often (train.save_every): a run that is resumed begins "
-        "with free memory",
+        "longer answers may take it (response_length/mean). If they are no longer, something is not freed: report it, "
+        "with the run's config.toml; a run that is resumed begins with free memory",
     )
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from posttrain.core.errors import ModelError
 from posttrain.models.attention import Ragged
 from posttrain.models.classifier import VALUE_HEAD
-from posttrain.models.logprobs import TokenLoss, pick_rows, token_logprobs, tokenwise_loss
+from posttrain.models.logprobs import TokenLoss, token_logprobs, tokenwise_loss
 from posttrain.models.output_head import LogitRule
+from posttrain.models.rows import pick_rows
 from posttrain.models.vision import ImageInput, last_hidden
 
 if TYPE_CHECKING:
