@@ -2,7 +2,7 @@
 
 A token's row goes to k experts, and what they make of it comes back and is added up. Both ways are gathers here, and so
 is the gradient of each. The gradient of plain indexing is a scatter instead, which sorts all rows once more, or adds up
-bfloat16 in an order of its own; biases of experts, which few models have, are indexed so.
+bfloat16 in an order of its own.
 
 Shape legend: S tokens, k experts a token, R = S k rows, D hidden size, E experts.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.models.rows import copy_rows
@@ -76,8 +77,12 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     last = torch.arange(experts.num_experts, device=top_k_index.device, dtype=top_k_index.dtype)
     ends = torch.searchsorted(rows.experts, last, right=True, out_int32=True)
 
+    def bias_of_rows(bias: Tensor) -> Tensor:
+        count = torch.arange(len(rows.order), device=ends.device)
+        return copy_rows(bias, rows.experts, count, F.pad(ends[:-1].long(), (1, 0)))
+
     def linear(x: Tensor, name: str) -> Tensor:
-        bias = getattr(experts, f"{name}_bias")[rows.experts] if experts.has_bias else None
+        bias = bias_of_rows(getattr(experts, f"{name}_bias")) if experts.has_bias else None
         weight = getattr(experts, name)
         result: Tensor = _grouped_linear(x, weight, ends, bias=bias, is_transposed=experts.is_transposed)
         return result

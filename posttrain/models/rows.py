@@ -21,12 +21,12 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def copy_rows(x: Tensor, source: Tensor, copies: Tensor, first: Tensor) -> Tensor:
-    """Return ``x[source]`` [M, ...], in which every row of x [N, ...] is.
+    """Return ``x[source]`` [M, ...] for x [N, ...].
 
     Args:
         source: [M] the row that each row of the result is.
         copies: [M] the places of all rows of the result, by the row of ``x`` that they are.
-        first: [N] where the places of each row of ``x`` begin in ``copies``.
+        first: [N] where the places of each row of ``x`` begin in ``copies``; a row may have none.
     """
     # torch leaves ``Function.apply`` without types.
     copied: Tensor = _CopyRows.apply(x, source, copies, first)  # type: ignore[no-untyped-call]

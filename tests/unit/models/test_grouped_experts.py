@@ -48,12 +48,15 @@ def test_values_and_gradients_are_those_of_transformers(tmp_path, name):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_expert_without_tokens_gets_no_gradient(tmp_path):
-    experts = experts_of("Qwen3-MoE", tmp_path, grouped_experts.NAME)
-    hidden = torch.randn(5, experts.down_proj.shape[1])
-    experts(hidden, torch.tensor([[1, 3]] * 5), torch.ones(5, 2)).sum().backward()
-    used = experts.down_proj.grad.abs().sum((1, 2)) > 0
-    assert used.nonzero().flatten().tolist() == [1, 3]
+@pytest.mark.parametrize(("name", "parameter"), [("Qwen3-MoE", "down_proj"), ("gpt-oss", "down_proj_bias")])
+@pytest.mark.parametrize("used", [[0, 2], [1, 3]])
+def test_an_expert_without_tokens_gets_no_gradient(tmp_path, name, parameter, used):
+    experts = experts_of(name, tmp_path, grouped_experts.NAME)
+    assert experts.num_experts == 4
+    hidden = torch.randn(5, experts.hidden_size if experts.is_transposed else experts.down_proj.shape[1])
+    experts(hidden, torch.tensor([used] * 5), torch.ones(5, 2)).sum().backward()
+    found = getattr(experts, parameter).grad.flatten(1).abs().sum(1) > 0
+    assert found.nonzero().flatten().tolist() == used
 
 
 class Operators(TorchDispatchMode):
@@ -68,9 +71,10 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "gpt-oss"])
 @pytest.mark.parametrize(("implementation", "scatters"), [("grouped_mm", True), (grouped_experts.NAME, False)])
-def test_no_gradient_is_added_up_by_a_scatter(tmp_path, implementation, scatters):
-    experts = experts_of("Qwen3-MoE", tmp_path, implementation)
+def test_no_gradient_is_added_up_by_a_scatter(tmp_path, name, implementation, scatters):
+    experts = experts_of(name, tmp_path, implementation)
     with Operators() as seen:
         results(experts)
     assert bool(seen.names & SCATTERS) == scatters
