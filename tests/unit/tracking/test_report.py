@@ -129,7 +129,7 @@ def test_runs_and_seeds_side_by_side(tmp_path: Path) -> None:
     data, _ = read(page)
     assert [run["group"] for run in data["runs"]] == [0, 0, 1]
     assert [run["settings"]["train.optim.lr"] for run in data["runs"]][1:] == [
-        ["0.0004", "preset tiny-arith"], ["0.1", "--set"],
+        ["0.0002", "preset tiny-arith"], ["0.1", "--set"],
     ]  # fmt: skip
     assert {e["run"] for e in data["episodes"]} == {0, 1, 2}
 
