@@ -36,5 +36,7 @@ def local_trainer(spec: WorkerSpec, tokens_per_microbatch: int = 16384) -> Itera
     worker = TrainWorker(spec, 0, 1)
     made = LocalGroup("actor", [ActorHandle("actor worker 0", actor=object())], 60.0, tokens_per_microbatch)
     made.worker, made.metadata = worker, worker.setup("127.0.0.1", port, 60.0)
-    yield made
-    dist.destroy_process_group()
+    try:
+        yield made
+    finally:
+        dist.destroy_process_group()

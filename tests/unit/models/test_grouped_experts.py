@@ -28,11 +28,14 @@ def experts_of(name, folder, implementation):
     return experts
 
 
+def width_of(experts):
+    return experts.down_proj.shape[2 if experts.is_transposed else 1]
+
+
 def results(experts, dtype=torch.float32, k=2, seed=1):
     """What comes out for some tokens, and the gradients of inputs, weights and parameters."""
     torch.manual_seed(seed)
-    width = experts.down_proj.shape[2 if experts.is_transposed else 1]
-    hidden = torch.randn(TOKENS, width, dtype=dtype).requires_grad_()
+    hidden = torch.randn(TOKENS, width_of(experts), dtype=dtype).requires_grad_()
     chosen = torch.stack([torch.randperm(experts.num_experts)[:k] for _ in range(TOKENS)])
     weights = torch.rand(TOKENS, k, dtype=dtype).requires_grad_()
     experts.zero_grad()
@@ -53,7 +56,7 @@ def test_values_and_gradients_are_those_of_transformers(tmp_path, name):
 def test_an_expert_without_tokens_gets_no_gradient(tmp_path, name, parameter, used):
     experts = experts_of(name, tmp_path, grouped_experts.NAME)
     assert experts.num_experts == 4
-    hidden = torch.randn(5, experts.hidden_size if experts.is_transposed else experts.down_proj.shape[1])
+    hidden = torch.randn(5, width_of(experts))
     experts(hidden, torch.tensor([used] * 5), torch.ones(5, 2)).sum().backward()
     found = getattr(experts, parameter).grad.flatten(1).abs().sum(1) > 0
     assert found.nonzero().flatten().tolist() == used
