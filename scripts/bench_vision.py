@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,8 @@ def make_model(args: argparse.Namespace) -> Path:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()  # what is measured may need the room
     for file in args.data.iterdir():
         if file.suffix in (".json", ".txt", ".jinja") and file.name != "config.json":
             shutil.copy(file, folder / file.name)
@@ -146,11 +148,11 @@ def posttrain(args: argparse.Namespace, command: str, name: str, **values: Any) 
         "run.name": name, "run.logger": ["jsonl"], "model.path": str(args.model), "train.optim.lr": LEARNING_RATE,
         "train.tokens_per_microbatch": args.tokens, "train.activation_checkpointing": args.checkpointing,
         "train.param_dtype": args.param_dtype, "train.steps": args.steps + WARM_UP, "cluster.workers": args.workers,
-        "cluster.start_deadline_s": 400.0, **values,
+        "cluster.start_deadline_s": 400.0, "run.profile": args.profile, **values,
     }  # fmt: skip
     preset = args.out / f"{command}.toml"  # of defaults alone
     preset.write_text(f'command = "{command}"\n')
-    words = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    words = [word for key, value in flat(values) for word in ("--set", f"{key}={json.dumps(value)}")]
     said = run_limited(
         [sys.executable, "-m", "posttrain", command, "--preset", str(preset), *words],
         args.out, args.out / f"{name}.log", args.limit,
@@ -158,6 +160,15 @@ def posttrain(args: argparse.Namespace, command: str, name: str, **values: Any) 
     shutil.rmtree(args.out / "runs" / name / "checkpoints", ignore_errors=True)  # tens of gigabytes each
     file = args.out / "runs" / name / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [], said
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key of each value that is not a table."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def run_limited(command: Sequence[str], cwd: Path, log: Path, limit_s: float) -> str:
@@ -358,6 +369,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="of GRPO, JSON: rollout.engine_options")
     parser.add_argument("--kinds", nargs="+", choices=["rl", "text"], default=["rl", "text"], help="of GRPO")
     parser.add_argument("--param-dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--profile", default="", help="steps to profile: run.profile")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of each run")
     parser.add_argument("--peer-rows", type=int, default=8, help="rows that TRL runs at once")
     parser.add_argument("--peer-python", default=sys.executable)

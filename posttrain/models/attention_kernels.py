@@ -82,16 +82,17 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, needed: frozense
 
 def torch_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: tuple[int, int], scale: float | None,
-    window: int | None = None,
+    window: int | None = None, *, causal: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Compute attention as a ``Varlen`` does, with core torch; ``longest``: of the queries and of the keys."""
+    """Compute attention as a ``Varlen`` does, with core torch; ``longest``: of the queries and of the keys. Not
+    ``causal``: all tokens of a sequence see each other."""
     from torch.nn.attention.varlen import varlen_attn
 
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:  # torch 2.11 has no grouped-query flag here
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    window_size = (-1 if window is None else window - 1, 0)
+    window_size = (-1 if window is None else window - 1, 0 if causal else -1)
     out = varlen_attn(q, k, v, cu_q, cu_k, *longest, scale=scale, window_size=window_size)
     assert isinstance(out, Tensor)  # a pair only where the log-sum-exp is asked for too
     return out

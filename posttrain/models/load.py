@@ -269,7 +269,7 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
     """
     from accelerate import init_empty_weights
 
-    from posttrain.models import recurrent
+    from posttrain.models import attention, recurrent, vision
 
     config = load_config(source)
     with loading(source, hint=_UNKNOWN), init_empty_weights(include_buffers=False):
@@ -289,17 +289,20 @@ def build(source: ModelSource, *, dtype: torch.dtype) -> PreTrainedModel:
             hint="docs/models.md lists the architectures that work",
         )
     recurrent.separate_sequences(model)
+    if vision.sees(config):
+        model.set_attn_implementation(vision.attention_of(config, attention.NAME))
     return model
 
 
 def implementations(config: PreTrainedConfig) -> dict[str, Any]:
     """Make attention and experts of this package known to transformers. Returns the arguments that ask for them."""
-    from posttrain.models import attention, grouped_experts, vision
+    from posttrain.models import attention, grouped_experts, tower_attention, vision
 
     attention.register()
+    tower_attention.register()
     grouped_experts.register()
     return {
-        "attn_implementation": vision.attention_of(config, attention.NAME),
+        "attn_implementation": vision.attention_of(config, attention.NAME, built=False),
         "experts_implementation": grouped_experts.NAME,
     }
 

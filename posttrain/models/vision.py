@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from posttrain.models import tower_attention
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -44,8 +46,6 @@ FAMILIES: dict[str, Parts] = {
 """Types of models whose images are read."""
 TOWER = ("model.visual.", "model.vision_model.", "model.connector.")
 """Where the names of the tower's parameters begin, in any family."""
-_TOWER_ATTENTION = "sdpa"
-"""What transformers computes the tower's attention with, window by window."""
 
 
 def sees(config: PreTrainedConfig) -> bool:
@@ -72,12 +72,21 @@ def language_model(model: PreTrainedModel) -> nn.Module:
     return model.base_model.get_submodule(FAMILIES[str(model.config.model_type)].language)
 
 
-def attention_of(config: PreTrainedConfig, language: str) -> str | dict[str, str]:
+def attention_of(config: PreTrainedConfig, language: str, *, built: bool = True) -> str | dict[str, str]:
     """Return what transformers is to be told so that the language model computes attention with ``language``, and the
-    tower as it does by itself."""
+    tower with ``tower_attention``, or tile by tile as it does by itself.
+
+    Args:
+        built: there is a model. While it makes one, transformers would look for a package of FlashAttention.
+    """
     if not sees(config):
         return language
-    return {"": language, "text_config": language, "vision_config": _TOWER_ATTENTION}
+    in_one_call = built and not in_tiles(config)
+    return {
+        "": language,
+        "text_config": language,
+        "vision_config": tower_attention.NAME if in_one_call else "sdpa",
+    }
 
 
 @dataclass(frozen=True)

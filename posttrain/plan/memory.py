@@ -181,7 +181,8 @@ class Trainer:
             return 0.0
         kept = tower.values / tower.frames + tower.features(b)
         if backward and self.trains_tower:
-            kept += tower.layers * tower.of_block(b, self.train.activation_checkpointing) + b * tower.values
+            block = tower.of_block(b, self.train.activation_checkpointing, compiled=self.compiled)
+            kept += tower.layers * block + b * tower.values
         return self.patches * kept
 
     def _seeing(self) -> float:

@@ -190,24 +190,26 @@ class TowerShape:
         attention = b * 5 * h if self.family.tiles else b * 3 * h + 4 * 6 * h
         return b * 2 * h + max(attention, b * (h + len(self.family.mlp) * i))
 
-    def of_block(self, b: int, checkpointing: str) -> float:
-        """Bytes that one block saves for the backward pass. Blocks are not compiled."""
+    def of_block(self, b: int, checkpointing: str, *, compiled: bool) -> float:
+        """Bytes that one block saves for the backward pass. Blocks that are checkpointed are not compiled."""
         h, i = self.hidden, self.intermediate
         if checkpointing == "full":
             return b * h
         if checkpointing == "selective":  # the input, results of matrix products and of attention
             return b * (h + 3 * h + h + h + i * (2 if self.gated else 1) + h) + 4 * self.heads
         # Norms keep input and result, a root mean square also the normalised in float32. Attention keeps queries, keys,
-        # values, its result, and a float32 for each head; where queries and keys are rotated, also the product that
-        # values are a part of, and the result once more.
-        norms = 2 * ((4 + 2 * b) * h + 4) if self.gated else 2 * (2 * b * h + 2 * b)
-        attention = b * (4 if self.family.tiles else 7) * h + 4 * self.heads
-        return norms + attention + b * (4 if self.gated else 2) * i
+        # values, its result, and a float32 for each head. A gated MLP that is compiled computes one of its four again.
+        gated, fused = self.gated, self.gated and compiled
+        norms = 2 * ((4 * h if gated and not fused else 0) + 2 * b * h + (4 if gated else 2 * b))
+        return norms + b * 4 * h + 4 * self.heads + b * (2 + 2 * gated - fused) * i
 
     def in_flight(self, b: int, checkpointing: str) -> float:
         """Bytes of the most that the backward pass of one block holds beside what was saved."""
         gradients = b * ((3 if self.gated else 1) * self.intermediate + 2 * self.hidden)
-        return gradients + self.of_block(b, "none") - min(self.of_block(b, checkpointing), self.of_block(b, "none"))
+        if checkpointing == "none":
+            return gradients
+        again = self.of_block(b, "none", compiled=False)
+        return gradients + again - min(self.of_block(b, checkpointing, compiled=False), again)
 
 
 def tower_of(config: Mapping[str, Any], out: int) -> TowerShape | None:

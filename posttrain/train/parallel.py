@@ -68,9 +68,12 @@ def parallelize(
             forward = torch.compile(forward, dynamic=True)
         layer.forward = forward
     blocks = list(largest_list(seeing[0])) if seeing else []
-    if activation_checkpointing != "none" and any(p.requires_grad for block in blocks for p in block.parameters()):
-        for block in blocks:
+    again = activation_checkpointing != "none" and any(p.requires_grad for block in blocks for p in block.parameters())
+    for block in blocks:
+        if again:
             block.forward = _checkpointed(block.forward, activation_checkpointing, kept)
+        elif compiled:  # of a checkpointed one nothing would be: its attention is outside of graphs
+            block.forward = torch.compile(block.forward, dynamic=True)
     if mesh is None:
         return lm
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

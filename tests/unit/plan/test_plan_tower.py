@@ -7,6 +7,7 @@ import math
 import shutil
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,9 +28,9 @@ from posttrain.data.images import RawImage
 from posttrain.data.parquet import write_rows
 from posttrain.data.tiling import Tiling
 from posttrain.engines.choice import EngineChoice
-from posttrain.models import lora, vision
+from posttrain.models import attention, lora, tower_attention, vision
 from posttrain.models.builtin import builtin_config
-from posttrain.models.load import ModelSource, locate
+from posttrain.models.load import ModelSource, implementations, locate
 from posttrain.models.processors import load_vision
 from posttrain.plan.batch import assumed_lengths
 from posttrain.plan.estimate import Plan, Question
@@ -38,10 +39,12 @@ from posttrain.plan.known import known_models
 from posttrain.plan.layout import Kernels, Shapes
 from posttrain.plan.shape import shape_of
 from posttrain.prep.datasets.shapes import Shapes as ShapesData
+from posttrain.train import parallel
 from posttrain.train.flops import tower_flops, tower_forward
 from posttrain.train.model import PackedLM
-from posttrain.train.parallel import largest_list, parallelize
+from posttrain.train.parallel import largest_list
 from tests.helpers.seeing import FAMILIES, TILED, config_of, picture, processor_of, save_text_side, text_source
+from tests.unit.plan.test_plan_activations import varlen
 
 EVERY = sorted({*FAMILIES, *TILED})
 CONFIGS = {family: lambda family=family: config_of(family) for family in EVERY}
@@ -51,12 +54,25 @@ GRIDS = {True: ((2, 4, 4), (4, 4, 4)), False: ((1, 8, 8), (1, 4, 8))}
 
 
 def model_of(config, depth=None, **how):
-    """A model, with so many blocks in its tower, all of which look at a whole image if it is not cut."""
+    """A model, with so many blocks in its tower, all of which look at a whole image if it is not cut. Attention is
+    that of runs unless told otherwise."""
     if depth is not None:
         setattr(config.vision_config, "num_hidden_layers" if vision.in_tiles(config) else "depth", depth)
     if depth is not None and config.model_type == "qwen2_5_vl":
         config.vision_config.fullatt_block_indexes = list(range(depth))
-    return AutoModelForImageTextToText.from_config(config, **how)
+    model = AutoModelForImageTextToText.from_config(config, **(implementations(config) | how))
+    if not how.keys() & {"attn_implementation"}:
+        model.set_attn_implementation(vision.attention_of(config, attention.NAME))
+    return model
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Attention of towers keeps what a kernel over ragged rows does."""
+    monkeypatch.setattr(
+        tower_attention, "_by_length", lambda q, k, v, *_: varlen(*(x.contiguous() for x in (q, k, v)))[0]
+    )
+    monkeypatch.setattr(parallel, "_EXPENSIVE", parallel._EXPENSIVE | {"plantest.varlen.default"})
 
 
 def seen(model, grids):
@@ -114,28 +130,60 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", EVERY)
-def test_a_block_keeps_what_autograd_keeps(family, checkpointing):
+def test_a_block_keeps_what_autograd_keeps(family, checkpointing, as_on_a_gpu):
     found = []
     for depth in (2, 4):
         config = config_of(family)
-        model = model_of(config, depth, dtype=torch.bfloat16, attn_implementation="sdpa")
-        parallelize(PackedLM(model), None, dtype=torch.bfloat16, activation_checkpointing=checkpointing, compiled=False)
+        model = model_of(config, depth, dtype=torch.bfloat16)
+        parallel.parallelize(
+            PackedLM(model), None, dtype=torch.bfloat16, activation_checkpointing=checkpointing, compiled=False
+        )
         with LiveBytes(*model.parameters()) as live:
             out = seen(model, GRIDS[vision.in_tiles(config)][1:])
             gc.collect()
         found.append(live.bytes)
         assert out.last.requires_grad
-    patches = math.prod(GRIDS[vision.in_tiles(config)][1])
-    assert (found[1] - found[0]) / 2 == patches * shape_of(config.to_dict(), family).tower.of_block(2, checkpointing)
+    patches, tower = math.prod(GRIDS[vision.in_tiles(config)][1]), shape_of(config.to_dict(), family).tower
+    assert (found[1] - found[0]) / 2 == patches * tower.of_block(2, checkpointing, compiled=False)
+
+
+@pytest.mark.slow  # to compile takes seconds
+@pytest.mark.parametrize("family", EVERY)
+def test_a_compiled_block_keeps_what_autograd_keeps(family, as_on_a_gpu, monkeypatch):
+    found = []
+    for depth in (2, 4):
+        config, kept = config_of(family), {}
+        model = model_of(config, depth, dtype=torch.bfloat16)
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+
+        def keep(tensor, weights=weights, kept=kept):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                kept[storage._cdata] = storage.nbytes(), storage  # held, or its address would be used again
+            return tensor
+
+        torch._dynamo.reset()
+        with monkeypatch.context() as patch:
+            # What is kept is decided before code is made for it.
+            patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+            parallel.parallelize(
+                PackedLM(model), None, dtype=torch.bfloat16, activation_checkpointing="none", compiled=True
+            )
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = seen(model, GRIDS[vision.in_tiles(config)][1:])
+        found.append(sum(size for size, _ in kept.values()))
+        out.last.float().sum().backward()
+    patches, tower = math.prod(GRIDS[vision.in_tiles(config)][1]), shape_of(config.to_dict(), family).tower
+    assert (found[1] - found[0]) / 2 == patches * tower.of_block(2, "none", compiled=True)
 
 
 @pytest.mark.parametrize("width", [40, 640])
 @pytest.mark.parametrize("family", EVERY)
-def test_a_block_holds_what_is_reckoned_without_a_backward_pass(family, width):
+def test_a_block_holds_what_is_reckoned_without_a_backward_pass(family, width, as_on_a_gpu):
     """The most is held in attention, or with a wide MLP there."""
     config = config_of(family)
     config.vision_config.intermediate_size = width
-    model = model_of(config, 2, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model_of(config, 2, dtype=torch.bfloat16)
     blocks, found = largest_list(vision.tower(model)[0]), []
 
     def forward(hidden, *args, plain=blocks[1].forward, **kwargs):
