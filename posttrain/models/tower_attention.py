@@ -53,7 +53,6 @@ class Windows:
         return found
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -101,4 +100,5 @@ def register() -> None:
     """Make it known to transformers in this process."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, attend)
+    # How many windows there are, and how long the largest is, are numbers of Python: outside of compiled graphs.
+    AttentionInterface.register(NAME, torch.compiler.disable(attend))

@@ -109,6 +109,7 @@ def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence
     ranks = max(1, cfg.cluster.workers // train.sequence_parallel)
     updates = cfg.algo.updates_per_step if cfg.command == "rl" else 1
     sequences = list(of_step) if of_step is not None else [round(lengths.mean)] * sequences_of_step(cfg)
+    of_mean = of_step is None and lengths.mean < lengths.longest
     members = cfg.rollout.n if cfg.command == "rl" else 1
     groups = len(sequences) // members
     sizes = _split(groups, updates)
@@ -117,7 +118,8 @@ def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence
         part = sequences[start : start + size * members]
         start += size * members
         if part:
-            parts.append(_placed(tuple(part), ranks, train.tokens_per_microbatch, train.sequences_per_microbatch))
+            budget, limit = train.tokens_per_microbatch, train.sequences_per_microbatch
+            parts.append(_placed(tuple(part), ranks, budget, limit, of_mean=of_mean))
     works = [max(ranks_of, key=lambda work: work.tokens) for ranks_of in parts]
     work = max(works, key=lambda work: work.tokens, default=RankWork(()))
     most = max((len(work.micro_batches) for work in works), default=0)
@@ -142,10 +144,31 @@ def patches_at_most(cfg: Config, lengths: Lengths, tokens: int, merged: int) -> 
     """Return the patches of a micro-batch of so many tokens, of which an image has one for each ``merged`` patches.
     Where the data is not known all tokens may be of images."""
     images = lengths.images
-    share = images.count * images.patches / lengths.mean if images.source and lengths.mean else merged
+    share = _densest(cfg, lengths) if images.source and lengths.mean else merged
     budget = cfg.train.patches_per_microbatch
     found = min(math.ceil(tokens * min(share, merged)), budget or tokens * merged)
     return max(found, math.ceil(images.patches)) if images.count else found
+
+
+def _densest(cfg: Config, lengths: Lengths) -> float:
+    """Return the patches for each token of the micro-batch that has the most of them, where sequences are those rows
+    that were looked at, with as much text as the mean has: those with large images are longer, and come together."""
+    rows = lengths.images.rows
+    text = max(1.0, lengths.mean - lengths.images.count * lengths.images.tokens)
+    copies = min(sequences_of_step(cfg), _SIMULATED) // len(rows) or 1
+    patches, tokens = zip(*rows * copies, strict=True)
+    micros = _assigned(tuple(round(text + each) for each in tokens), cfg.train.tokens_per_microbatch)
+    dense: float = max(sum(patches[i] for i in micro) / sum(text + tokens[i] for i in micro) for micro in micros)
+    return dense
+
+
+_SIMULATED = 256
+"""Sequences that are enough to see which come together."""
+
+
+@functools.lru_cache(maxsize=64)
+def _assigned(lengths: tuple[int, ...], budget: int) -> list[list[int]]:
+    return assign(lengths, ranks=1, token_budget=budget)[0]
 
 
 def _split(groups: int, updates: int) -> list[int]:
@@ -155,12 +178,35 @@ def _split(groups: int, updates: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _placed(lengths: tuple[int, ...], ranks: int, budget: int, limit: int | None) -> list[RankWork]:
-    """Return the work of each rank. Cached, because most settings that a plan tries leave it as it is."""
+def _placed(lengths: tuple[int, ...], ranks: int, budget: int, limit: int | None, *, of_mean: bool) -> list[RankWork]:
+    """Return the work of each rank. Cached, because most settings that a plan tries leave it as it is.
+
+    Args:
+        of_mean: lengths that are all the same stand for others, of which they are the mean.
+    """
     if len(set(lengths)) == 1:
-        return _alike(lengths[0], len(lengths), ranks, min(max(1, budget // lengths[0]), limit or len(lengths)))
+        fit = min(max(1, budget // lengths[0]), limit or len(lengths))
+        # Where several fit, those that are longer and shorter fill a micro-batch up.
+        if of_mean and _SEVERAL <= fit < (limit or fit + 1):
+            return _filled(lengths[0], len(lengths), ranks, budget)
+        return _alike(lengths[0], len(lengths), ranks, fit)
     placed = assign(lengths, ranks=ranks, token_budget=budget, sequence_limit=limit)
     return [RankWork(tuple(tuple(lengths[i] for i in micro) for micro in of_rank)) for of_rank in placed]
+
+
+_SEVERAL, _FULL = 4, 0.98
+"""Sequences of a micro-batch, and what those of different lengths fill of it."""
+
+
+def _filled(length: int, count: int, ranks: int, budget: int) -> list[RankWork]:
+    """What ``assign`` does with ``count`` sequences of this mean: as few micro-batches as hold the tokens, which share
+    them evenly."""
+    shares = _split(count, ranks)
+    bins = max(1, math.ceil(shares[0] * length / (_FULL * budget)))
+    return [
+        RankWork(tuple((round(share * length / bins / size),) * size for size in _split(share, bins) if size))
+        for share in shares
+    ]
 
 
 def _alike(length: int, count: int, ranks: int, most: int) -> list[RankWork]:

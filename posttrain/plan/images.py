@@ -31,6 +31,8 @@ class ImageLoad:
     """The mean of an image"""
     tokens: float = 0.0
     """The mean of an image"""
+    rows: tuple[tuple[int, int], ...] = ()
+    """Patches and tokens of all images of each row that was looked at"""
     source: str = ""
     """Where these come from, in words; "": not known"""
 
@@ -120,14 +122,16 @@ def images_of(cfg: Config, tower: TowerShape, sizing: PixelLimits | Tiles) -> Im
     """Return what the first rows of the training data have; with "" for its source where they are not here."""
     try:
         rows = list(itertools.islice(_rows(cfg), ROWS))
-        sizes = [RawImage.of(image).size() for images in rows for image in images]
+        sizes = [[RawImage.of(image).size() for image in images] for images in rows]
     except (DataError, ImageError, OSError, ValueError):
         return ImageLoad()  # the run itself will say what is wrong with it
     if not rows:
         return ImageLoad()
-    found = [cut(height, width, tower, sizing) for height, width in sizes]
-    patches, tokens = (sum(each) / len(found) for each in zip(*found, strict=True)) if found else (0.0, 0.0)
-    return ImageLoad(len(found) / len(rows), patches, tokens, f"the first {len(rows)} rows")
+    found = [[cut(height, width, tower, sizing) for height, width in of_row] for of_row in sizes]
+    of_rows = tuple((sum(patches for patches, _ in row), sum(tokens for _, tokens in row)) for row in found)
+    count = sum(map(len, found))
+    patches, tokens = (sum(each) / max(count, 1) for each in zip(*of_rows, strict=True))
+    return ImageLoad(count / len(rows), patches, tokens, of_rows, f"the first {len(rows)} rows")
 
 
 def _rows(cfg: Config) -> Iterator[list[Mapping[str, Any]]]:

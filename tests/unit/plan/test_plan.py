@@ -121,6 +121,25 @@ def test_sequences_of_one_length_are_placed_as_a_run_places_them(seed):
     assert sorted(map(sum, batch.work.micro_batches)) == sorted(max(tokens, key=sum))
 
 
+def test_a_mean_stands_for_sequences_that_fill_micro_batches():
+    """Nine and a half of the mean length are one micro-batch and not two, since some are shorter."""
+    off = []
+    for seed in range(40):
+        draw = random.Random(seed)
+        ranks, mean = draw.choice([1, 2]), draw.randint(200, 900)
+        lengths = [draw.randint(mean * 3 // 4, mean * 5 // 4) for _ in range(64 * ranks)]
+        cfg = config("sft", data={"batch_size": 64 * ranks}, train={"tokens_per_microbatch": 8192},
+                     cluster={"workers": ranks})  # fmt: skip
+        batch = batch_of(cfg, Lengths(sum(lengths) / len(lengths), 2048), 10)
+        placed = assign(lengths, ranks=ranks, token_budget=8192)
+        largest = max(sum(lengths[i] for i in micro) for of_rank in placed for micro in of_rank)
+        assert sum(map(sum, batch.work.micro_batches)) == pytest.approx(sum(lengths) / ranks, rel=0.01)
+        off.append(abs(batch.micro_batches - len(placed[0])))
+        assert off[-1] or 0.93 * largest <= batch.largest <= 1.02 * largest
+    assert max(off) == 1  # where they fit by a hair, or do not
+    assert sum(off) <= 8
+
+
 # ---------------------------------------------------------------------- problems
 
 

@@ -4,7 +4,9 @@ import gc
 import io
 import json
 import math
+import random
 import shutil
+import statistics
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -24,6 +26,7 @@ from posttrain.cli import app
 from posttrain.config import Config, LoraConfig
 from posttrain.core.errors import ModelError
 from posttrain.core.machines import Machine, gpu_named
+from posttrain.data.bins import assign
 from posttrain.data.images import RawImage
 from posttrain.data.parquet import write_rows
 from posttrain.data.tiling import Tiling
@@ -32,7 +35,7 @@ from posttrain.models import attention, lora, tower_attention, vision
 from posttrain.models.builtin import builtin_config
 from posttrain.models.load import ModelSource, implementations, locate
 from posttrain.models.processors import load_vision
-from posttrain.plan.batch import assumed_lengths
+from posttrain.plan.batch import Lengths, assumed_lengths, patches_at_most
 from posttrain.plan.estimate import Plan, Question
 from posttrain.plan.images import ImageLoad, PixelLimits, cut, images_of, sizing_of
 from posttrain.plan.known import known_models
@@ -320,7 +323,7 @@ def question(data, **sections):
 
 def test_images_of_the_data_are_counted(data):
     images = question(data).lengths.images
-    assert images == ImageLoad(0.75, 16, 4, "the first 4 rows")
+    assert images == ImageLoad(0.75, 16, 4, ((16, 4), (16, 4), (16, 4), (0, 0)), "the first 4 rows")
     assert not question("nowhere.parquet").lengths.images.source
 
 
@@ -381,8 +384,26 @@ def test_a_trained_tower_takes_more_memory_and_time_than_a_frozen_one(data):
     assert trained.phases["update"].compute > frozen.phases["update"].compute
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_images_that_are_large_come_together(seed):
+    """In the micro-batch with the most, as a run divides them: by tokens, of which large images have more."""
+    draw = random.Random(seed)
+    text, tokens_of = draw.randint(100, 700), [draw.choice([50, 100, draw.randint(200, 400)]) for _ in range(64)]
+    lengths, budget = [text + tokens for tokens in tokens_of], draw.randint(4096, 16384)
+    [placed] = assign(lengths, ranks=1, token_budget=budget)
+    found = max(sum(4 * tokens_of[i] for i in micro) for micro in placed)
+    largest = max(sum(lengths[i] for i in micro) for micro in placed)
+    first = [draw.choice(tokens_of) for _ in range(64)]  # the rows that are looked at are others than those of a step
+    mean = statistics.mean(first)
+    load = ImageLoad(1.0, 4 * mean, mean, tuple((4 * tokens, tokens) for tokens in first), "the first 64 rows")
+    cfg = training_on("", train={"tokens_per_microbatch": budget})
+    reckoned = patches_at_most(cfg, Lengths(text + mean, 1024, images=load), largest, 4)
+    assert 0.85 * found <= reckoned <= 1.25 * found
+
+
 def test_patches_of_a_micro_batch_follow_the_data_and_the_budget(data):
-    """Of 1024 tokens a row 0.75 images of 16 patches; without the data four patches for each token."""
+    """Of 1024 tokens a row 0.75 images of 16 patches, so that six of eight rows have one; without the data four patches
+    for each token."""
     tokens = Plan(question(data)).batch.worst
     assert Plan(question(data)).layout.actor.patches == -(-tokens * 12 // 1024)
     assert Plan(question("nowhere.parquet")).layout.actor.patches == 4 * tokens
