@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,8 @@ def make_model(args: argparse.Namespace) -> Path:
 
 def posttrain(args: argparse.Namespace, command: str, name: str, **values: Any) -> tuple[list[dict[str, Any]], str]:
     """Run a command. Returns the metrics of the steps that it made, and what it said where it failed."""
+    from posttrain.config.keys import flatten_tree
+
     shutil.rmtree(args.out / "runs" / name, ignore_errors=True)
     values = {
         "run.name": name, "run.logger": ["jsonl"], "model.path": str(args.model), "train.optim.lr": LEARNING_RATE,
@@ -152,7 +154,7 @@ def posttrain(args: argparse.Namespace, command: str, name: str, **values: Any) 
     }  # fmt: skip
     preset = args.out / f"{command}.toml"  # of defaults alone
     preset.write_text(f'command = "{command}"\n')
-    words = [word for key, value in flat(values) for word in ("--set", f"{key}={json.dumps(value)}")]
+    words = [word for key, value in flatten_tree(values).items() for word in ("--set", f"{key}={json.dumps(value)}")]
     said = run_limited(
         [sys.executable, "-m", "posttrain", command, "--preset", str(preset), *words],
         args.out, args.out / f"{name}.log", args.limit,
@@ -160,15 +162,6 @@ def posttrain(args: argparse.Namespace, command: str, name: str, **values: Any) 
     shutil.rmtree(args.out / "runs" / name / "checkpoints", ignore_errors=True)  # tens of gigabytes each
     file = args.out / "runs" / name / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [], said
-
-
-def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key of each value that is not a table."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def run_limited(command: Sequence[str], cwd: Path, log: Path, limit_s: float) -> str:

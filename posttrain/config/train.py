@@ -141,7 +141,8 @@ class TrainConfig(Section):
     """Attention implementation for packed rows. auto: the fastest that is installed and runs on the device: flash-attn
     4, 3 or 2, torch's varlen attention, or padded scaled dot-product attention. All are exact."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile each decoder layer, and the steps of torchao's optimizers, with `torch.compile`. auto: on GPUs only."""
+    """Compile each decoder layer and block of a vision tower, and the steps of torchao's optimizers, with
+    `torch.compile`. auto: on GPUs only."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Parts of a layer to recompute in the backward pass: none; all but matrix products and attention (selective); all
     (full)."""

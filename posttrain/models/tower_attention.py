@@ -49,6 +49,7 @@ class Windows:
         if found is None:
             # A copy: what refers to the tensor and is an attribute of it would be kept until garbage is searched for.
             found = Windows(offsets.int().clone())
+            # All layers of a micro-batch get this tensor, and nothing else of ours. Its stubs know no such attribute.
             offsets.posttrain_windows = found  # type: ignore[attr-defined]
         return found
 

@@ -81,12 +81,8 @@ def attention_of(config: PreTrainedConfig, language: str, *, built: bool = True)
     """
     if not sees(config):
         return language
-    in_one_call = built and not in_tiles(config)
-    return {
-        "": language,
-        "text_config": language,
-        "vision_config": tower_attention.NAME if in_one_call else "sdpa",
-    }
+    of_tower = tower_attention.NAME if built and not in_tiles(config) else "sdpa"
+    return {"": language, "text_config": language, "vision_config": of_tower}
 
 
 @dataclass(frozen=True)

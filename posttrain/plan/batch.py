@@ -187,7 +187,7 @@ def _placed(lengths: tuple[int, ...], ranks: int, budget: int, limit: int | None
     if len(set(lengths)) == 1:
         fit = min(max(1, budget // lengths[0]), limit or len(lengths))
         # Where several fit, those that are longer and shorter fill a micro-batch up.
-        if of_mean and _SEVERAL <= fit < (limit or fit + 1):
+        if of_mean and fit >= _SEVERAL and fit != limit:
             return _filled(lengths[0], len(lengths), ranks, budget)
         return _alike(lengths[0], len(lengths), ranks, fit)
     placed = assign(lengths, ranks=ranks, token_budget=budget, sequence_limit=limit)

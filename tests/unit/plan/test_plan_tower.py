@@ -64,7 +64,7 @@ def model_of(config, depth=None, **how):
     if depth is not None and config.model_type == "qwen2_5_vl":
         config.vision_config.fullatt_block_indexes = list(range(depth))
     model = AutoModelForImageTextToText.from_config(config, **(implementations(config) | how))
-    if not how.keys() & {"attn_implementation"}:
+    if "attn_implementation" not in how:
         model.set_attn_implementation(vision.attention_of(config, attention.NAME))
     return model
 
