@@ -78,6 +78,8 @@ def config(args: argparse.Namespace, *, in_fp8: bool = False) -> Config:
     workers = args.tensor_parallel if args.placement == "colocated" else 1
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cluster = {"workers": workers, "device": device, "placement": args.placement, "start_deadline_s": 400.0}
+    if in_fp8:  # logits of random weights are wide: at 7B they differ by 0.54 in FP8, and by 1.2 with other weights
+        cluster |= {"sync_tolerance": 0.9}
     return Config.model_validate({"command": "rl", "rollout": rollout, "train": train, "cluster": cluster})
 
 
@@ -333,7 +335,7 @@ async def measure_replay(args: argparse.Namespace) -> list[tuple[str, str]]:
         assert batch.routing is not None
         rows.append(("bytes of experts a token", f"{batch.routing.shape[1] * batch.routing.element_size()}"))
         for what, routing in (("with replay", batch.routing), ("without", None)):
-            own = await actor.logprobs(replace(batch, routing=routing), temperature=1.0)
+            own = await clock(f"trainer, {what}", actor.logprobs(replace(batch, routing=routing), temperature=1.0))
             found = differences(own[batch.loss_mask], given)
             rows += [(f"{what}: {name}", f"{value:.3e}") for name, value in found.items()]
     return rows

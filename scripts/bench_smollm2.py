@@ -6,6 +6,8 @@
 
 `run` trains `sft-SEED` and then `ALGO-SEED` for each seed, and evaluates the untrained model. An RL run starts as soon
 as its SFT has ended; runs of one algorithm share a GPU, so `--rl-set` must give each engine its part of the memory.
+With `--greedy` the models of a seed are evaluated by greedy decoding once its runs have ended, for runs whose validation
+samples; `logs/greedy-RUN.log` has the table.
 All of them read `models/` and `data/` of this folder and write `runs/`; logs go into `--logs`. A run that fails stops
 those that need it, and no other. `show` prints the tables of what `runs/` holds, of unfinished runs too.
 """
@@ -68,7 +70,15 @@ async def run(args: argparse.Namespace) -> int:
         ):
             return False
         ended = await asyncio.gather(*(of_algo(algo, seed) for algo in args.algos))
+        if args.greedy:
+            models = [f"sft-{seed}", *(f"{algo}-{seed}" for algo, good in zip(args.algos, ended, strict=True) if good)]
+            gpu = args.gpus[index % len(args.gpus)]
+            ended += await asyncio.gather(*(greedy(model, gpu) for model in models))
         return all(ended)
+
+    async def greedy(model: str, gpu: str) -> bool:
+        words = ("eval", "--preset", GENERATE, "--model", f"run:{model}", "--name", f"greedy-{model}")
+        return await command(f"greedy-{model}", gpu, args.logs, *words, *sets(args.eval_set))
 
     async def of_algo(algo: str, seed: int) -> bool:
         words = ["rl", "--preset", RL, "--algo", algo, "--seed", str(seed), "--name", f"{algo}-{seed}"]
@@ -136,6 +146,7 @@ def main() -> int:
     parser.add_argument("--algos", nargs="*", default=["grpo"], help="bundles of `rl --algo`; none: no RL")
     parser.add_argument("--gpus", nargs="+", default=["0"], help="their numbers: the runs of an algorithm share one")
     parser.add_argument("--skip", nargs="*", choices=("base", "sft"), default=[], help="what has been run already")
+    parser.add_argument("--greedy", action="store_true", help="evaluate all models by greedy decoding as well")
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     for name in ("sft", "rl", "eval"):
         parser.add_argument(f"--{name}-set", nargs="*", default=[], metavar="KEY=VALUE")

@@ -81,6 +81,15 @@ def _engine(engine: str) -> list[Job]:
     ]
 
 
+def _fp8(name: str, engine: str, *more: str, **env: str) -> Job:
+    """7B in bfloat16 and in FP8. An engine starts in two to four minutes, with kernels that are compiled."""
+    bench = ("scripts/bench_rollout_gpu.py", "--engine", engine, "--shape", "7b", "--fp8", "--updates", "3")
+    return Job(name, (sys.executable, *bench, "--new", "256", *more), limit_s=600, env=env)
+
+
+_DEEP_GEMM = ("--fp8-options", json.dumps({"fp8_gemm_runner_backend": "deep_gemm"}))
+_REPLAY = "scripts/bench_rollout_gpu.py --shape 7b-a1b --router-replay --new 256 --requests 64 --engine"
+_ADAPTERS = "scripts/bench_train.py rows --shape 30b-a3b --weights random --lora-rank 32 --checkpointing full"
 _SHARDS = "scripts/bench_train.py shards --shape 7b --steps 4 --gather step"
 _LONG = f"{_SHARDS} --length 32768 --tokens-per-microbatch 32768"
 _CHECK = (
@@ -103,6 +112,17 @@ GROUPS: dict[str, list[Job]] = {
         _bench("head", "scripts/bench_train.py head", limit_s=120),
         _bench("rows-7b", "scripts/bench_train.py rows --shape 7b"),
         _bench("rows-0.5b", "scripts/bench_train.py rows --tokens-per-microbatch 32768 --peer-rows 4"),
+    ],
+    "experts": [
+        _bench("rows-7b-a1b", "scripts/bench_train.py rows --shape 7b-a1b --rows 8 --steps 5", limit_s=700),
+        _bench("experts-7b-a1b", "scripts/bench_train.py experts --shape 7b-a1b", limit_s=200),
+        _bench("rows-30b-a3b", f"{_ADAPTERS} --rows 4 --steps 3 --only ours", limit_s=400),
+        *(_bench(f"replay-{engine}", f"{_REPLAY} {engine}", limit_s=500) for engine in ("sglang", "vllm")),
+    ],
+    "fp8": [
+        _fp8("fp8-sglang", "sglang"),
+        _fp8("fp8-sglang-deep-gemm", "sglang", *_DEEP_GEMM, SGLANG_JIT_DEEPGEMM_PRECOMPILE="0"),
+        _fp8("fp8-vllm", "vllm"),
     ],
     "training-2": [
         _bench("shards-2", f"{_SHARDS} --gpus 2 --rows 8", gpus=2, limit_s=120),

@@ -4,6 +4,9 @@ A token's row goes to k experts, and what they make of it comes back and is adde
 is the gradient of each. The gradient of plain indexing is a scatter instead, which sorts all rows once more, or adds up
 bfloat16 in an order of its own.
 
+The router's weights go in before an expert's last product, which is linear: what comes out of it, the widest rows of
+all, is then kept for no gradient.
+
 Shape legend: S tokens, k experts a token, R = S k rows, D hidden size, E experts.
 """
 
@@ -15,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.models.rows import copy_rows
+from posttrain.models.rows import copy_rows, pick_rows
 
 NAME = "posttrain"
 """As ``config._experts_implementation`` has it."""
@@ -52,11 +55,15 @@ def spread(x: Tensor, rows: Sorted) -> Tensor:
     return copy_rows(x, rows.order // k, rows.place, torch.arange(0, len(rows.order), k, device=x.device))
 
 
-def mix(y: Tensor, weights: Tensor, rows: Sorted) -> Tensor:
-    """Return [S, D]: the sums of sorted rows ``y`` [R, D] over the experts of a token, with the router's weights
-    [S, k]."""
+def weigh(x: Tensor, weights: Tensor, rows: Sorted) -> Tensor:
+    """Return sorted rows ``x`` [R, ...] times the router's weights [S, k] of them."""
+    return (x * pick_rows(weights.flatten(), rows.order)[:, None]).to(x.dtype)
+
+
+def mix(y: Tensor, rows: Sorted, k: int) -> Tensor:
+    """Return [S, D]: the sums of sorted rows ``y`` [R, D] over the k experts of a token."""
     # torch leaves ``Function.apply`` without types.
-    result: Tensor = _Mix.apply(y, weights, rows.order, rows.place)  # type: ignore[no-untyped-call]
+    result: Tensor = _Mix.apply(y, rows.order, rows.place, k)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -77,33 +84,38 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     last = torch.arange(experts.num_experts, device=top_k_index.device, dtype=top_k_index.dtype)
     ends = torch.searchsorted(rows.experts, last, right=True, out_int32=True)
 
-    def bias_of_rows(bias: Tensor) -> Tensor:
-        count = torch.arange(len(rows.order), device=ends.device)
+    def weighed(x: Tensor) -> Tensor:
+        return weigh(x, top_k_weights, rows)
+
+    def bias_of_rows(name: str) -> Tensor | None:
+        if not experts.has_bias:
+            return None
+        bias, count = getattr(experts, f"{name}_bias"), torch.arange(len(rows.order), device=ends.device)
         return copy_rows(bias, rows.experts, count, F.pad(ends[:-1].long(), (1, 0)))
 
-    def linear(x: Tensor, name: str) -> Tensor:
-        bias = bias_of_rows(getattr(experts, f"{name}_bias")) if experts.has_bias else None
+    def linear(x: Tensor, name: str, bias: Tensor | None) -> Tensor:
         weight = getattr(experts, name)
         result: Tensor = _grouped_linear(x, weight, ends, bias=bias, is_transposed=experts.is_transposed)
         return result
 
     x = spread(hidden_states, rows)
     if experts.has_gate:
-        x = experts._apply_gate(linear(x, "gate_up_proj"))
+        x = experts._apply_gate(linear(x, "gate_up_proj", bias_of_rows("gate_up_proj")))
     else:
-        x = experts.act_fn(linear(x, "up_proj"))
-    return mix(linear(x, "down_proj"), top_k_weights, rows).to(hidden_states.dtype)
+        x = experts.act_fn(linear(x, "up_proj", bias_of_rows("up_proj")))
+    bias = bias_of_rows("down_proj")
+    y = linear(weighed(x), "down_proj", None if bias is None else weighed(bias))
+    return mix(y, rows, top_k_index.shape[1]).to(hidden_states.dtype)
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(y, weights, order, place)
-        return (y[place].view(*weights.shape, -1) * weights[:, :, None]).sum(1)
+    def forward(ctx: Any, y: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return y[place].view(-1, k, y.shape[-1]).sum(1)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        y, weights, order, place = ctx.saved_tensors
-        of_rows = upstream[0][order // weights.shape[1]] * weights.flatten()[order, None]
-        of_weights = (y[place].view(*weights.shape, -1) * upstream[0][:, None]).sum(-1)
-        return of_rows.to(y.dtype), of_weights.to(weights.dtype), None, None
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return upstream[0][order // ctx.k], None, None, None

@@ -72,20 +72,21 @@ def _selective(shape: ModelShape, policy: Policy) -> float:
     b, h = policy.itemsize, shape.hidden
     kv = 2 * shape.kv
     saved = b * (h + shape.q + kv + shape.q + h + 2 * shape.intermediate) + 4 * shape.heads
-    if shape.experts:  # logits of the router, and rows of all its experts, which are weighted then
-        return saved + b * (shape.experts + shape.experts_per_token * h)
-    return saved if policy.compiled else saved + b * h  # the last product too, which nothing needs
+    saved += b * shape.experts  # logits of the router
+    last = h * (shape.experts_per_token or 1)
+    return saved if policy.compiled else saved + b * last  # the last product too, which nothing needs
 
 
 def _experts(shape: ModelShape, policy: Policy) -> float:
-    """A token's rows as they go into its k experts and as they come out, what the router gives all experts, and for
-    each row three indices, its weight and that before it was divided by their sum; where a token's rows begin. The
-    compiler makes some of it again. Where experts are on other workers, also rows as they come back, with three
-    indices and a weight."""
+    """A token's rows as they go into its k experts, what goes into the last product before it is weighted, what the
+    router gives all experts, and for each row three indices, its weight and that before it was divided by their sum;
+    where a token's rows begin. The compiler makes some of it again. Where experts are on other workers, rows are
+    weighted when they come back: also these, with three indices and a weight."""
     if not shape.experts:
         return 0.0
     b, k, h = policy.itemsize, shape.experts_per_token, shape.hidden
-    saved = k * (2 * b * h + 3 * 8 + 4 + (0 if policy.compiled else b))
+    saved = k * (b * h + 3 * 8 + 4 + b)
+    saved += 0 if policy.compiled or policy.shared_out else b * shape.intermediate
     # The partitioner keeps the router's logits, and computes their softmax again; of less than 64 experts it may not.
     saved += b * shape.experts + 8 if policy.compiled else 4 * shape.experts + 4 + 8
     return saved + k * (b * h + 3 * 8 + b) * policy.shared_out

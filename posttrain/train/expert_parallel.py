@@ -125,7 +125,8 @@ def _exchanged(
     rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.cat([expert, expert.new_zeros(1)])
     done = forward(rows, expert[:, None], rows.new_ones(len(rows), 1))[:-1]
     back = _exchange(done, splits[1], splits[0], group)
-    return grouped_experts.mix(back, top_k_weights, by_expert).to(hidden_states.dtype)
+    weighed = grouped_experts.weigh(back, top_k_weights, by_expert)
+    return grouped_experts.mix(weighed, by_expert, top_k_index.shape[1]).to(hidden_states.dtype)
 
 
 def _exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.errors import WeightSyncError
+from posttrain.models.fp8_layers import SCALE
 from posttrain.models.logprobs import float32_logits
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket, BucketReader
@@ -81,9 +82,20 @@ def load(model: Any, packed: Sequence[tuple[str, Tensor]]) -> None:
             continue
         if bucket.number == 0:
             poison(model)
-        model.load_weights(_reader(rank).tensors(bucket))
+        tensors = _reader(rank).tensors(bucket)
+        if any(kind.__name__ == "LlamaForCausalLM" for kind in type(model).__mro__):
+            tensors = ((_ScaleName(name) if name.endswith(SCALE) else name, values) for name, values in tensors)
+        model.load_weights(tensors)
     _forget_features()
     torch.cuda.synchronize()  # the trainer overwrites the bucket as soon as this has returned
+
+
+class _ScaleName(str):
+    """Name of the scales of blocks, for SGLang's loader of Llama models: it drops the end of names that end as this one
+    does, and then finds no such parameter."""
+
+    def endswith(self, *_: Any) -> bool:
+        return False
 
 
 def _forget_features() -> None:
