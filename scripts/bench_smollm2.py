@@ -6,8 +6,8 @@
 
 `run` trains `sft-SEED` and then `ALGO-SEED` for each seed, and evaluates the untrained model. An RL run starts as soon
 as its SFT has ended; runs of one algorithm share a GPU, so `--rl-set` must give each engine its part of the memory.
-With `--greedy` the models of a seed are evaluated by greedy decoding once its runs have ended, for runs whose validation
-samples; `logs/greedy-RUN.log` has the table.
+With `--greedy` the models of a seed are evaluated by greedy decoding once its runs have ended, for runs whose
+validation samples; `greedy-RUN.log` has the table.
 All of them read `models/` and `data/` of this folder and write `runs/`; logs go into `--logs`. A run that fails stops
 those that need it, and no other. `show` prints the tables of what `runs/` holds, of unfinished runs too.
 """
