@@ -11,7 +11,7 @@ from posttrain.core.types import Score
 from posttrain.rewards import cheap
 from posttrain.rewards.boxed import last_boxed
 
-_LETTERS = r"[A-J](?:\s*+(?:(?:,|、|和|及|与|或|\band\b|\bor\b|&)\s*+)?[A-J])*+"
+_LETTERS = r"[A-J](?>(?:\s*+(?:(?:,|、|和|及|与|或|\band\b|\bor\b|&)\s*+)?[A-J])*)"
 _OPENING = r"(?:\\(?:text|textbf|mathrm|mathbf)\s*+\{\s*+)?\(?\s*+"
 # "the answer is A good one" has the article, "the answer is I think" the pronoun: no word but a reason may follow.
 _CHOICE = r"[\s\"'*$(\[{]*+" + _OPENING + "(" + _LETTERS + r")(?![A-Za-z])(?!\s++(?!because|since|as\b)[a-z])"

@@ -44,7 +44,7 @@ _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z]{2})")
 _DEGREES = re.compile(r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})")
 _AND = re.compile(r"(?:,\s?)?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
 _SHORT_FIRST = re.compile(r"\\(frac|sqrt)(\d|[a-zA-Z]|\\[a-zA-Z]+)")
-_GROUP = r"\{(?:[^{}]++|\{[^{}]*+\})*+\}"
+_GROUP = r"\{(?>(?:[^{}]++|\{[^{}]*+\})*)\}"
 _SHORT_SECOND = re.compile(r"(\\frac" + _GROUP + r")(\d|[a-zA-Z]|\\[a-zA-Z]+)")
 _SLASH = re.compile(r"(?<![\w^.})/])(\d+)/(\d+)(?![\w^.({/])")
 _SIGN = re.compile(r"(?:^|(?<=[(\[,{]))\\frac\{-([^{}]*)\}(?=\{)")

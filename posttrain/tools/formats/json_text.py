@@ -94,6 +94,6 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-_JSON_TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]|[\s,:+\-.0-9eEtrufalsn]++', re.DOTALL)
+_JSON_TOKEN = re.compile(r'"[^"\\]*+(?>(?:\\.[^"\\]*+)*)"|[{}\[\]]|[\s,:+\-.0-9eEtrufalsn]++', re.DOTALL)
 # strict=False: models write line breaks inside strings, most of all in code arguments.
 _DECODER = json.JSONDecoder(strict=False, parse_float=finite, parse_constant=_refuse_constant)
