@@ -262,6 +262,7 @@ def train_trl(args: argparse.Namespace) -> dict[str, Any]:
             padding_free=flat, max_grad_norm=1.0, weight_decay=0.0,
             dataset_kwargs={"skip_prepare_dataset": True}, shuffle_dataset=False,
             train_sampling_strategy="sequential", dataloader_num_workers=2,
+            router_aux_loss_coef=0.0,  # as ours has it; TRL would take that of a mixture's config
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=blank,

@@ -87,6 +87,7 @@ def _fp8(name: str, engine: str, *more: str, **env: str) -> Job:
     return Job(name, (sys.executable, *bench, "--new", "256", *more), limit_s=600, env=env)
 
 
+# Its kernels are compiled as sizes come. Beforehand SGLang would compile them for all numbers of rows, for minutes.
 _DEEP_GEMM = ("--fp8-options", json.dumps({"fp8_gemm_runner_backend": "deep_gemm"}))
 _REPLAY = "scripts/bench_rollout_gpu.py --shape 7b-a1b --router-replay --new 256 --requests 64 --engine"
 _ADAPTERS = "scripts/bench_train.py rows --shape 30b-a3b --weights random --lora-rank 32 --checkpointing full"

@@ -109,6 +109,9 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 class _Mix(torch.autograd.Function):
+    """The gradient of a token goes to its k rows by one gather. That of picking and adding up rows would write it for
+    each of them first, and then copy it to its place."""
+
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order)

@@ -51,7 +51,7 @@ class LlamaForCausalLM(Joined):
             if name.endswith(".weight_scale_inv"):
                 name = name.replace(".weight_scale_inv", ".weight_scale")
             if name.rpartition(".")[2] in known:
-                super().load_weights([("".join(name), tensor)])
+                super().load_weights([("".join(name), tensor)])  # a plain str, whatever name came
 
 
 def sent():
