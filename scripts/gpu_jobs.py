@@ -81,14 +81,16 @@ def _engine(engine: str) -> list[Job]:
     ]
 
 
-def _fp8(name: str, engine: str, *more: str, **env: str) -> Job:
-    """7B in bfloat16 and in FP8. An engine starts in two to four minutes, with kernels that are compiled."""
-    bench = ("scripts/bench_rollout_gpu.py", "--engine", engine, "--shape", "7b", "--fp8", "--updates", "3")
-    return Job(name, (sys.executable, *bench, "--new", "256", *more), limit_s=600, env=env)
+def _fp8(name: str, engine: str, *more: str) -> Job:
+    """7B in bfloat16 and in FP8, with the requests of a step of 64 x 16. An engine starts in two to four minutes, with
+    kernels that are compiled."""
+    bench = ("scripts/bench_rollout_gpu.py", "--engine", engine, "--shape", "7b", "--fp8", "--updates", "2")
+    work = ("--requests", "1024", "--new", "256", "--memory-fraction", "0.6")
+    return Job(name, (sys.executable, *bench, *work, *more), limit_s=600)
 
 
-# Its kernels are compiled as sizes come. Beforehand SGLang would compile them for all numbers of rows, for minutes.
-_DEEP_GEMM = ("--fp8-options", json.dumps({"fp8_gemm_runner_backend": "deep_gemm"}))
+_TRITON = ("--fp8-options", json.dumps({"fp8_gemm_runner_backend": "triton"}))
+_FEW_GRAPHS = json.dumps({"disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": [1, 16, 64, 256, 512, 1024]})
 _REPLAY = "scripts/bench_rollout_gpu.py --shape 7b-a1b --router-replay --new 256 --requests 64 --engine"
 _ADAPTERS = "scripts/bench_train.py rows --shape 30b-a3b --weights random --lora-rank 32 --checkpointing full"
 _SHARDS = "scripts/bench_train.py shards --shape 7b --steps 4 --gather step"
@@ -121,9 +123,9 @@ GROUPS: dict[str, list[Job]] = {
         *(_bench(f"replay-{engine}", f"{_REPLAY} {engine}", limit_s=500) for engine in ("sglang", "vllm")),
     ],
     "fp8": [
-        _fp8("fp8-sglang", "sglang"),
-        _fp8("fp8-sglang-deep-gemm", "sglang", *_DEEP_GEMM, SGLANG_JIT_DEEPGEMM_PRECOMPILE="0"),
-        _fp8("fp8-vllm", "vllm"),
+        _fp8("fp8-sglang", "sglang", "--options", _FEW_GRAPHS),
+        _fp8("fp8-sglang-triton", "sglang", "--options", _FEW_GRAPHS, *_TRITON),
+        _fp8("fp8-vllm", "vllm", "--options", _QUICK_START["vllm"]),
     ],
     "training-2": [
         _bench("shards-2", f"{_SHARDS} --gpus 2 --rows 8", gpus=2, limit_s=120),

@@ -8,10 +8,12 @@ import itertools
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
@@ -21,6 +23,7 @@ from posttrain.engines.choice import concurrent_requests
 from posttrain.engines.external import (
     arguments,
     cache_tokens,
+    fp8_of,
     frozen,
     load_initial_weights,
     readable_model,
@@ -30,6 +33,7 @@ from posttrain.engines.external import (
 )
 from posttrain.engines.external_images import EngineImages
 from posttrain.models.experts import RoutingFormat
+from posttrain.models.fp8_layers import BLOCKS
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.guard import UpdateGuard
@@ -43,15 +47,14 @@ _ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "-2",
     # No outputs of unfinished requests, which SGLang otherwise sends every 50 tokens.
     "SGLANG_FORCE_STREAM_INTERVAL": "1000000",
+    # DeepGEMM's kernels are compiled as sizes come, and not for minutes beforehand for all that might.
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
 }
 """Variables that SGLang reads when it is imported. Those that the user has set stay."""
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 
-_FP8_KERNELS = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
-"""Kernels that read weights and scales as they are sent, in blocks of any size and on all GPUs that have FP8. Those
-that lay them out otherwise, DeepGEMM's on Blackwell, cannot take new ones."""
 _UNREACHED = 0.9
 """Share of the free memory for weights and KV cache where the cache has a size of its own."""
 _RECEIVE_EVERY = 10
@@ -74,6 +77,16 @@ def memory_arguments(spec: EngineSpec) -> dict[str, Any]:
     if not spec.shares_gpu:
         return {"mem_fraction_static": spec.rollout.memory_fraction}
     return {"mem_fraction_static": _UNREACHED, "max_total_tokens": int(cache_tokens(spec))}
+
+
+def fp8_kernels(spec: EngineSpec) -> dict[str, Any]:
+    """Return the kernels for weights in FP8, unless the user names others: those that read weights and scales as they
+    are sent. DeepGEMM's are the fastest where it is installed (docs/fp8.md), for blocks of 128 on Hopper alone: on
+    Blackwell they lay weights out otherwise, and cannot take new ones. Triton's do on all GPUs that have FP8."""
+    quantized = fp8_of(spec)
+    installed = quantized is not None and quantized.block == BLOCKS[0] and find_spec("deep_gemm") is not None
+    hopper = installed and torch.cuda.get_device_capability() == (9, 0)
+    return {"fp8_gemm_runner_backend": "deep_gemm" if hopper else "triton", "moe_runner_backend": "triton"}
 
 
 class SGLangEngine:
@@ -121,7 +134,7 @@ class SGLangEngine:
                 "scheduler_recv_interval": _RECEIVE_EVERY if spec.rollout.max_turns > 1 else 1,
             }
             if spec.rollout.quantization == "fp8":
-                defaults |= _FP8_KERNELS
+                defaults |= fp8_kernels(spec)
             ours_to_run = {"run_scheduler_process_func": staticmethod(run_scheduler)}
             try:
                 self.engine = type("Engine", (Engine,), ours_to_run)(**arguments(spec, ours, defaults))

@@ -136,14 +136,17 @@ def _seen(probabilities: Tensor, experts: Tensor, own: Tensor, counted: Tensor, 
     """Return ``_Tap.seen`` of probabilities [S, E], experts and own [S, k], counted [S] and replayed [S, k]."""
     each = counted[:, None].expand(experts.shape)
     loads = probabilities.new_zeros(probabilities.shape[1]).index_add(0, experts.flatten(), each.flatten())
-    entropy = -torch.xlogy(probabilities, probabilities).sum(-1) @ counted
-    agreed = known = counted.new_zeros(())
-    if replayed is not None:
-        replays = each * (replayed > 0)
-        known = replays.sum()
-        agreed = ((experts[:, :, None] == own[:, None, :]).any(-1) * replays).sum()
-    sums = probabilities.T @ counted
-    return torch.cat([loads, sums, torch.stack([entropy, agreed, known])])
+    columns = [probabilities, -torch.xlogy(probabilities, probabilities).sum(-1, keepdim=True)]
+    if replayed is None:
+        columns.append(counted.new_zeros(len(counted), 2))
+    else:
+        known = replayed > 0
+        agreed = (experts[:, :, None] == own[:, None, :]).any(-1) & known
+        columns += [choices.sum(-1, keepdim=True).to(counted.dtype) for choices in (agreed, known)]
+    # All tokens are added up by one matrix product, which is compiled as it is. With sums over tokens and choices in
+    # its place a kernel of the layer was not ready after six minutes (torch 2.11, H100).
+    sums = counted[None] @ torch.cat(columns, 1)
+    return torch.cat([loads, sums[0]])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,36 @@
+"""Which kernels SGLang multiplies with in FP8."""
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from posttrain.config import RolloutConfig
+from posttrain.engines import sglang
+from posttrain.engines.base import EngineSpec
+from posttrain.models.load import ModelSource
+
+
+@pytest.fixture(params=[128, 64])
+def block(request):
+    return request.param
+
+
+@pytest.fixture
+def spec(block, tmp_path):
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
+    Qwen2Config(
+        hidden_size=block * 3, intermediate_size=block * 5, num_hidden_layers=1, vocab_size=64, **heads,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    rollout = RolloutConfig(engine="sglang", quantization="fp8")
+    return EngineSpec(ModelSource(str(tmp_path)), "cuda", "bfloat16", 0, rollout, [0])
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_deep_gemm_is_taken_where_it_can_take_new_weights(monkeypatch, spec, block, installed, capability):
+    monkeypatch.setattr(sglang, "find_spec", lambda name: object() if installed and name == "deep_gemm" else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    expected = "deep_gemm" if installed and capability == (9, 0) and block == 128 else "triton"
+    kernels = {"fp8_gemm_runner_backend": expected, "moe_runner_backend": "triton"}
+    assert sglang.fp8_kernels(spec) == kernels
