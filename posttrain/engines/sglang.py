@@ -6,6 +6,7 @@ import asyncio
 import base64
 import itertools
 import os
+import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -81,12 +82,22 @@ def memory_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 def fp8_kernels(spec: EngineSpec) -> dict[str, Any]:
     """Return the kernels for weights in FP8, unless the user names others: those that read weights and scales as they
-    are sent. DeepGEMM's are the fastest where it is installed (docs/fp8.md), for blocks of 128 on Hopper alone: on
-    Blackwell they lay weights out otherwise, and cannot take new ones. Triton's do on all GPUs that have FP8."""
+    are sent. DeepGEMM's are the fastest (docs/fp8.md), for blocks of 128 on Hopper alone: on Blackwell they lay weights
+    out otherwise, and cannot take new ones. Triton's do on all GPUs that have FP8."""
     quantized = fp8_of(spec)
-    installed = quantized is not None and quantized.block == BLOCKS[0] and find_spec("deep_gemm") is not None
-    hopper = installed and torch.cuda.get_device_capability() == (9, 0)
-    return {"fp8_gemm_runner_backend": "deep_gemm" if hopper else "triton", "moe_runner_backend": "triton"}
+    if quantized is None:
+        return {}
+    hopper = quantized.block == BLOCKS[0] and torch.cuda.get_device_capability() == (9, 0)
+    return {
+        "fp8_gemm_runner_backend": "deep_gemm" if hopper and _has_deep_gemm() else "triton",
+        "moe_runner_backend": "triton",
+    }
+
+
+def _has_deep_gemm() -> bool:
+    """Return whether DeepGEMM is installed, and the compiler that it makes its kernels with."""
+    folders = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
+    return find_spec("deep_gemm") is not None and shutil.which("nvcc", path=os.pathsep.join(folders)) is not None
 
 
 class SGLangEngine:
@@ -127,14 +138,12 @@ class SGLangEngine:
                 ours |= {"enable_return_routed_experts": True}
             if spec.rollout.kv_cache_dtype == "fp8":
                 ours |= {"kv_cache_dtype": "fp8_e4m3"}
-            defaults: dict[str, Any] = {
+            defaults: dict[str, Any] = fp8_kernels(spec) | {
                 "log_level": "error",
                 # A larger batch than that of the largest graph runs without one. SGLang would choose by the GPU alone.
                 "cuda_graph_max_bs_decode": self.max_concurrent,
                 "scheduler_recv_interval": _RECEIVE_EVERY if spec.rollout.max_turns > 1 else 1,
             }
-            if spec.rollout.quantization == "fp8":
-                defaults |= fp8_kernels(spec)
             ours_to_run = {"run_scheduler_process_func": staticmethod(run_scheduler)}
             try:
                 self.engine = type("Engine", (Engine,), ours_to_run)(**arguments(spec, ours, defaults))

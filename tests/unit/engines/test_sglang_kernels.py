@@ -1,5 +1,7 @@
 """Which kernels SGLang multiplies with in FP8."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import Qwen2Config
@@ -26,11 +28,21 @@ def spec(block, tmp_path):
     return EngineSpec(ModelSource(str(tmp_path)), "cuda", "bfloat16", 0, rollout, [0])
 
 
+@pytest.mark.parametrize("compiler", ["", "PATH", "CUDA_HOME"])
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-def test_deep_gemm_is_taken_where_it_can_take_new_weights(monkeypatch, spec, block, installed, capability):
+def test_deep_gemm_is_taken_where_it_can_take_new_weights(
+    monkeypatch, tmp_path, spec, block, installed, compiler, capability
+):
     monkeypatch.setattr(sglang, "find_spec", lambda name: object() if installed and name == "deep_gemm" else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    expected = "deep_gemm" if installed and capability == (9, 0) and block == 128 else "triton"
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch(0o755)
+    monkeypatch.setenv("PATH", str(nvcc.parent) if compiler == "PATH" else "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path if compiler == "CUDA_HOME" else tmp_path / "none"))
+    expected = "deep_gemm" if installed and compiler and capability == (9, 0) and block == 128 else "triton"
     kernels = {"fp8_gemm_runner_backend": expected, "moe_runner_backend": "triton"}
     assert sglang.fp8_kernels(spec) == kernels
+    plain = replace(spec, rollout=spec.rollout.model_copy(update={"quantization": "none"}))
+    assert sglang.fp8_kernels(plain) == {}
