@@ -92,7 +92,7 @@ class Late(Interaction):
 '''
 VOWELS = ["data.batch_size=8", "rollout.n=8", "train.optim.lr=6e-3", "rollout.tools=[]", "rollout.interaction='late'"]
 VOWELS += ["rollout.max_turns=2", "rollout.max_response_tokens=64"]
-GSM8K = ["data.val=''", "val.before_train=false"]
+GSM8K = ["data.val=''", "val.before_train=false", "rollout.replicas=1", "rollout.memory_fraction=0.5"]
 WARM = 3
 """Steps at the beginning that no time is taken of: in the first the processes start, and nothing was sampled ahead."""
 LAST = 5

@@ -386,7 +386,8 @@ def prepared(args: argparse.Namespace, agent: str = "") -> Any:
     settings = [
         f"model.path={args.model}", f"data.train={args.data}/train.parquet", "data.val=",
         f"data.batch_size={args.prompts}", f"rollout.n={args.n}", f"rollout.max_response_tokens={args.new}",
-        f"rollout.tools={tools}", f"rollout.max_turns={args.turns}", "rollout.only=true",
+        f"rollout.tools={tools}", f"rollout.max_turns={args.turns}", "rollout.only=true", "data.keep={}",
+        "rollout.replicas=1", "rollout.memory_fraction=0.5",
         f"rollout.engine={args.engine}", f"cluster.device={args.device}",
         *([f"rollout.agent={agent}", f"rollout.agent_processes={args.agent_processes}"] if agent else []), *args.set,
     ]  # fmt: skip

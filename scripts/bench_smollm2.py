@@ -6,8 +6,8 @@
 
 `run` trains `sft-SEED` and then `ALGO-SEED` for each seed, and evaluates the untrained model. An RL run starts as soon
 as its SFT has ended; runs of one algorithm share a GPU, so `--rl-set` must give each engine its part of the memory.
-With `--greedy` the models of a seed are evaluated by greedy decoding once its runs have ended, for runs whose
-validation samples; `greedy-RUN.log` has the table.
+Validation samples at temperature 1.0. With `--greedy` the models of a seed are evaluated by greedy decoding as well,
+once its runs have ended; `greedy-RUN.log` has the table.
 All of them read `models/` and `data/` of this folder and write `runs/`; logs go into `--logs`. A run that fails stops
 those that need it, and no other. `show` prints the tables of what `runs/` holds, of unfinished runs too.
 """
@@ -29,7 +29,7 @@ from rich.table import Table
 
 SFT, RL, GENERATE = "smollm2-135m-gsm8k-sft", "smollm2-135m-gsm8k", "smollm2-135m-gsm8k-generate"
 MODEL = "./models/smollm2-135m-instruct"
-SCORE = "val-core/openai/gsm8k/acc/mean@1"
+SCORE = "val-core/openai/gsm8k/acc/mean@2"
 FIRST = 8
 """Steps over which the first and last rewards are taken."""
 
@@ -100,7 +100,7 @@ def show() -> None:
         "steps",
         "s",
         "s a step",
-        "greedy pass@1 (%), by step",
+        "pass@1 (%), by step",
         "reward, first -> last",
         "length",
         "gap",

@@ -104,6 +104,9 @@ class DataConfig(Section):
     truncation: Literal["error", "left", "right", "drop"] = "error"
     """`sft`, `prefer`: treatment of longer conversations; drop removes a pair if either conversation is too long. `rl`:
     a prompt longer than `rollout.max_prompt_tokens` is an error, or with drop is left out; prompts are never cut."""
+    keep: dict[str, Annotated[list[str | int | float], Field(min_length=1)]] = {}
+    """`rl`: the values of which a row of `train` must have one, by field of its `extra_info`, as
+    `{level = ["Level 1", "Level 2"]}`; other rows are not used. Empty: all are."""
     enable_thinking: bool | None = None
     """Value passed to the chat template in training and in sampling; none: the template's own default."""
     template_kwargs: dict[str, Any] = {}

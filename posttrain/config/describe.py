@@ -24,7 +24,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "run.resume": _TRAINING, "run.restarts": _TRAINING, "run.report": _TRAINING, "run.profile": _TRAINING,
     "run.rollouts": _RL, "run.rollouts_every": _RL,
     "model": _RUNS,
-    "data": _TRAINING, "data.enable_thinking": _RUNS, "data.template_kwargs": _RUNS,
+    "data": _TRAINING, "data.keep": _RL, "data.enable_thinking": _RUNS, "data.template_kwargs": _RUNS,
     "data.max_length": ("sft", "prefer"), "data.stream_above": ("sft", "prefer"),
     "data.shuffle_rows": ("sft", "prefer"),
     "data.workers": ("sft", "prefer"), "data.prefetch": ("sft", "prefer"), "data.deadline_s": ("sft", "prefer"),

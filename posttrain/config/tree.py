@@ -87,6 +87,10 @@ class Config(Section):
             self._check_env()
         if self.command == "rl":
             self._check_rl()
+        elif self.data.keep:
+            raise ValueError(
+                f"data.keep selects prompts of rl, and {self.command} has none: select its rows beforehand"
+            )
         if self.train.share_prompts and self.rollout.batch_invariant:
             raise ValueError(
                 "train.share_prompts changes the last bits of log-probabilities, and rollout.batch_invariant keeps "

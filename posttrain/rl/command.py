@@ -26,7 +26,14 @@ from posttrain.rollout.schedule import header
 from posttrain.rollout.schedule_replay import Recorded
 from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import check_algo, check_machine, check_supported, engine_note, open_model
-from posttrain.runs.prompts import check_reward, fitting_prompts, read_tasks, reading_validation, validation_note
+from posttrain.runs.prompts import (
+    check_reward,
+    fitting_prompts,
+    read_tasks,
+    reading_validation,
+    select_prompts,
+    validation_note,
+)
 from posttrain.runs.quantization import check_quantization
 from posttrain.runs.resume import REPEATS
 from posttrain.runs.training_run import Loop
@@ -64,7 +71,8 @@ def prepare_sampling(resolved: Resolved) -> RlJob:
     budget = None if cfg.rollout.only else check_budget(cfg)
     env = episode_context(cfg, source, tokenizer)
     rows, train_file = read_tasks(cfg, env, "train")
-    prompts, left_out, mean_tokens = fitting_prompts(rows, env, train_file, cfg.data.truncation)
+    chosen, selected = select_prompts(rows, cfg.data.keep, train_file)
+    prompts, left_out, mean_tokens = fitting_prompts(chosen, env, train_file, cfg.data.truncation)
     with reading_validation():
         val_rows, val_file = read_tasks(cfg, env, "val", limit=cfg.val.limit)
     val, val_left_out, _ = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
@@ -72,7 +80,7 @@ def prepare_sampling(resolved: Resolved) -> RlJob:
     recorded = recorded_schedule(resolved, prompts) if cfg.rollout.replay_schedule else None
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
     crowded = check_batch(len(prompts), cfg.data.batch_size)
-    found = (*in_fp8, left_out, val_left_out, failing and f"warning: {failing}", crowded)
+    found = (*in_fp8, selected, left_out, val_left_out, failing and f"warning: {failing}", crowded)
     notes = [note for note in found if note]
     return RlJob(resolved, source, steps, env, prompts, mean_tokens, val, notes, budget, recorded)
 

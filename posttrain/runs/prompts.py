@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.registry import unknown
+from posttrain.core.text import shortened
 from posttrain.data.chat import encoded_lengths, prompt_text
 from posttrain.data.parquet import read_prompts, refuse_images
 from posttrain.data.shards import one_file
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     from posttrain.core.types import Prompt
     from posttrain.envs.base import Split
     from posttrain.rollout.context import EpisodeContext
+
+_SHOWN = 10
+"""Values of a field that a message shows."""
 
 
 def check_prompts(prompts: Iterable[Prompt], env: EpisodeContext, file: str) -> None:
@@ -61,6 +67,38 @@ def read_tasks(cfg: Config, env: EpisodeContext, split: Split, limit: int | None
         return [], ""
     file = one_file(named)
     return read_prompts(file, limit), file
+
+
+def select_prompts(
+    prompts: Sequence[Prompt], keep: Mapping[str, Sequence[str | int | float]], file: str
+) -> tuple[list[Prompt], str | None]:
+    """Return the prompts that `data.keep` selects, and a message that says how many they are; None where it is empty.
+
+    Raises:
+        DataError: no prompt has such a field, or none is left.
+    """
+    chosen = list(prompts)
+    for name, values in keep.items():
+        if not any(prompt.extra_info.get(name) is not None for prompt in prompts):
+            fields = {field for prompt in prompts for field in prompt.extra_info}
+            raise DataError(f"{file}: no row has extra_info.{name} (data.keep)", hint=unknown(name, fields))
+        left = [prompt for prompt in chosen if prompt.extra_info.get(name) in values]
+        if not left:
+            found = Counter(shortened(repr(prompt.extra_info.get(name)), 40) for prompt in chosen)
+            common = ", ".join(value for value, _ in found.most_common(_SHOWN))
+            raise DataError(
+                f"{file}: no row has {_one_of(name, values)} (data.keep)",
+                hint=f"extra_info.{name} has {len(found):,} values, the most frequent are {common}",
+            )
+        chosen = left
+    if not keep:
+        return chosen, None
+    wanted = " and ".join(_one_of(name, values) for name, values in keep.items())
+    return chosen, f"{file}: {len(chosen):,} of {len(prompts):,} prompts have {wanted} (data.keep)"
+
+
+def _one_of(name: str, values: Sequence[str | int | float]) -> str:
+    return f"{name} = {' or '.join(map(repr, values))}"
 
 
 class FittingPrompts(NamedTuple):

@@ -39,7 +39,7 @@ REPEATS = (MAY_CHANGE | {"run.name", "rollout.replay_schedule", "rollout.episode
 
 MUST_AGREE = (
     *("command", "model.path", "train.lora.", "train.optim.name", "prefer.method"),
-    *("data.train", "data.shuffle", "data.batch_size", "run.seed"),
+    *("data.train", "data.keep", "data.shuffle", "data.batch_size", "run.seed"),
 )
 """Keys, or prefixes of keys, in which a new run must agree with the checkpoint that it starts from: those that say what
 its weights are, and what its position in the data means."""

@@ -66,7 +66,7 @@ def test_the_commands_of_the_guide(ran: Path) -> None:
     assert 0 < sft[0]["train/loss"] < 3  # of 49,152 tokens at random it would be 10.8: these weights know English
     start, rl = (json.loads(line) for line in (ran / "runs/smollm2-135m-gsm8k/metrics.jsonl").read_text().splitlines())
     assert (start["step"], rl["step"]) == (0, 1)
-    low, accuracy, high = (start[f"val-core/openai/gsm8k/acc/mean@1{end}"] for end in ("/low", "", "/high"))
+    low, accuracy, high = (start[f"val-core/openai/gsm8k/acc/mean@2{end}"] for end in ("/low", "", "/high"))
     assert low <= accuracy <= high
     assert (rl["rollout/episodes"], rl["rollout/failed"], rl["rollout/grader_failed"]) == (2, 0, 0)
     assert rl["actor/grad_norm"] > 0

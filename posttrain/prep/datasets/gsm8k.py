@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from posttrain.core.types import Message
 from posttrain.data.parquet import Conversation
@@ -52,6 +52,12 @@ class Gsm8k(WordProblems, FileSet):
         self._shown = demos
         self.system = _SYSTEM[demos]
         self.answer_tool = demos == "check"
+
+    def to_rlhf(self, row: RawRow, index: int, split: str) -> dict[str, Any]:
+        """``extra_info`` has how many ``calculations`` the solution marks: a measure of how hard the problem is."""
+        made = super().to_rlhf(row, index, split)
+        made["extra_info"]["calculations"] = len(_STEP.findall(row["answer"]))
+        return made
 
     def to_sft(self, row: RawRow, index: int, split: str) -> Conversation:
         if self._shown == "check":

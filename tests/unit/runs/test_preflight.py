@@ -28,7 +28,7 @@ from posttrain.runs.preflight import (
     open_model,
     with_engine,
 )
-from posttrain.runs.prompts import check_prompts, fitting_prompts, prompt_lengths
+from posttrain.runs.prompts import check_prompts, fitting_prompts, prompt_lengths, select_prompts
 from posttrain.train import checkpoint
 from tests.helpers.saved import save_shards
 from tests.helpers.seeing import save_model
@@ -188,6 +188,35 @@ def test_lengths_of_many_prompts_are_those_of_each(tools, monkeypatch):
     env = environment(tools=tools)
     rows = [prompt(text, index=i) for i, text in enumerate(("word " * 30, "", "<|im_end|> é 123", "one\n\ntwo"))]
     assert prompt_lengths(rows, env, "x") == [len(env.prompt_ids(row)) for row in rows]
+
+
+def test_rl_takes_the_prompts_that_data_keep_selects():
+    levels = ["easy", "hard", "easy", None]
+    rows = [
+        dataclasses.replace(prompt(index=i), extra_info={"level": level, "steps": i}) for i, level in enumerate(levels)
+    ]
+    assert select_prompts(rows, {}, "x") == (rows, None)
+    assert select_prompts(rows, {"level": ["easy"]}, "x") == (
+        [rows[0], rows[2]],
+        "x: 2 of 4 prompts have level = 'easy' (data.keep)",
+    )
+    both, said = select_prompts(rows, {"level": ["easy", "hard"], "steps": [1.0, 2]}, "x")
+    assert both == rows[1:3]
+    assert said == "x: 2 of 4 prompts have level = 'easy' or 'hard' and steps = 1.0 or 2 (data.keep)"
+
+
+def test_data_keep_that_selects_nothing_says_what_there_is():
+    rows = [dataclasses.replace(prompt(index=i), extra_info={"level": 1 + i % 2}) for i in range(3)]
+    with pytest.raises(DataError, match=r"x: no row has extra_info.levle \(data.keep\)") as error:
+        select_prompts(rows, {"levle": [1]}, "x")
+    assert error.value.hint == "did you mean 'level'?"
+    with pytest.raises(DataError, match=r"x: no row has level = '1' \(data.keep\)") as error:
+        select_prompts(rows, {"level": ["1"]}, "x")
+    assert error.value.hint == "extra_info.level has 2 values, the most frequent are 1, 2"
+    with pytest.raises(ConfigError, match="at least 1 item"):
+        resolve("rl", "tiny-gsm8k", ["data.keep={level=[]}"])
+    with pytest.raises(ConfigError, match=r"data\.keep selects prompts of rl, and generate has none"):
+        resolve("generate", "tiny-generate", ["data.keep={level=[1]}"])
 
 
 def test_rl_leaves_out_prompts_that_are_too_long_if_asked():

@@ -54,6 +54,7 @@ def test_rlhf_row():
         "index": 3,
         "answer": ROWS[0]["answer"],
         "question": "How many?",
+        "calculations": 2,
         "need_tools_kwargs": True,
         "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2000"}}},
     }
