@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from rich.table import Table
 
 SFT, RL, GENERATE = "smollm2-135m-gsm8k-sft", "smollm2-135m-gsm8k", "smollm2-135m-gsm8k-generate"
 MODEL = "./models/smollm2-135m-instruct"
-SCORE = "val-core/openai/gsm8k/acc/mean@2"
+SCORE = re.compile(r"val-core/openai/gsm8k/acc/mean@\d+")
 FIRST = 8
 """Steps over which the first and last rewards are taken."""
 
@@ -128,7 +129,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
 
     steps = [row for row in rows if row.get("step", 0) > 0]
     seconds = [row["timing_s/step"] for row in steps if "timing_s/step" in row]
-    scores = ", ".join(f"{row['step']}: {100 * row[SCORE]:.1f}" for row in rows if SCORE in row)
+    scores = ", ".join(f"{row['step']}: {100 * row[key]:.1f}" for row in rows for key in row if SCORE.fullmatch(key))
     first, last = steps[:FIRST], steps[-FIRST:]
     middle = sorted(seconds)[len(seconds) // 2] if seconds else float("nan")
     return [

@@ -19,6 +19,8 @@ from posttrain.engines.start import open_engine
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
 from posttrain.models.load import ModelSource
+from posttrain.prep import command as prep
+from posttrain.rl import command as rl
 from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import (
     check_machine,
@@ -203,6 +205,15 @@ def test_rl_takes_the_prompts_that_data_keep_selects():
     both, said = select_prompts(rows, {"level": ["easy", "hard"], "steps": [1.0, 2]}, "x")
     assert both == rows[1:3]
     assert said == "x: 2 of 4 prompts have level = 'easy' or 'hard' and steps = 1.0 or 2 (data.keep)"
+
+
+def test_a_run_has_the_prompts_that_data_keep_selects_and_all_to_validate_on(tmp_path):
+    prep.run("arith", out=str(tmp_path), train_rows=16, test_rows=8)
+    files = [f"data.train='{tmp_path}/train.parquet'", f"data.val='{tmp_path}/test.parquet'"]
+    job = rl.prepare(resolve("rl", "tiny-arith", ["model.path='builtin:tiny'", *files, "data.keep={index=[3, 8]}"]))
+    assert [row.index for row in job.prompts] == [3, 8]
+    assert len(job.val) == 8
+    assert f"{tmp_path}/train.parquet: 2 of 16 prompts have index = 3 or 8 (data.keep)" in job.notes()
 
 
 def test_data_keep_that_selects_nothing_says_what_there_is():
