@@ -3,8 +3,11 @@ sure of its tokens as a real one, which random weights are not.
 
     python scripts/gpu_model.py --tokenizer FOLDER --data FOLDER --out /tmp/posttrain-bench/0.5b-trained
 
+    python scripts/gpu_model.py --tokenizer FOLDER --answer 250 --out /tmp/posttrain-bench/0.5b-uneven
+
 `--data` is what `posttrain prep gsm8k` wrote. Nothing happens where the model is there already; of several processes
-that want it at the same time one trains it.
+that want it at the same time one trains it. `--answer TOKENS` trains nothing: of the random model's vocabulary, one
+token in TOKENS ends an answer (by its generation config), so that the lengths are close to geometric, and uneven.
 """
 
 from __future__ import annotations
@@ -40,6 +43,16 @@ def trained_model(out: Path, tokenizer: Path, data: Path, steps: int = 240) -> P
     return out
 
 
+def uneven_model(out: Path, tokenizer: Path, answer: int) -> Path:
+    """The folder, ``out``, of a random model that ends its answers after about ``answer`` tokens in the mean."""
+    from qwen_shape import qwen_half_b
+    from transformers import GenerationConfig
+
+    _untrained(out, tokenizer)
+    GenerationConfig(eos_token_id=list(range(0, qwen_half_b().vocab_size, answer))).save_pretrained(out)
+    return out
+
+
 def _untrained(folder: Path, tokenizer: Path) -> Path:
     import torch
     from qwen_shape import qwen_half_b
@@ -70,10 +83,15 @@ def _posttrain(*arguments: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True)
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--data", type=Path, help="of GSM8K, to train on")
+    how.add_argument("--answer", type=int, metavar="TOKENS", help="random weights, answers of about this mean length")
     parser.add_argument("--out", type=Path, default=Path("/tmp/posttrain-bench/0.5b-trained"))
     args = parser.parse_args()
-    print(trained_model(args.out, args.tokenizer, args.data))
+    if args.answer:
+        print(uneven_model(args.out, args.tokenizer, args.answer))
+    else:
+        print(trained_model(args.out, args.tokenizer, args.data))
 
 
 if __name__ == "__main__":

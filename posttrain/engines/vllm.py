@@ -84,7 +84,10 @@ def memory_arguments(spec: EngineSpec) -> dict[str, Any]:
 def graph_arguments(spec: EngineSpec, requests: int) -> dict[str, Any]:
     """Return the size of the largest CUDA graph where an engine may run more ``requests`` than vLLM has graphs for: a
     larger batch runs without one. Empty where the user says which graphs there are."""
-    chosen = spec.rollout.engine_options.keys() & {"cudagraph_capture_sizes", "compilation_config"}
+    options = spec.rollout.engine_options
+    compilation = options.get("compilation_config")
+    given = options.keys() | (compilation.keys() if isinstance(compilation, dict) else ())
+    chosen = given & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     if spec.device == "cpu" or chosen or requests <= _GRAPHS_TO:
         return {}
     return {"max_cudagraph_capture_size": -(-requests // _GRAPH_STEP) * _GRAPH_STEP}
@@ -129,6 +132,8 @@ class VLLMEngine:
                 **memory_arguments(spec),
             )
             defaults = _fp8_kernels(spec) | graph_arguments(spec, self.max_concurrent)
+            if not self.keeps:  # with kept requests vLLM notes which weights sampled what it hands on at each step
+                ours |= {"scheduler_cls": f"{__package__}.vllm_scheduler.ChunkScheduler"}
             if self.images.reader is not None:
                 ours |= {"limit_mm_per_prompt": {"video": 0}}
                 if spec.device == "cpu":
@@ -150,7 +155,8 @@ class VLLMEngine:
         if self.keeps:
             await self.llm.pause_generation(mode="keep", clear_cache=False)
         else:
-            await self.llm.pause_generation(mode="abort")
+            await self.llm.pause_generation(mode="wait", clear_cache=False)  # returns what runs: see ChunkScheduler
+            await self.llm.pause_generation(mode="abort")  # what has not begun
 
     async def generate(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage] = ()) -> Sample:
         ids_given, pictures = await self.images.prompt(prompt_ids, images)

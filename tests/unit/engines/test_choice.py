@@ -121,6 +121,8 @@ def test_engines_that_share_a_gpu_are_given_the_size_of_their_cache(monkeypatch)
     (1000, {}, 1008),  # vLLM would take 992, the next smaller multiple of 16
     (512, {}, None),  # its own, of which small batches with prompts in them have some, too
     (1024, {"cudagraph_capture_sizes": [1, 256]}, None),  # both together it refuses
+    (1024, {"compilation_config": {"cudagraph_capture_sizes": [1, 256]}}, None),
+    (1024, {"compilation_config": {"mode": 0}}, 1024),
 ])  # fmt: skip
 def test_vllm_has_graphs_for_all_its_requests(requests, options, largest):
     given = {} if largest is None else {"max_cudagraph_capture_size": largest}
