@@ -2,7 +2,8 @@
 
 vLLM's process with the model sends every token to the process that asked for it as soon as it is sampled, with three
 arrays about its log-probability, also where nobody reads an answer before its end. Reading these takes that process
-about 50 us a token (vLLM 0.24): more than a step of a 7B model takes where 1,024 requests run. In chunks it takes 4.
+40 to 50 us a token (vLLM 0.24): more than a step of a 7B model takes where 1,024 requests run. In chunks it takes 6
+(scripts/bench_vllm_outputs.py).
 """
 
 from __future__ import annotations
