@@ -9,19 +9,19 @@ pytestmark = pytest.mark.vllm
 PROMPTS, LONGEST, BLOCKS = [10 + 7 * number for number in range(12)], 150, 1000
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    return config_of(tmp_path_factory.mktemp("model"), requests=8, step_tokens=64)
+@pytest.fixture(scope="module", params=[True, False], ids=["asynchronous", "synchronous"])
+def config(request, tmp_path_factory):
+    """vLLM schedules a step while the one before runs, but not on a CPU."""
+    config = config_of(tmp_path_factory.mktemp("model"), requests=8, step_tokens=64)
+    config.scheduler_config.async_scheduling = request.param
+    return config
 
 
 def test_the_outputs_are_those_of_vllms_scheduler(config):
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
     from posttrain.engines.vllm_scheduler import CHUNK, ChunkScheduler
 
-    theirs, ours = (
-        play(scheduler_of(cls, config, BLOCKS), PROMPTS, LONGEST) for cls in (AsyncScheduler, ChunkScheduler)
-    )
+    vllms = config.scheduler_config.get_scheduler_cls()
+    theirs, ours = (play(scheduler_of(cls, config, BLOCKS), PROMPTS, LONGEST) for cls in (vllms, ChunkScheduler))
     assert ours.outputs == theirs.outputs
     lengths = [len(tokens) for tokens, *_ in ours.outputs.values()]
     assert min(lengths) < CHUNK < 2 * CHUNK < max(lengths)
