@@ -66,6 +66,7 @@ def write(root: Path, cases: list[Case], rank: int, ranks: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}/store{ranks}", rank=rank, world_size=ranks)
     for case in cases:
         save(case, case.folder(root))
+    dist.barrier()  # one that leaves while others still talk ends them
     dist.destroy_process_group()
 
 

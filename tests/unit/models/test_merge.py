@@ -166,6 +166,7 @@ else:
 weights = torch.load(f"{folder}/../weights.pt")
 state = {name: distribute_tensor(tensor, mesh, placements) for name, tensor in weights.items()}
 torch.save(state, f"{folder}/model_world_size_{size}_rank_{rank}.pt")
+dist.barrier()  # one that leaves while others still talk ends them
 dist.destroy_process_group()
 """
 
