@@ -2,12 +2,11 @@
 sure of its tokens as a real one, which random weights are not.
 
     python scripts/gpu_model.py --tokenizer FOLDER --data FOLDER --out /tmp/posttrain-bench/0.5b-trained
-
     python scripts/gpu_model.py --tokenizer FOLDER --answer 250 --out /tmp/posttrain-bench/0.5b-uneven
 
-`--data` is what `posttrain prep gsm8k` wrote. Nothing happens where the model is there already; of several processes
-that want it at the same time one trains it. `--answer TOKENS` trains nothing: of the random model's vocabulary, one
-token in TOKENS ends an answer (by its generation config), so that the lengths are close to geometric, and uneven.
+`--data` is what `posttrain prep gsm8k` wrote. Nothing happens where such a model is there already; of several processes
+that want it at the same time one trains it. `--answer TOKENS` trains nothing, and writes anew: of the random model's
+vocabulary, one token in TOKENS ends an answer (by its generation config), so that the lengths are close to geometric.
 """
 
 from __future__ import annotations
@@ -88,10 +87,10 @@ def main() -> None:
     how.add_argument("--answer", type=int, metavar="TOKENS", help="random weights, answers of about this mean length")
     parser.add_argument("--out", type=Path, default=Path("/tmp/posttrain-bench/0.5b-trained"))
     args = parser.parse_args()
-    if args.answer:
-        print(uneven_model(args.out, args.tokenizer, args.answer))
-    else:
+    if args.data is not None:
         print(trained_model(args.out, args.tokenizer, args.data))
+    else:
+        print(uneven_model(args.out, args.tokenizer, args.answer))
 
 
 if __name__ == "__main__":

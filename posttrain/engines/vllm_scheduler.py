@@ -22,7 +22,7 @@ CHUNK = 64
 """Steps of a request that are handed on together."""
 
 
-class ChunkScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not there where types are checked
+class ChunkScheduler(AsyncScheduler):  # type: ignore[misc]  # of unknown type: mypy runs without vLLM
     """Hands on what ``CHUNK`` steps of a request sampled, or fewer at its end. Outputs are the same, later.
 
     A pause of mode "wait" ends all requests at the next step, as aborted, with all their tokens: one of mode "abort"
@@ -51,6 +51,8 @@ class ChunkScheduler(AsyncScheduler):  # type: ignore[misc]  # vLLM is not there
         held = self._held.setdefault(output.request_id, [])
         held.append(output)
         if output.finish_reason is None and len(held) < CHUNK:
+            if output.routed_experts is not None:  # of a synchronous step: a view of what the next one overwrites
+                output.routed_experts = output.routed_experts.copy()
             return None
         del self._held[output.request_id]
         return joined(held)

@@ -98,3 +98,17 @@ def test_experts_and_what_belongs_to_the_prompt_are_kept():
     assert (whole.prefill_stats, whole.new_prompt_logprobs_tensors) == ("stats", "of the prompt")
     assert whole.routed_experts.tolist() == [*prompt.tolist(), *token.tolist()]
     assert whole.new_logprobs is None
+
+
+def test_experts_of_a_step_outlive_the_buffer_that_they_came_in(config):
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+    from posttrain.engines.vllm_scheduler import ChunkScheduler
+
+    scheduler, buffer = scheduler_of(ChunkScheduler, config, BLOCKS), np.zeros((1, 2, 2), np.int16)
+    for step in range(5):
+        buffer[:] = step
+        reason = FinishReason.LENGTH if step == 4 else None
+        chunk = scheduler._chunk(EngineCoreOutput("a", [step], finish_reason=reason, routed_experts=buffer[:]))
+        assert (chunk is None) == (step < 4)
+    assert chunk.new_token_ids == chunk.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4]
