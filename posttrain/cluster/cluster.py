@@ -235,6 +235,16 @@ class Cluster:
         """Return True where engines are on the GPUs of trainers."""
         return self.cfg.cluster.placement == "colocated" and "trainers" in self.groups
 
+    @property
+    def _engine_pool(self) -> str:
+        return "trainers" if self._colocated else "samplers"
+
+    @property
+    def _shares_gpu(self) -> bool:
+        """Return True where an engine has a GPU with others; after their GPUs were reserved."""
+        engines = self.cfg.rollout.replicas * self.cfg.rollout.tensor_parallel
+        return self.device == "cuda" and engines > len(self.groups[self._engine_pool].bundle_specs)
+
     async def prepare_samplers(self) -> None:
         """Start the processes of the engines that sample for a run, ahead of its trainers: each imports its engine, and
         ``sampler`` starts it."""
@@ -256,6 +266,9 @@ class Cluster:
         count = cfg.rollout.replicas
         batches = 1 + cfg.rollout.over_sample_rate + cfg.rollout.staleness
         episodes = math.ceil(cfg.data.batch_size * cfg.rollout.n * batches / count)
+        if (dead := self._samplers.pop(index, None)) is not None:
+            await dead.handle.kill()  # a process that only hangs would hold its memory
+        sampler = self._prepared.pop(index, None) or await self._sampler_process(index)
         spec = EngineSpec(
             source=source,
             device=self.device,
@@ -265,14 +278,11 @@ class Cluster:
             stop_token_ids=stop_token_ids,
             threads=_threads(count),
             replica=index,
-            shares_gpu=self._colocated and count * cfg.rollout.tensor_parallel > cfg.cluster.workers,
+            shares_gpu=self._shares_gpu,
             episodes=episodes if cfg.command == "rl" else 0,
             frozen_tower=cfg.train.vision_tower == "frozen",
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
         )
-        if (dead := self._samplers.pop(index, None)) is not None:
-            await dead.handle.kill()  # a process that only hangs would hold its memory
-        sampler = self._prepared.pop(index, None) or await self._sampler_process(index)
         await sampler.start(spec, cfg.cluster.start_deadline_s)
         self._samplers[index] = sampler
         return sampler
@@ -280,9 +290,7 @@ class Cluster:
     async def _sampler_process(self, index: int) -> RemoteSampler:
         """Start the process of engine ``index``."""
         cfg = self.cfg
-        ranks = cfg.rollout.tensor_parallel
-        pool = "trainers" if self._colocated else "samplers"
-        options, bundles = await self._engine_options(pool, cfg.rollout.replicas, ranks, index)
+        options, bundles = await self._engine_options(index)
         name = f"sampler {index}"
         engine = choose_engine(cfg.rollout.engine, gpu=self.device == "cuda").name
         if engine != "hf":  # it may want torch imported under variables, and in an order, of its own
@@ -291,8 +299,8 @@ class Cluster:
         return RemoteSampler(
             self._handle(name, actor),
             deadline_s=cfg.cluster.step_deadline_s,
-            ranks=ranks,
-            trainers=bundles if pool == "trainers" else (),
+            ranks=cfg.rollout.tensor_parallel,
+            trainers=bundles if self._colocated else (),
         )
 
     async def reward_model(self, cfg: RewardModelConfig) -> RemoteRewardModel:
@@ -326,15 +334,18 @@ class Cluster:
         self.handles.append(handle)
         return handle
 
-    async def _engine_options(
-        self, pool: str, count: int, ranks: int, index: int
-    ) -> tuple[dict[str, Any], Sequence[int]]:
-        """Return Ray's options for engine ``index`` of ``count``, of ``ranks`` GPUs each, and its bundles in
-        the pool."""
-        if self.device == "cpu" or ranks == 1:
-            options = await self._options(pool, count, index)
-            return options, [index % len(self.groups[pool].bundle_specs)] if self.device == "cuda" else []
-        await self._options(pool, count * ranks, 0)
+    async def _engine_options(self, index: int) -> tuple[dict[str, Any], Sequence[int]]:
+        """Return Ray's options for an engine, and its bundles in the pool of its GPUs."""
+        rollout, pool = self.cfg.rollout, self._engine_pool
+        ranks = rollout.tensor_parallel
+        if self.device == "cpu":
+            return await self._options(pool, rollout.replicas, index), []
+        count = rollout.replicas * ranks
+        if not self.cfg.trains:
+            count = rollout.gpus_alone(int(ray.cluster_resources().get("GPU", 0)))
+        options = await self._options(pool, count, index)
+        if ranks == 1:
+            return options, [index % len(self.groups[pool].bundle_specs)]
         if pool not in self._gpus:
             self._gpus[pool] = await self._find_gpus(pool)
         gpus = self._gpus[pool]
@@ -345,7 +356,7 @@ class Cluster:
                 hint="an engine's GPUs must be on one node; with colocated engines cluster.workers counts the GPUs",
             )
         bundles = engines[index % len(engines)]
-        options = await self._options(pool, count * ranks, bundles[0])
+        options = await self._options(pool, count, bundles[0])
         # Ray would show it only the GPU of its bundle.
         options["runtime_env"]["env_vars"] |= {
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",

@@ -101,7 +101,8 @@ class RolloutConfig(Section):
     """With `filter_groups`: maximum prompts drawn for one step, in multiples of `data.batch_size`. At the limit the
     step trains on the groups that it has."""
     replicas: PositiveInt = 1
-    """Number of engines that share the load."""
+    """Number of engines that share the load. They have GPUs in common where they are more than the GPUs of the trainers
+    beside them, or, in a command that only samples, than those of the cluster."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
@@ -210,6 +211,14 @@ class RolloutConfig(Section):
             raise ValueError(f"rollout.{used[0]} has no effect with rollout.replay: no engine samples")
         if self.kv_cache_dtype != "auto" and self.engine == "hf":
             raise ValueError("rollout.kv_cache_dtype with rollout.engine = 'hf': its KV cache has the compute type")
+
+    def gpus_alone(self, there: int) -> int:
+        """Return how many of ``there`` GPUs the engines of a command that only samples get: ``tensor_parallel`` each.
+        Where there are fewer they share GPUs, if ``memory_fraction`` lets them."""
+        engines = min(self.replicas, there // self.tensor_parallel)
+        if not engines or self.memory_fraction * -(-self.replicas // engines) >= 1.0:
+            engines = self.replicas
+        return engines * self.tensor_parallel
 
     def _check_schedule(self) -> None:
         if self.replay_schedule and not self.record_schedule:

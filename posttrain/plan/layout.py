@@ -61,7 +61,9 @@ class Layout:
 
     @property
     def gpus_needed(self) -> int:
-        workers = self.cfg.cluster.workers if self.trainers else 0
+        if not self.trainers:
+            return self.cfg.rollout.gpus_alone(self.machine.total)
+        workers = self.cfg.cluster.workers
         if self.engine is None:
             return workers
         engines = self.cfg.rollout.replicas * self.cfg.rollout.tensor_parallel
@@ -82,8 +84,8 @@ def lay_out(
     """The processes that `sft`, `prefer` or `rl` start with this config."""
     trainers = tuple(_trainers(cfg, shapes, kernels, batch, lengths)) if cfg.trains else ()
     colocated = cfg.cluster.placement == "colocated"
-    workers = cfg.cluster.workers if cfg.trains else cfg.rollout.replicas * cfg.rollout.tensor_parallel
-    shared = -(-cfg.rollout.replicas * cfg.rollout.tensor_parallel // workers) if colocated else 1
+    gpus = cfg.cluster.workers if cfg.trains else cfg.rollout.gpus_alone(machine.total)
+    shared = -(-cfg.rollout.replicas * cfg.rollout.tensor_parallel // gpus) if colocated or not cfg.trains else 1
     engine = None
     if cfg.samples:
         counted = machine.memory

@@ -62,6 +62,8 @@ class ReplayJob(TrainingJob):
         yield f"replay of {self.files.name}: {len(self.files.steps)} recorded steps, {self.steps} steps"
         if self.resolved.config.data.val:
             yield "data.val is not used: a replay has no sampler to validate with"
+        if self.resolved.config.data.keep:
+            yield "data.keep is not used: a replay trains on all prompts that were sampled"
 
     def known(self) -> Known:
         """Return the lengths of the first recorded step."""

@@ -120,11 +120,14 @@ EXACT = ("critic/score/mean", "critic/advantages/max", "response_length/mean", "
 CLOSE = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "rollout_gap/mean_abs")
 
 
-def test_a_replay_from_the_same_start_repeats_the_run(here, original):
+def test_a_replay_from_the_same_start_repeats_the_run(here, original, capsys):
     """With nothing of what samples: no data file, no grader, an engine that is not installed."""
     folder, metrics = original
-    sets = ["rollout.engine='sglang'", f"data.val='{here}/val.parquet'"]
+    sets = ["rollout.engine='sglang'", f"data.val='{here}/val.parquet'", "data.keep={level = [1]}"]
     again, replayed = run(here, "again", *sets, rollout__replay=str(folder / "rollouts"))
+    notes = capsys.readouterr().err
+    assert "data.val is not used" in notes
+    assert "data.keep is not used" in notes
     for wanted, got in zip(metrics, replayed, strict=True):
         for name in EXACT:
             assert got[name] == wanted[name], name

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster as RayNodes
 
 from posttrain.algos.reduce import token_weights
@@ -218,6 +219,19 @@ async def test_a_node_that_has_just_died_gets_no_worker(far):
 
 
 # ---------------------------------------------------------------------- memory
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="engines would start")
+async def test_engines_without_trainers_share_a_gpu(ray_here):
+    ray.shutdown()
+    ray.init(num_cpus=3, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    for fraction, expected in ((0.3, "CUDA"), (0.5, "samplers want 3 GPUs")):
+        rollout = {"engine": "hf", "replicas": 3, "memory_fraction": fraction}
+        cfg = Config.model_validate({"command": "generate", "cluster": {"device": "cuda"}, "rollout": rollout})
+        async with Cluster(cfg) as cluster:
+            error, _ = await outcome(cluster.samplers(SOURCE, [0]))
+            assert expected in error.message
+            assert [len(group.bundle_specs) for group in cluster.groups.values()] == [1] * (fraction == 0.3)
 
 
 async def test_a_cluster_without_capacity_says_so(ray_here):

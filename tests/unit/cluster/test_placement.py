@@ -43,6 +43,25 @@ def test_engine_options_may_not_be_ours():
 
 
 @pytest.mark.parametrize(
+    ("replicas", "ranks", "fraction", "there", "expected"),
+    [
+        (3, 1, 0.3, 8, 3),
+        (3, 1, 0.3, 2, 2),
+        (3, 1, 0.3, 1, 1),
+        (3, 1, 0.4, 1, 3),  # they do not fit together
+        (3, 1, 0.4, 2, 2),
+        (3, 2, 0.3, 5, 4),
+        (3, 2, 0.3, 2, 2),
+        (1, 4, 0.5, 2, 4),  # too few for one
+        (2, 1, 0.4, 0, 2),
+    ],
+)
+def test_engines_that_sample_for_no_trainer_share_gpus_where_they_must(replicas, ranks, fraction, there, expected):
+    rollout = RolloutConfig(replicas=replicas, tensor_parallel=ranks, memory_fraction=fraction)
+    assert rollout.gpus_alone(there) == expected
+
+
+@pytest.mark.parametrize(
     ("count", "after", "expected"),
     [
         (1, 0, "a"),

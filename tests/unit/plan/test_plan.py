@@ -264,6 +264,20 @@ def test_engines_that_share_a_gpu_take_their_share_of_all_of_its_memory():
     assert three > 2 * alone
 
 
+def test_engines_without_trainers_share_the_gpus_that_there_are():
+    def plan(fraction):
+        rollout = {"engine": "sglang", "memory_fraction": fraction, "replicas": 3, "only": True}
+        return Plan(question(config("rl", rollout=rollout), "0.5b", "h100"))
+
+    def wants(plan):
+        """(GPUs, engines on each, whether there are too few)"""
+        errors = {problem.kind for problem in found(plan) if problem.level == "error"}
+        return plan.layout.gpus_needed, plan.layout.engines_per_gpu, "gpus" in errors
+
+    assert wants(plan(0.2)) == (1, 3, False)
+    assert wants(plan(0.5)) == (3, 1, True)
+
+
 def test_a_budget_that_cannot_be_met_is_refused(monkeypatch):
     cfg = config("rl", rollout={"engine": "vllm", "memory_fraction": 0.9})
 
