@@ -16,6 +16,7 @@ TOOLS = {
         'echo "posttrain $*"\n'
         '[ -n "${EXIT:-}" ] && exit "$EXIT"\n'
         "trap 'echo saved; exit \"${AFTER_TERM}\"' TERM\n"
+        '[ -n "${EARLY:-}" ] && kill -TERM "$PPID" && touch "$EARLY"\n'
         'echo running; while :; do sleep 0.05; done\n'
     ),
 }  # fmt: skip
@@ -59,3 +60,13 @@ def test_a_run_that_saved_after_sigterm_goes_back_into_the_queue(tmp_path: Path,
     assert job.returncode == code
     assert ("scontrol requeue 7" in out) == (code == 0)
     assert "saved" in out
+
+
+def test_a_signal_that_comes_before_the_script_knows_the_run_reaches_it(tmp_path: Path) -> None:
+    sent, hold = tmp_path / "sent", tmp_path / "hold.bash"
+    hold.write_text(f"trap '[[ $BASH_COMMAND == \"run=\\$!\" ]] && until [ -e {sent} ]; do sleep 0.02; done' DEBUG\n")
+    job = start(tmp_path, "rl", AFTER_TERM="0", EARLY=str(sent), BASH_ENV=str(hold))
+    out, _ = job.communicate(timeout=30)
+    assert job.returncode == 0
+    assert "saved" in out
+    assert "scontrol requeue 7" in out
