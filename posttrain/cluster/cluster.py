@@ -400,7 +400,8 @@ class Cluster:
 
     async def _reserve(self, pool: str, count: int) -> None:
         """Reserve one GPU for each of ``count`` processes. Raises ``ConfigError`` or ``DeadlineError``."""
-        check_total(count, pool, held=sum(len(group.bundle_specs) for group in self.groups.values()))
+        held = sum(len(group.bundle_specs) for group in self.groups.values())
+        check_total(count, pool, held, alone=not self.cfg.trains and pool == "samplers")
         deadline_s = self.cfg.cluster.start_deadline_s
         group = self.groups[pool] = placement_group([{"GPU": 1.0, "CPU": 1.0}] * count)
         try:

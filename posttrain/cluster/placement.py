@@ -13,13 +13,14 @@ from posttrain.cluster.head import answers
 from posttrain.core.errors import ConfigError, DeadlineError
 
 
-def check_total(wanted: int, what: str, held: int = 0) -> None:
+def check_total(wanted: int, what: str, held: int = 0, *, alone: bool = False) -> None:
     """Refuse a request that the cluster can never satisfy.
 
     Args:
         wanted: bundles of one GPU and one CPU each.
         what: what they are for.
         held: bundles that this run holds already.
+        alone: they are for engines, and no trainer wants any.
 
     Raises:
         ConfigError: the cluster has fewer in all.
@@ -27,9 +28,12 @@ def check_total(wanted: int, what: str, held: int = 0) -> None:
     total = ray.cluster_resources()
     if any(total.get(kind, 0.0) < wanted + held for kind in ("GPU", "CPU")):
         besides = f", besides {_bundles(held)} of this run" if held else ""
+        fewer = "cluster.workers or rollout.replicas"
+        if alone:
+            fewer = "rollout.replicas, or rollout.memory_fraction so that engines share GPUs"
         raise ConfigError(
             f"{what} want {_bundles(wanted)}{besides}; the Ray cluster has {_amounts(total)}",
-            hint="lower cluster.workers or rollout.replicas, or name a larger cluster in cluster.address",
+            hint=f"lower {fewer}, or name a larger cluster in cluster.address",
         )
 
 

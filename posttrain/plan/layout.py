@@ -50,7 +50,7 @@ class Layout:
     """One worker of each group, the actor first; empty where nothing is trained"""
     engine: EngineMemory | None
     engines_per_gpu: int
-    """On a GPU that has trainers, if they are colocated; else on one of its own"""
+    """On a GPU that has trainers, if they are colocated; else on one without"""
     colocated: bool
     reward: ModelShape | None
     itemsize: int

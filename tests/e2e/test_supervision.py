@@ -231,7 +231,10 @@ async def test_engines_without_trainers_share_a_gpu(ray_here):
         async with Cluster(cfg) as cluster:
             error, _ = await outcome(cluster.samplers(SOURCE, [0]))
             assert expected in error.message
+            assert ("memory_fraction" in (error.hint or "")) == (fraction == 0.5)
             assert [len(group.bundle_specs) for group in cluster.groups.values()] == [1] * (fraction == 0.3)
+            if fraction == 0.3:
+                assert cluster._shares_gpu  # their caches get a size of their own
 
 
 async def test_a_cluster_without_capacity_says_so(ray_here):

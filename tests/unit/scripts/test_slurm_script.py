@@ -15,9 +15,10 @@ TOOLS = {
     "posttrain": (
         'echo "posttrain $*"\n'
         '[ -n "${EXIT:-}" ] && exit "$EXIT"\n'
-        "trap 'echo saved; exit \"${AFTER_TERM}\"' TERM\n"
+        "told=0; trap 'told=$((told + 1))' TERM\n"
         '[ -n "${EARLY:-}" ] && kill -TERM "$PPID" && touch "$EARLY"\n'
-        'echo running; while :; do sleep 0.05; done\n'
+        'echo running; while [ "$told" = 0 ]; do sleep 0.05; done\n'
+        'sleep 0.5; echo "saved, told $told"; exit "$AFTER_TERM"\n'
     ),
 }  # fmt: skip
 
@@ -62,11 +63,13 @@ def test_a_run_that_saved_after_sigterm_goes_back_into_the_queue(tmp_path: Path,
     assert "saved" in out
 
 
-def test_a_signal_that_comes_before_the_script_knows_the_run_reaches_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["run=$!", '[ "$stopped" != early ]'])
+def test_a_signal_that_comes_as_the_run_starts_reaches_it_once(tmp_path: Path, before: str) -> None:
+    """The script waits before one of its commands, until the run has sent it the signal."""
     sent, hold = tmp_path / "sent", tmp_path / "hold.bash"
-    hold.write_text(f"trap '[[ $BASH_COMMAND == \"run=\\$!\" ]] && until [ -e {sent} ]; do sleep 0.02; done' DEBUG\n")
-    job = start(tmp_path, "rl", AFTER_TERM="0", EARLY=str(sent), BASH_ENV=str(hold))
+    hold.write_text(f"trap '[[ $BASH_COMMAND == \"$HELD\" ]] && until [ -e {sent} ]; do sleep 0.2; done' DEBUG\n")
+    job = start(tmp_path, "rl", AFTER_TERM="0", EARLY=str(sent), BASH_ENV=str(hold), HELD=before)
     out, _ = job.communicate(timeout=30)
     assert job.returncode == 0
-    assert "saved" in out
+    assert "saved, told 1\n" in out
     assert "scontrol requeue 7" in out
