@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from bench_peers_task import calculator, compute_score
 from datasets import Dataset
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 
 GPU = torch.cuda.is_available()
 
@@ -100,6 +100,17 @@ def reward(completions: list[Any], data_source: list[str], ground_truth: list[An
     return [compute_score(*row) for row in zip(data_source, texts, ground_truth, strict=True)]
 
 
+def tokenizer_with_tools(model: str) -> Any:
+    """The model's tokenizer, told how its answers are read: TRL knows templates by their text alone, and calls here
+    are written as Qwen3's."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if chat_template_utils._SUPPORTS_RESPONSE_TEMPLATE:
+        tokenizer.response_template = chat_template_utils.qwen3_template
+    else:
+        tokenizer.response_schema = chat_template_utils.qwen3_schema
+    return tokenizer
+
+
 def main(job: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in Path(job["rows"]).read_text(encoding="utf-8").splitlines()]
     episodes, micro = job["prompts"] * job["n"], job["trl_rows"]
@@ -128,6 +139,7 @@ def main(job: dict[str, Any]) -> None:
         more["peft_config"] = LoraConfig(r=job["lora_rank"], lora_alpha=32, target_modules="all-linear")
     if job["turns"] > 1:
         more["tools"] = [calculator]
+        more["processing_class"] = tokenizer_with_tools(job["model"])
         values["max_tool_calling_iterations"] = job["turns"] - 1
     report = Report()
     trainer = Timed(

@@ -123,8 +123,10 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Return tokens/s of the rounds after the first, which warms up."""
-        return sum(self.tokens[1:]) / sum(self.seconds[1:])
+        """Return tokens/s: the median of the rounds after the first, which warms up. What else runs on the host slows
+        some rounds down, and none becomes faster by it."""
+        rates = [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
+        return statistics.median(rates[1:])
 
     def row(self) -> tuple[str, str, str]:
         rates = ", ".join(f"{t / s:,.0f}" for t, s in zip(self.tokens, self.seconds, strict=True))

@@ -3,8 +3,8 @@
     python scripts/bench_vllm_outputs.py --requests 1024 --new 64
 
 Requests go through vLLM's scheduler or ours with a table of tokens in place of the model, and their outputs through
-vLLM's messages to its reader. Microseconds of a sampled token: the scheduler's update and writing messages are of
-the process with the model, reading them is of the process that asked. Both schedulers play in turns.
+vLLM's messages to its reader. Microseconds of a sampled token: the scheduler's choice and update, and writing messages,
+are of the process with the model; reading them is of the process that asked. Both schedulers play in turns.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ def main() -> None:
                 scheduler = scheduler_of(cls, config, blocks)
                 found[name].append(play(scheduler, [args.prompt] * args.requests, args.new, stop=False))
     title = f"vLLM {vllm.__version__}, us a token of each round"
-    table = Table("scheduler", "outputs sent", "update", "writing", "reading", title=title)
+    table = Table("scheduler", "outputs sent", "choice", "update", "writing", "reading", title=title)
     for name, rounds in found.items():
 
         def each(what: str, rounds: list[Played] = rounds) -> str:
             return ", ".join(f"{getattr(r, what) / args.requests / args.new * 1e6:.1f}" for r in rounds)
 
-        table.add_row(name, f"{rounds[0].handed_on:,}", each("update_s"), each("write_s"), each("read_s"))
+        table.add_row(
+            name, f"{rounds[0].handed_on:,}", each("schedule_s"), each("update_s"), each("write_s"), each("read_s")
+        )
     Console(width=110).print(table)
 
 

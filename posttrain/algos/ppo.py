@@ -62,4 +62,4 @@ def clipped(
     }
 
 
-bundle("ppo", advantage="gae", lam=0.95, loss_agg="token-mean")
+bundle("ppo", advantage="gae", loss_agg="token-mean")

@@ -24,16 +24,20 @@ class Played:
     """Tokens, log-probabilities, ranks and finish reason of each request."""
     sampled: dict[str, list[int]] = field(default_factory=dict)
     """Tokens that the table gave for each."""
+    scheduled: list[dict[str, Any]] = field(default_factory=list)
+    """Of each step, tokens and new blocks of each request that it had."""
     handed_on: int = 0
     """Outputs of requests that went to the other process."""
+    schedule_s: float = 0.0
     update_s: float = 0.0
     write_s: float = 0.0
     read_s: float = 0.0
-    """Time of the scheduler's update, and of writing and reading messages."""
+    """Time of the scheduler's choice and its update, and of writing and reading messages."""
 
 
-def config_of(folder: Path, requests: int, step_tokens: int) -> Any:
-    """Return vLLM's config of a model with a table for up to ``requests`` at a time, ``step_tokens`` a step."""
+def config_of(folder: Path, requests: int, step_tokens: int, share: bool = False) -> Any:
+    """Return vLLM's config of a model with a table for up to ``requests`` at a time, ``step_tokens`` a step. With
+    ``share`` requests share full blocks of their KV cache."""
     from transformers import LlamaConfig
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 
@@ -47,7 +51,7 @@ def config_of(folder: Path, requests: int, step_tokens: int) -> Any:
     )  # fmt: skip
     return VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=1024),
-        scheduler_config=scheduler, cache_config=CacheConfig(block_size=16, enable_prefix_caching=False),
+        scheduler_config=scheduler, cache_config=CacheConfig(block_size=16, enable_prefix_caching=share),
         parallel_config=ParallelConfig(), device_config=DeviceConfig("cpu"),
     )  # fmt: skip
 
@@ -73,12 +77,16 @@ def play(
     """Run requests with ``prompts`` of so many tokens until the scheduler has none. ``at`` is called before each step.
     Without ``stop`` all answers have the ``longest`` length."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
     from vllm.v1.engine.output_processor import OutputProcessor
     from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
     from vllm.v1.request import Request
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256) if scheduler.kv_cache_manager.enable_caching else None
     reader, played = OutputProcessor(None, log_stats=False), Played()
     got: dict[str, list[Any]] = {}
     params = SamplingParams(
@@ -93,13 +101,20 @@ def play(
         request.external_req_id = request.request_id
         got[request.request_id] = []
         reader.add_request(request, None, queue=SimpleNamespace(put=got[request.request_id].append))
-        scheduler.add_request(Request.from_engine_core_request(request, None))
+        scheduler.add_request(Request.from_engine_core_request(request, hasher))
     encoder, decoder, step = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs), 0
     while scheduler.has_requests():
         at(step)
         step += 1
+        began = time.perf_counter()
         scheduled = scheduler.schedule()
-        names = list(scheduled.num_scheduled_tokens)
+        played.schedule_s += time.perf_counter() - began
+        blocks = {new.req_id: new.block_ids for new in scheduled.scheduled_new_reqs}
+        more = scheduled.scheduled_cached_reqs
+        blocks |= dict(zip(more.req_ids, more.new_block_ids, strict=True))
+        counts = scheduled.num_scheduled_tokens
+        played.scheduled.append({name: (count, blocks[name]) for name, count in counts.items()})
+        names = list(counts)
         tokens, values = [], []
         for name in names:
             given = played.sampled.setdefault(name, [])

@@ -44,6 +44,18 @@ def test_requests_that_were_preempted_have_all_their_tokens(config):
     assert preempted
 
 
+@pytest.mark.parametrize("blocks", [BLOCKS, 40], ids=["plenty", "few"])
+def test_each_step_has_the_tokens_and_blocks_that_vllms_scheduler_gives_it(blocks, config, tmp_path):
+    from posttrain.engines.vllm_scheduler import ChunkScheduler
+
+    vllms = config.scheduler_config.get_scheduler_cls()
+    sharing = config_of(tmp_path, requests=8, step_tokens=64, share=True)
+    sharing.scheduler_config.async_scheduling = config.scheduler_config.async_scheduling
+    # Blocks that are full are found by prompts that begin with them: those of later requests are the same 1s.
+    theirs, ours = (play(scheduler_of(cls, sharing, blocks), PROMPTS, LONGEST) for cls in (vllms, ChunkScheduler))
+    assert ours.scheduled == theirs.scheduled
+
+
 def test_a_pause_returns_all_that_was_sampled(config):
     from vllm.v1.core.sched.interface import PauseState
 
