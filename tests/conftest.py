@@ -29,14 +29,15 @@ MAX_WORKERS = 4
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of processes for ``-n auto``: half as many again as there are cores, since tests wait for
-    deadlines and for each other's processes a quarter of the time; or 0 to run all tests in this process.
+    """Return the number of processes for ``-n auto``: one for each core, or 0 to run all tests in this process.
 
-    A single file runs in this process, where its output is seen at once. So do tests of a GPU, which they share."""
+    The fast tests wait for deadlines a quarter of the time, and get half a process more for each core. A single file
+    runs in this process, where its output is seen at once. So do tests of a GPU, which they share."""
     several = len(config.args) > 1 or Path(config.args[0]).is_dir()
     if not several or "not gpu" not in config.option.markexpr:
         return 0
-    return min(len(os.sched_getaffinity(0)) * 3 // 2, MAX_WORKERS)
+    cores = len(os.sched_getaffinity(0))
+    return min(cores * 3 // 2 if "not slow" in config.option.markexpr else cores, MAX_WORKERS)
 
 
 def pytest_xdist_setupnodes() -> None:
