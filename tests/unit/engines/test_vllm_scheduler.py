@@ -48,12 +48,25 @@ def test_requests_that_were_preempted_have_all_their_tokens(config):
 def test_each_step_has_the_tokens_and_blocks_that_vllms_scheduler_gives_it(blocks, config, tmp_path):
     from posttrain.engines.vllm_scheduler import ChunkScheduler
 
-    vllms = config.scheduler_config.get_scheduler_cls()
     sharing = config_of(tmp_path, requests=8, step_tokens=64, share=True)
     sharing.scheduler_config.async_scheduling = config.scheduler_config.async_scheduling
-    # Blocks that are full are found by prompts that begin with them: those of later requests are the same 1s.
-    theirs, ours = (play(scheduler_of(cls, sharing, blocks), PROMPTS, LONGEST) for cls in (vllms, ChunkScheduler))
+    played, asked = [], []
+    for cls in (config.scheduler_config.get_scheduler_cls(), ChunkScheduler):
+        scheduler = scheduler_of(cls, sharing, blocks)
+        coordinator, calls = scheduler.kv_cache_manager.coordinator, []
+
+        def counted(*args, inner=coordinator.get_num_blocks_to_allocate, calls=calls, **kwargs):
+            calls.append(None)
+            return inner(*args, **kwargs)
+
+        coordinator.get_num_blocks_to_allocate = counted
+        played.append(play(scheduler, PROMPTS, LONGEST))
+        asked.append(len(calls))
+    theirs, ours = played
     assert ours.scheduled == theirs.scheduled
+    first = {name: count for step in reversed(ours.scheduled) for name, (count, _) in step.items()}
+    assert first["r11"] < PROMPTS[11]  # its prompt begins with full blocks of others
+    assert asked[1] < asked[0] / 4
 
 
 def test_a_pause_returns_all_that_was_sampled(config):
