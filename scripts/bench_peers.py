@@ -10,13 +10,14 @@ engine and precision, one after the other, each in processes of its own.
     b        Qwen2.5-0.5B's shape, random, 128 x 8, 512 + 1,024 tokens
     c-full   Qwen2.5-3B's shape, random, 64 x 8, 512 + 1,024 tokens
     c-lora   the same, LoRA of rank 16
-    d        SmolLM2-135M (`--model`), GSM8K with a calculator, up to three turns, 64 x 16, up to 768 tokens
+    d        SmolLM2-135M after SFT with the calculator (`--model`), GSM8K with it, up to three turns, 64 x 16, up to
+             768 tokens; a run that never calls it has failed
 
 On a GPU all of them sample with vLLM; `--tokenizer` is the one of random models. Every command is printed, and kept
 with the output in `--out`. Seconds of a phase are medians over the steps after the first; `tokens/s` is all tokens of a
 step over its seconds. Rest is what no phase has: rewards, advantages, and the system's own work. Memory is the most
 that the GPU had in use, or without one the processes' own share (PSS). Another system's time to its first step counts
-from its command. Rewards and lengths are those of each step.
+from its command. Rewards, lengths and tool calls of an episode are those of each step.
 """
 
 from __future__ import annotations
@@ -222,6 +223,8 @@ def run(system: str, job: dict[str, Any], args: argparse.Namespace) -> dict[str,
     if code or not steps:
         print("".join(line for _, line in lines[-30:]), file=sys.stderr)
         result |= {"failed": f"exit code {code} after {len(steps)} steps, see {log}"}
+    if steps and job["turns"] > 1 and not any(step["calls"] for step in steps):
+        result |= {"failed": f"no tool call in {len(steps)} steps: --model is none that calls tools"}
     for step in steps:
         step["first_s"] = step.pop("at") - started
     if steps:
@@ -241,7 +244,8 @@ def keep_lines(source: IO[str], log: Path, lines: list[tuple[float, str]]) -> No
 def read_posttrain(job: dict[str, Any], _: list[tuple[float, str]]) -> list[dict[str, float]]:
     file = Path(job["out"]) / "run" / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    return [_named(row | {"at": row["time"]}, "sync", "response_length/mean") for row in rows if "timing_s/gen" in row]
+    sampled = [row for row in rows if "timing_s/gen" in row]
+    return [_named(row | {"at": row["time"]}, "sync", row["tools/calls_per_episode"]) for row in sampled]
 
 
 def read_verl(job: dict[str, Any], lines: list[tuple[float, str]]) -> list[dict[str, float]]:
@@ -251,17 +255,18 @@ def read_verl(job: dict[str, Any], lines: list[tuple[float, str]]) -> list[dict[
             pairs = re.findall(r"([\w/@.-]+):(?:np\.\w+\()?(-?[\d.]+(?:e[+-]?\d+)?)\)?", match[2])
             row: dict[str, float] = {"step": int(match[1]), "at": at} | {name: float(value) for name, value in pairs}
             if "timing_s/gen" in row:
-                found.append(_named(row, "update_weights", "response_length/mean"))
+                rounds = (row.get("num_turns/mean", 2.0) - 2) / 2  # it counts messages: a call adds two to two
+                found.append(_named(row, "update_weights", rounds))
     return found
 
 
-def _named(row: dict[str, float], weights: str, length: str) -> dict[str, float]:
-    """The metrics of posttrain and verl, which have the same names but one, as a step of the table."""
+def _named(row: dict[str, float], weights: str, calls: float) -> dict[str, float]:
+    """The metrics of posttrain and verl, which have the same names but two, as a step of the table."""
     return {
         "step": row["step"], "at": row["at"], "seconds": row["timing_s/step"], "rollout": row["timing_s/gen"],
         "logprobs": row.get("timing_s/old_log_prob", 0.0), "update": row["timing_s/update_actor"],
-        "weights": row.get(f"timing_s/{weights}", 0.0), "reward": row["critic/score/mean"], "length": row[length],
-        "tokens": row["perf/total_num_tokens"],
+        "weights": row.get(f"timing_s/{weights}", 0.0), "reward": row["critic/score/mean"],
+        "length": row["response_length/mean"], "tokens": row["perf/total_num_tokens"], "calls": calls,
     }  # fmt: skip
 
 
@@ -380,7 +385,7 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append(f"| {result['system']} | {result['seed']} | " + " | ".join(values) + " |")
     lines.append("")
     for result in results:
-        for name in ("reward", "length"):
+        for name in ("reward", "length", "calls"):
             values = " ".join(f"{step[name]:.3g}" for step in result.get("steps", []))
             lines.append(f"{result['system']}, seed {result['seed']}, {name}: {values}")
     return "\n".join(lines)

@@ -82,6 +82,7 @@ class Report(TrainerCallback):  # type: ignore[misc]
             "reward": logs["reward"],
             "length": logs["completions/mean_length"],
             "tokens": tokens - getattr(self, "tokens", 0.0),
+            "calls": logs.get("tools/call_frequency", 0.0),
         }
         self.tokens, self.start = tokens, now()
         seconds.clear()

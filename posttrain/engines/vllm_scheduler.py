@@ -35,9 +35,9 @@ class ChunkScheduler(AsyncScheduler):  # type: ignore[misc]  # of unknown type: 
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        spec, *others = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups] or [None]
-        if type(spec) is FullAttentionSpec and not others:
-            self.kv_cache_manager.allocate_slots = _within_blocks(self.kv_cache_manager, spec.block_size)
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        if [type(spec) for spec in specs] == [FullAttentionSpec]:
+            self.kv_cache_manager.allocate_slots = _within_blocks(self.kv_cache_manager, specs[0].block_size)
         self._held: dict[str, list[EngineCoreOutput]] = {}
         """Outputs of each request since its last chunk."""
 

@@ -48,18 +48,19 @@ def test_steps_are_read_from_verls_console(bench):
     line = (
         "(TaskRunner pid=7) step:2 - critic/score/mean:0.25 - response_length/mean:np.float64(31.5) - "
         "perf/total_num_tokens:4096 - timing_s/gen:1.5 - timing_s/old_log_prob:0.25 - timing_s/update_actor:2.0 - "
-        "timing_s/update_weights:1e-01 - timing_s/step:4.5\n"
+        "timing_s/update_weights:1e-01 - timing_s/step:4.5 - num_turns/mean:np.float64(3.0)\n"
     )
     assert bench.read_verl({}, [(9.0, "starts\n"), (10.0, line), (11.0, "step:3 - val/acc:0.5\n")]) == [
         {"step": 2, "at": 10.0, "seconds": 4.5, "rollout": 1.5, "logprobs": 0.25, "update": 2.0, "weights": 0.1,
-         "reward": 0.25, "length": 31.5, "tokens": 4096.0}
+         "reward": 0.25, "length": 31.5, "tokens": 4096.0, "calls": 0.5}
     ]  # fmt: skip
 
 
 def test_the_table_has_medians_after_the_first_step_and_says_what_failed(bench):
     def step(seconds):
         parts = {"rollout": seconds / 2, "logprobs": 0.0, "update": seconds / 4, "weights": 0.0}
-        return parts | {"seconds": seconds, "tokens": 1000.0, "reward": 0.5, "length": 3.0, "first_s": 40.0 + seconds}
+        means = {"reward": 0.5, "length": 3.0, "calls": 0.25}
+        return parts | means | {"seconds": seconds, "tokens": 1000.0, "first_s": 40.0 + seconds}
 
     done = {"system": "trl", "seed": 1, "steps": [step(100.0), step(2.0), step(4.0)], "memory_gib": 2.5}
     failed = {"system": "verl", "seed": 1, "failed": "exit code 1, see log.txt"}
@@ -67,6 +68,7 @@ def test_the_table_has_medians_after_the_first_step_and_says_what_failed(bench):
     assert "| trl | 1 | 3 | 1.5 | 0 | 0.75 | 0 | 0.75 | 375 | 2.5 | 140 |" in text
     assert "| verl | 1 | exit code 1, see log.txt |" in text
     assert "trl, seed 1, reward: 0.5 0.5 0.5" in text
+    assert "trl, seed 1, calls: 0.25 0.25 0.25" in text
     assert "| posttrain | 1 | exit code -9 after 3 steps |" in text
     assert "| posttrain | 1 | 3 | 1.5 |" in text
 
@@ -104,10 +106,11 @@ bench = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench)
 bench.adopt_orphans()
 system = [sys.executable, "-c", sys.argv[3]]
-for end, limit in (("exit", 60.0), ("hang", 5.0)):
+for end, limit in (("exit", 60.0), ("hang", 5.0), ("end", 60.0)):
     bench.COMMANDS["trl"] = lambda job, args: [*system, end]
     args = type("Args", (), {"trl_env": [], "limit": limit})()
-    result = bench.run("trl", {"out": sys.argv[2] + "/" + end, "gpu": False, "seed": 0}, args)
+    job = {"out": sys.argv[2] + "/" + end, "gpu": False, "seed": 0, "turns": 3}
+    result = bench.run("trl", job, args)
     print(json.dumps([result, bench.descendants(os.getpid())]))
 """
 
@@ -115,7 +118,10 @@ STEPS_THEN_FAILS = r"""
 import subprocess, sys
 orphan = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
 subprocess.run([sys.executable, "-c", orphan])
-print('{"step": 1, "at": 0.0, "seconds": 1.0}', flush=True)
+calls = 0.0 if sys.argv[1] == "end" else 0.5
+print(f'{{"step": 1, "at": 0.0, "seconds": 1.0, "calls": {calls}}}', flush=True)
+if sys.argv[1] == "end":
+    sys.exit()
 if sys.argv[1] == "hang":
     subprocess.run(["sleep", "600"])
 sys.exit(3)
@@ -126,8 +132,9 @@ def test_a_system_that_fails_keeps_its_steps_and_leaves_no_process(tmp_path):
     """In a process of its own, since a run ends all that its process has started."""
     command = [sys.executable, "-c", RUN_AND_FAIL, str(SCRIPTS / "bench_peers.py"), str(tmp_path), STEPS_THEN_FAILS]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    (exited, left), (hung, left_of_hung) = map(json.loads, done.stdout.splitlines())
+    (exited, left), (hung, left_of_hung), (ended, _) = map(json.loads, done.stdout.splitlines())
     assert left == left_of_hung == []
+    assert ended["failed"] == "no tool call in 1 steps: --model is none that calls tools"
     assert exited["failed"].startswith("exit code 3 after 1 steps")
     assert hung["failed"].startswith("exit code -9 after 1 steps")
     assert [step["step"] for step in exited["steps"] + hung["steps"]] == [1, 1]
