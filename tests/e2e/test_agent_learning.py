@@ -39,13 +39,13 @@ def test_the_tiny_model_learns_from_an_agent_at_the_endpoint(tmp_path):
     flags = {
         "model.path": "builtin:tiny", "rollout.agent": f"{tmp_path / 'agent.py'}:vowels", "rollout.n": 8,
         "rollout.max_turns": 2, "rollout.max_response_tokens": 48, "rollout.engine": "hf", "data.batch_size": 8,
-        "train.steps": 8, "train.optim.lr": 2e-2, "train.optim.weight_decay": 0.0, "run.dir": str(tmp_path),
+        "train.steps": 12, "train.optim.lr": 2e-2, "train.optim.weight_decay": 0.0, "run.dir": str(tmp_path),
         "run.name": "vowels", "run.seed": 0, "rollout.max_prompt_tokens": 64,
     }  # fmt: skip
     with local_ray():
         rl.run(resolve("rl", "tiny-gsm8k", [], flags | {"data.train": "", "data.val": "", "rollout.tools": []}))
     steps = [json.loads(line) for line in (tmp_path / "vowels" / "metrics.jsonl").read_text().splitlines()]
     rewards = [step["reward/env/mean"] for step in steps]
-    assert len(rewards) == 8
+    assert len(rewards) == 12
     assert sum(step["rollout/failed"] + step["rollout/unmatched_requests"] for step in steps) == 0
     assert fmean(rewards[-2:]) > fmean(rewards[:2]) + 0.15, rewards
