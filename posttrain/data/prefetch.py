@@ -132,14 +132,6 @@ class Renderer:
         self.waiting_for = _where(worker.name, rows)
         return worker.receive(rows)
 
-    def restart(self) -> None:
-        """Forget the tasks that were given, with new processes in the place of those at work on them."""
-        self.close()
-        self._workers = [_Worker(worker.number) for worker in self._workers]
-        self._tasks.clear()
-        self._done.clear()
-        self.start()
-
     def close(self) -> None:
         """End all processes, also those at work."""
         for worker in self._workers:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import reduce
+from functools import partial, reduce
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -119,14 +119,15 @@ class SampleStream:
         self._order = self._make_order(cfg.shuffle_rows)
         self._ahead: Ahead[Batch] | None = None
         streamed = shards.rows > cfg.stream_above
-        self._renderer = Renderer(render, cfg.workers if streamed else 0)
+        self._new_renderer = partial(Renderer, render, cfg.workers if streamed else 0)
+        self._renderer = self._new_renderer()
         if streamed:
             render_all(shards, render, CHECK_ROWS)
         else:
             self.rendered = render_all(shards, render)
             if not self.usable_rows:
                 raise _nothing_left(shards)
-            self._batches = self._assemble()
+            self._batches = self._assemble(self._renderer)
 
     @property
     def usable_rows(self) -> int:
@@ -145,7 +146,7 @@ class SampleStream:
             batch = next(self._batches)
         else:
             if self._ahead is None:
-                self._ahead = Ahead(self._assemble(), self.cfg.prefetch)
+                self._ahead = Ahead(self._assemble(self._renderer), self.cfg.prefetch)
             batch = self._ahead.next(self.cfg.deadline_s, lambda: self._renderer.waiting_for)
         self.position, self.counts = batch.position, batch.counts
         return batch
@@ -179,11 +180,13 @@ class SampleStream:
         self.position = state["position"]
         self.counts = Counts(**state["counts"])
         if self._ahead is not None:
+            self._renderer.close()
             self._ahead.close()
             self._ahead = None
-            self._renderer.restart()
+            self._renderer = self._new_renderer()  # a thread that is left behind keeps the old one
+            self._renderer.start()
         if self.rendered is not None:
-            self._batches = self._assemble()
+            self._batches = self._assemble(self._renderer)
 
     def __enter__(self) -> Self:
         self._renderer.start()
@@ -197,12 +200,12 @@ class SampleStream:
     def _make_order(self, window: int) -> WindowOrder:
         return WindowOrder([group.rows for group in self.shards.groups], window, self.seed, self.cfg.shuffle)
 
-    def _assemble(self) -> Iterator[Batch]:
+    def _assemble(self, renderer: Renderer) -> Iterator[Batch]:
         """Yield the batches from the current position on."""
         position, counts = self.position, self.counts
         samples: list[TokenRow] = []
         left_out = 0
-        rows = self._in_memory(position) if self.rendered is not None else self._streamed(position)
+        rows = self._in_memory(position) if self.rendered is not None else self._streamed(position, renderer)
         for row, rendered in rows:
             position += 1
             counts = counts.add(rendered)
@@ -221,27 +224,27 @@ class SampleStream:
             for row in self._numbers(window)[skip:].tolist():
                 yield row, self.rendered[row]
 
-    def _streamed(self, position: int) -> Iterator[tuple[int, Rendered]]:
+    def _streamed(self, position: int, renderer: Renderer) -> Iterator[tuple[int, Rendered]]:
         """Yield (row, what became of it), rendered by the processes while the thread reads on."""
         given: deque[list[int]] = deque()
-        tasks = self._tasks(position)
+        tasks = self._tasks(position, renderer)
         while True:
             try:
                 numbers, rows = next(tasks)
             except DataError:  # it comes after the rows that were read before it, however many are under way
                 while given:
-                    yield from zip(given.popleft(), self._renderer.collect(), strict=True)
+                    yield from zip(given.popleft(), renderer.collect(), strict=True)
                 raise
-            self._renderer.submit(rows)
+            renderer.submit(rows)
             given.append(numbers)
-            while self._renderer.full:
-                yield from zip(given.popleft(), self._renderer.collect(), strict=True)
+            while renderer.full:
+                yield from zip(given.popleft(), renderer.collect(), strict=True)
 
-    def _tasks(self, position: int) -> Iterator[tuple[list[int], list[Row]]]:
+    def _tasks(self, position: int, renderer: Renderer) -> Iterator[tuple[list[int], list[Row]]]:
         """Yield (row numbers, rows) of each task from a position on."""
         reader = ShardReader(self.shards, INTERLEAVE + 1)
         for window, skip in self._order.windows(position):
-            content = self._read(reader, window)
+            content = self._read(reader, window, renderer)
             numbers = self._numbers(window)
             for start in range(skip, len(numbers), TASK_ROWS):
                 chosen = slice(start, start + TASK_ROWS)
@@ -255,10 +258,10 @@ class SampleStream:
                 )
             del content  # before the next window is read
 
-    def _read(self, reader: ShardReader, window: RowWindow) -> _Content:
+    def _read(self, reader: ShardReader, window: RowWindow, renderer: Renderer) -> _Content:
         content = _Content()
         for piece in window.pieces:
-            self._renderer.waiting_for = f"{self.shards.groups[piece.group].path} to be read"
+            renderer.waiting_for = f"{self.shards.groups[piece.group].path} to be read"
             for batch in reader.read(piece.group, piece.start, piece.stop):
                 content.append(batch)
         return content

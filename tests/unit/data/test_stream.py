@@ -8,8 +8,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 
 import psutil
@@ -20,8 +22,8 @@ import pytest
 from posttrain.config import DataConfig
 from posttrain.core.errors import DataError, DeadlineError, WorkerError
 from posttrain.data.loader import BatchOrder
-from posttrain.data.prefetch import Rendered, Row
-from posttrain.data.shards import Shards
+from posttrain.data.prefetch import Ahead, Rendered, Row
+from posttrain.data.shards import ShardReader, Shards
 from posttrain.data.stream import Batch, SampleStream
 from tests.helpers.stream_driver import BATCH, Numbers, digest, open_stream, write
 
@@ -124,6 +126,46 @@ def test_a_restored_stream_goes_on_where_it_stopped(
         assert contents(batches) == contents(expected)
         assert again.counts == expected[-1].counts
         assert again.state()["position"] == expected[-1].position
+
+
+def test_a_thread_that_still_reads_when_the_stream_is_restored_changes_nothing(
+    data: tuple[Path, list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = threading.Event()
+    goes_on = threading.Event()
+    slow: list[threading.Thread] = []
+
+    class Slow(ShardReader):
+        """Holds the first thread in the second window, which begins after 8 pieces."""
+
+        pieces = 0
+
+        def read(self, group: int, start: int, stop: int) -> list[pa.RecordBatch]:
+            content = super().read(group, start, stop)
+            self.pieces += 1
+            thread = threading.current_thread()
+            if self.pieces == 10 and thread is not threading.main_thread() and not slow:
+                slow.append(thread)
+                reads.set()
+                goes_on.wait(60)
+            return content
+
+    with open_stream(data[0], 0) as stream:
+        expected = take(stream, 40)
+    monkeypatch.setattr("posttrain.data.stream.ShardReader", Slow)
+    monkeypatch.setattr(Ahead, "close", partialmethod(Ahead.close, deadline_s=0.1))
+    with open_stream(data[0], 2) as stream:
+        state = stream.state()
+        before = take(stream, 1)
+        assert reads.wait(60)
+        stream.restore(state)
+        after = take(stream, 1)
+        goes_on.set()
+        slow[0].join(60)
+        assert not slow[0].is_alive()
+        after += take(stream, 39)
+    assert contents(before) == contents(expected[:1])
+    assert contents(after) == contents(expected)
 
 
 def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> None:
