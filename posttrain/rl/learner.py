@@ -100,10 +100,17 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps besides the models, as JSON."""
-        return {"kl_coef": self.kl.value}
+        return {"kl_coef": self.kl.value, "kl_settings": self._kl_settings}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.kl.value = float(state["kl_coef"])
+        """Continue where ``state`` was taken. A coefficient of the KL with another start or target begins anew."""
+        settings = state.get("kl_settings", self._kl_settings)  # checkpoints of before lack them
+        if isinstance(self.kl, AdaptiveKl) and settings == self._kl_settings:
+            self.kl.value = float(state["kl_coef"])
+
+    @property
+    def _kl_settings(self) -> list[float | None]:
+        return [self.run.cfg.algo.kl_coef, self.run.cfg.algo.kl_target]
 
     async def learn(
         self, groups: Groups, *, version: int | None, baselines: Mapping[int, float] | None = None
