@@ -45,10 +45,11 @@ from posttrain.rollout.schedule_replay import Recorded, Replay
 from posttrain.rollout.source import TrajectorySource
 from posttrain.rollout.writer import RolloutWriter
 from posttrain.runs.preflight import sampling_of
+from posttrain.runs.resume import play_changes
 from posttrain.runs.training_run import TrainingRun
 from posttrain.tools.sets import close_tools
 from posttrain.tracking.tracker import Tracker
-from posttrain.train.checkpoint import State
+from posttrain.train.checkpoint import Checkpoint, State
 
 if TYPE_CHECKING:
     from posttrain.core.types import Ids, Prompt
@@ -164,9 +165,13 @@ class SampledRollouts:
     writer: RolloutWriter
 
     def resume(self, step: int, state: Mapping[str, Any] | None) -> None:
-        played: Groups = []
+        played: Groups | None = None
         if state is not None and (file := Path(state["checkpoint"]) / IN_FLIGHT).is_file():
-            played = RolloutFiles(str(file), tokenizer=self.writer.tokenizer).read(0)
+            if changes := play_changes(Checkpoint(file.parent, step), self.run.cfg):
+                count, what = len(state["in_flight"]), "; ".join(changes)
+                self.run.tracker.note(f"the groups that were played at the checkpoint, {count}, begin anew: {what}")
+            else:
+                played = RolloutFiles(str(file), tokenizer=self.writer.tokenizer).read(0)
         self.batches.resume(state, played)
         self.writer.drop_after(step)
 

@@ -164,27 +164,26 @@ class TrainingBatches:
             [draw.number, [kind for _, kind, _ in so_far], [i for i, _, _ in so_far]] for draw, so_far in self._so_far()
         ]
         left = [[draw.number, draw.row, draw.overtaken] for draw in self._drawn]
-        ahead = {"staleness": self._cfg.staleness, "schedule": self._schedule.state()}
-        return {**self._order.state(), "left": left, "in_flight": kinds, **ahead}
+        return {**self._order.state(), "left": left, "in_flight": kinds, "schedule": self._schedule.state()}
 
     def in_flight(self) -> list[list[Trajectory]]:
         """Return what has been played of these groups, which ``state`` names in the same order."""
         return [[trajectory for _, _, trajectory in so_far] for _, so_far in self._so_far()]
 
-    def resume(self, state: Mapping[str, Any] | None, in_flight: Sequence[Sequence[Trajectory]] = ()) -> None:
+    def resume(self, state: Mapping[str, Any] | None, in_flight: Sequence[Sequence[Trajectory]] | None = None) -> None:
         """Begin, or ``restore``."""
         if state is None:
             self._schedule.resume(None)
         else:
             self.restore(state, in_flight)
 
-    def restore(self, state: Mapping[str, Any], in_flight: Sequence[Sequence[Trajectory]] = ()) -> None:
-        """Continue where ``state`` was taken. Episodes that are not ``in_flight`` begin anew, and so do all if
-        `rollout.staleness` was another. Raises ``DataError``."""
+    def restore(self, state: Mapping[str, Any], in_flight: Sequence[Sequence[Trajectory]] | None = None) -> None:
+        """Continue where ``state`` was taken. Episodes that are not ``in_flight`` begin anew; None: all do. Raises
+        ``DataError``."""
         self._order.restore(dict(state))
         left = state.get("left", [])
         self._drawn = [Draw(number, row, self._group(number, row), *(over or [1])) for number, row, *over in left]
-        if state.get("staleness", 0) == self._cfg.staleness:
+        if in_flight is not None:
             self._go_on(state, in_flight)
         self._schedule.resume(state.get("schedule") or 0)
 

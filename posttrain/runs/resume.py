@@ -8,6 +8,7 @@ from typing import Any
 
 import tomli
 
+from posttrain.config import Config
 from posttrain.config.keys import current_keys, flatten_tree
 from posttrain.config.presets import Resolved
 from posttrain.config.writing import flatten_config
@@ -44,6 +45,9 @@ MUST_AGREE = (
 """Keys, or prefixes of keys, in which a new run must agree with the checkpoint that it starts from: those that say what
 its weights are, and what its position in the data means."""
 
+PLAY = ("rollout.", "tools", "reward.", "data.enable_thinking", "data.template_kwargs")
+"""Keys, or prefixes of keys, that say how episodes are played and graded."""
+
 
 def find_start(resume: str) -> Checkpoint | None:
     """Return the checkpoint that `run.resume` names. Raises ``UserError``."""
@@ -67,7 +71,7 @@ def check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> li
         raise ConfigError(f"output folder exists: {path} holds an unfinished run", hint=f"--resume auto, {again}")
     if state.get("command") != config.command:
         raise ConfigError(f"output folder exists: {path} is a run of `posttrain {state.get('command')}`", hint=again)
-    changes = _changes(_stored_config(path), resolved)
+    changes = _changes(_stored_config(path), config)
     if refused := _harmful(changes):
         learned = checkpoint.last_step(path / "checkpoints") is not None
         begin = f" (--resume {path} begins there with what this run has learned)" if learned else ""
@@ -101,7 +105,7 @@ def begun_by_overwrite(path: Path, state: Mapping[str, Any], resolved: Resolved)
         stored = _stored_config(path)
     except ConfigError:  # a run whose config cannot be read cannot be resumed
         return None
-    changes = _changes(stored, resolved)
+    changes = _changes(stored, resolved.config)
     return tuple(changes.values()) if stored.get("run.overwrite") and not _harmful(changes) else None
 
 
@@ -132,16 +136,28 @@ def branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
     would make the result meaningless."""
     if start is None:
         return ()
-    made_with = current_keys(flatten_tree(start.read("meta.json")["config"]), f"the config of {start.path}")
-    stored = {key: value for key, value in made_with.items() if value is not None}
-    changes = _changes(stored, resolved)
+    stored = _config_of(start)
+    changes = _changes(stored, resolved.config)
     refused = {key: text for key, text in changes.items() if key.startswith(MUST_AGREE)}
+    if bool(stored.get("rollout.replay")) != bool(resolved.config.rollout.replay):  # its position is of another kind
+        refused["rollout.replay"] = changes["rollout.replay"]
     if refused:
         raise ConfigError(
             f"{start.path} was made with another config:\n{_shown(refused)}",
             hint="give the same values; to train its weights on something else, start from them: --model PATH",
         )
     return tuple(text for key, text in changes.items() if not key.startswith(("run.", "description")))
+
+
+def play_changes(start: Checkpoint, config: Config) -> list[str]:
+    """Return the changes against the config of a checkpoint for which the episodes in it cannot be played on."""
+    changes = _changes(_config_of(start), config)
+    return [text for key, text in changes.items() if key.startswith(PLAY) and key not in MAY_CHANGE]
+
+
+def _config_of(start: Checkpoint) -> dict[str, Any]:
+    made_with = current_keys(flatten_tree(start.read("meta.json")["config"]), f"the config of {start.path}")
+    return {key: value for key, value in made_with.items() if value is not None}
 
 
 def _stored_config(path: Path) -> dict[str, Any]:
@@ -154,9 +170,9 @@ def _stored_config(path: Path) -> dict[str, Any]:
     return current_keys(stored, str(path / "config.toml"))
 
 
-def _changes(old: Mapping[str, Any], resolved: Resolved) -> dict[str, str]:
+def _changes(old: Mapping[str, Any], config: Config) -> dict[str, str]:
     """Map each key that differs from the stored config to ``key: old -> new``."""
-    new = flatten_config(resolved.config)
+    new = flatten_config(config)
     keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
     return {key: f"{key}: {old.get(key, 'none')!r} -> {new.get(key, 'none')!r}" for key in keys}
 

@@ -365,6 +365,9 @@ def test_a_resumed_group_keeps_what_was_played_of_it(tmp_path):
     begun.append(True)
     groups = asyncio.run(resume(state, played))
     assert len(asked) - before == len(state["left"]) * N - 1  # not the episode that had ended
+    before = len(asked)
+    assert [t.prompt.index for (t, _) in asyncio.run(resume(state, None))] == [t.prompt.index for (t, _) in groups]
+    assert len(asked) - before == len(state["left"]) * N  # all episodes anew
     (first, second), prompt = groups[0], groups[0][0].prompt_length
     assert first.prompt.images == second.prompt.images == [{"path": "p.png"}]
     assert first.tokens[prompt:].tolist() == [50, 51, 70, EOS]

@@ -6,18 +6,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from posttrain.config.presets import Resolved, resolve
 from posttrain.core.errors import ConfigError, UserError
+from posttrain.runs.resume import play_changes
 from posttrain.runs.run import RunDir, RunTarget, Status, StopSignal
 from posttrain.train import checkpoint
 
 
-def make(root: Path, *sets: str, name: str = "a") -> Resolved:
-    return resolve("sft", "tiny-multiturn", [f'run.dir="{root}"', *sets], {"run.name": name})
+PRESETS = {"sft": "tiny-multiturn", "rl": "tiny-gsm8k"}
+
+
+def make(root: Path, *sets: str, name: str = "a", command: str = "sft") -> Resolved:
+    return resolve(command, PRESETS[command], [f'run.dir="{root}"', *sets], {"run.name": name})
 
 
 # ---------------------------------------------------------------------- one process at a time
@@ -86,8 +91,10 @@ def test_process_on_another_host_keeps_its_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what it goes on from
 
 
-def with_checkpoints(root: Path, *steps: int, name: str = "a", status: Status = "interrupted") -> RunDir:
-    resolved = make(root, name=name)
+def with_checkpoints(
+    root: Path, *steps: int, sets: Sequence[str] = (), command: str = "sft", status: Status = "interrupted"
+) -> RunDir:
+    resolved = make(root, *sets, command=command)
     run = RunTarget.find(resolved).open()
     for step in steps:
         folder = checkpoint.begin(run.checkpoints, step)
@@ -125,6 +132,44 @@ def test_rejects_changes_that_invalidate_the_result(tmp_path: Path, change: str)
         RunTarget.find(make(tmp_path, f'run.resume="{tmp_path}/a"', change, name="other")).open()
     assert "--model" in str(caught.value.hint)
     assert not (tmp_path / "other").exists()
+
+
+REPLAY = "rollout.replay=['rollouts']"
+
+
+@pytest.mark.parametrize(("before", "now"), [((), (REPLAY,)), ((REPLAY,), ())])
+def test_a_replay_does_not_start_from_a_run_that_sampled_nor_the_reverse(
+    tmp_path: Path, before: Sequence[str], now: Sequence[str]
+) -> None:
+    with_checkpoints(tmp_path, 2, sets=before, command="rl")
+    start = f'run.resume="{tmp_path}/a"'
+    with pytest.raises(ConfigError, match=r"another config:\n  rollout\.replay: ") as caught:
+        RunTarget.find(make(tmp_path, start, *now, name="other", command="rl")).open()
+    assert "--model" in str(caught.value.hint)
+    assert not (tmp_path / "other").exists()
+    RunTarget.find(make(tmp_path, start, *before, "algo.gamma=1.0", name="other", command="rl")).open()
+
+
+def test_other_recorded_rollouts_may_follow(tmp_path: Path) -> None:
+    with_checkpoints(tmp_path, 2, sets=[REPLAY], command="rl")
+    sets = [f'run.resume="{tmp_path}/a"', "rollout.replay=['others']"]
+    run = RunTarget.find(make(tmp_path, *sets, name="other", command="rl")).open()
+    assert run.changes == ("rollout.replay: ['rollouts'] -> ['others']",)
+
+
+@pytest.mark.parametrize(
+    ("change", "plays_on"),
+    [
+        *((change, False) for change in ("rollout.n=2", "rollout.max_turns=7", "rollout.staleness=2")),
+        *((change, False) for change in ("reward.weights.score=0.5", "rollout.tools=['calculator']")),
+        *((change, False) for change in ("tools.c={type='calculator'}", "data.enable_thinking=false")),
+        *((change, True) for change in ("rollout.replicas=2", "train.optim.lr=0.5", "reward.examine=3")),
+    ],
+)
+def test_episodes_go_on_where_they_are_played_and_graded_alike(tmp_path: Path, change: str, plays_on: bool) -> None:
+    with_checkpoints(tmp_path, 2, command="rl")
+    changes = play_changes(checkpoint.find(tmp_path / "a"), make(tmp_path, change, command="rl").config)
+    assert (changes == []) == plays_on, changes
 
 
 def test_rejects_paths_without_a_checkpoint(tmp_path: Path) -> None:
