@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from posttrain.core.errors import RunError
+from posttrain.core.errors import DataError, RunError
 from posttrain.core.types import ON_POLICY, Prompt, Sampling, Trajectory
 from posttrain.data.loader import BatchOrder
 from posttrain.rollout.agents import with_branches
-from posttrain.rollout.schedule import Schedule
+from posttrain.rollout.schedule import Schedule, prompts_digest
 from posttrain.rollout.seeds import seed_of
 from posttrain.rollout.source import Group, RolloutStats, TrajectorySource
 
@@ -71,6 +71,7 @@ class TrainingBatches:
         schedule: Schedule | None = None,
     ) -> None:
         self._source, self._prompts, self._order = source, prompts, order
+        self._digest = prompts_digest(prompts)
         self._schedule = schedule or Schedule()
         self._n, self._sampling = n, sampling
         self._cfg = source.env.cfg
@@ -164,7 +165,8 @@ class TrainingBatches:
             [draw.number, [kind for _, kind, _ in so_far], [i for i, _, _ in so_far]] for draw, so_far in self._so_far()
         ]
         left = [[draw.number, draw.row, draw.overtaken] for draw in self._drawn]
-        return {**self._order.state(), "left": left, "in_flight": kinds, "schedule": self._schedule.state()}
+        data = {**self._order.state(), "prompts": self._digest}
+        return {**data, "left": left, "in_flight": kinds, "schedule": self._schedule.state()}
 
     def in_flight(self) -> list[list[Trajectory]]:
         """Return what has been played of these groups, which ``state`` names in the same order."""
@@ -178,9 +180,17 @@ class TrainingBatches:
             self.restore(state, in_flight)
 
     def restore(self, state: Mapping[str, Any], in_flight: Sequence[Sequence[Trajectory]] | None = None) -> None:
-        """Continue where ``state`` was taken. Episodes that are not ``in_flight`` begin anew; None: all do. Raises
-        ``DataError``."""
+        """Continue where ``state`` was taken. Episodes that are not ``in_flight`` begin anew; None: all do.
+
+        Raises:
+            DataError: the prompts are others since.
+        """
         self._order.restore(dict(state))
+        if state.get("prompts", self._digest) != self._digest:  # checkpoints of before lack it
+            raise DataError(
+                "the checkpoint was made with other prompts of the same number",
+                hint="put the data file back, or start again with --overwrite",
+            )
         left = state.get("left", [])
         self._drawn = [Draw(number, row, self._group(number, row), *(over or [1])) for number, row, *over in left]
         if in_flight is not None:

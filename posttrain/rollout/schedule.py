@@ -132,10 +132,17 @@ def played(episode: Trajectory) -> dict[str, Any]:
 
 def header(config: Mapping[str, Any], prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Return the first line of the schedule of a run with this config, by dotted key, on these prompts."""
+    return {"schedule": FORMAT, "prompts": prompts_digest(prompts), "config": dict(config)}
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Return a hash of all that prompts hold. Of values that JSON has not it tells the type alone: their text may
+    differ from process to process."""
     data = hashlib.sha256()
     for prompt in prompts:
         told = [prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info]
-        data.update(json.dumps(told, default=str).encode("utf-8", "backslashreplace"))
+        text = json.dumps(told, default=lambda value: type(value).__name__)
+        data.update(text.encode("utf-8", "backslashreplace"))
         for image in prompt.images:
             data.update(image.get("bytes") or str(image.get("path")).encode())
-    return {"schedule": FORMAT, "prompts": data.hexdigest(), "config": dict(config)}
+    return data.hexdigest()

@@ -1,6 +1,7 @@
 """The batch of a training step: over-sampling, partial rollouts, dynamic sampling, and their state."""
 
 import asyncio
+import json
 import random
 import zlib
 from collections import Counter
@@ -9,7 +10,7 @@ from itertools import chain
 import pytest
 
 from posttrain.config import RewardConfig
-from posttrain.core.errors import RunError
+from posttrain.core.errors import DataError, RunError
 from posttrain.core.types import Sample
 from posttrain.data.loader import BatchOrder
 from posttrain.rewards.compose import Rewarder
@@ -51,11 +52,11 @@ class Paced:
         pass
 
 
-def batches(sampler, *tools, size=4, n=2, shuffle=False, weights=None, **cfg):
+def batches(sampler, *tools, size=4, n=2, shuffle=False, weights=None, truth="8", **cfg):
     env = environment(*tools, **cfg)
     reward = RewardConfig(weights=weights or {"score": 1.0})
     source = TrajectorySource(SamplerPool([sampler]), env, Rewarder(reward, GraderPool(reward), 400))
-    prompts = [gsm8k_prompt(f"row {i}?", truth="8", index=i) for i in range(ROWS)]
+    prompts = [gsm8k_prompt(f"row {i}?", truth=truth, index=i) for i in range(ROWS)]
     order = BatchOrder(ROWS, size, seed=0, shuffle=shuffle)
     return TrainingBatches(source, prompts, order, n=n), source
 
@@ -350,6 +351,18 @@ async def test_a_restored_order_starts_with_what_was_left():
     again, _ = batches(Paced(one_slow(-1)), over_sample_rate=0.25)
     again.restore(state)
     assert rows(await again.next())[0] == 1
+
+
+async def test_other_prompts_than_those_of_the_checkpoint_are_refused():
+    state = json.loads(json.dumps(batches(Paced(one_slow(-1)))[0].state()))
+    changed, _ = batches(Paced(one_slow(-1)), truth="9")
+    with pytest.raises(DataError, match="other prompts of the same number") as error:
+        changed.restore(state)
+    assert "--overwrite" in error.value.hint
+    same, _ = batches(Paced(one_slow(-1)))
+    same.restore(state)
+    del state["prompts"]  # a checkpoint of before
+    changed.restore(state)
 
 
 async def test_an_error_ends_all_episodes_and_releases_their_tools():

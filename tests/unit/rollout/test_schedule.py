@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from posttrain.core.errors import ConfigError, DataError, DeadlineError, RunError
 from posttrain.core.types import Sample
 from posttrain.rollout.files import RolloutFiles, write_rollouts
-from posttrain.rollout.schedule import FILE, Schedule, ScheduleLog, header
+from posttrain.rollout.schedule import FILE, Schedule, ScheduleLog, header, prompts_digest
 from posttrain.rollout.schedule_replay import Recorded, Replay
 from posttrain.rollout.seeds import seed_of
 from posttrain.runs.resume import REPEATS
@@ -238,6 +238,22 @@ def test_another_config_and_other_prompts_are_refused():
     with pytest.raises(ConfigError, match="recorded with other prompts"):
         other = header({"train.optim.lr": 0.1, "run.name": "r"}, [gsm8k_prompt("row 2?", index=1)])
         recorded.check(other, frozenset())
+
+
+def test_the_digest_of_prompts_is_that_of_all_they_hold():
+    plain = gsm8k_prompt("row 1?", index=1)
+    changes = [
+        {"messages": [{"role": "user", "content": "row 2?"}]},
+        {"data_source": "other"},
+        {"ground_truth": "another"},
+        {"extra_info": {"level": 3}},
+        {"images": [{"path": "a.png"}]},
+    ]
+    prompts = [plain, *(dataclasses.replace(plain, **change) for change in changes)]
+    assert len({prompts_digest([prompt]) for prompt in prompts}) == len(prompts)
+    assert prompts_digest(prompts) != prompts_digest(prompts[::-1])
+    of_objects = [dataclasses.replace(plain, extra_info={"made": made}) for made in (object(), object())]
+    assert prompts_digest(of_objects[:1]) == prompts_digest(of_objects[1:])
 
 
 def test_a_log_that_lacks_what_was_done_before_is_not_gone_on_with(tmp_path):
