@@ -64,7 +64,8 @@ class Learner:
         """Start the models that the algorithm needs."""
         cfg, algo, source = run.cfg, run.cfg.algo, run.source
         temperature, updates = cfg.rollout.temperature, run.total_steps * algo.updates_per_step
-        actor = await cluster.trainer("actor", source, temperature=temperature, total_steps=updates)
+        of_actor = max(1, run.total_steps - cfg.critic.warmup_steps) * algo.updates_per_step
+        actor = await cluster.trainer("actor", source, temperature=temperature, total_steps=of_actor)
         run.describe(actor)
         if cfg.train.skip_zero_advantages and (others := cfg.trained_without_advantage):
             run.tracker.note(f"train.skip_zero_advantages does nothing: with {others[0]} every episode has a part")

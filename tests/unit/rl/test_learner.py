@@ -20,6 +20,29 @@ def as_stored(made):
     return json.loads(json.dumps(made.state()))
 
 
+# ---------------------------------------------------------------------- updates
+
+
+@pytest.mark.parametrize(
+    ("steps", "alone", "actor", "critic"), [(10, 0, 20, 20), (10, 4, 12, 20), (3, 4, 2, 6)], ids=str
+)
+async def test_schedules_of_the_learning_rate_end_with_the_last_update(steps, alone, actor, critic, monkeypatch):
+    """The critic is trained from the first step, and the actor after the steps in which the critic is alone."""
+    cfg = Config.model_validate(
+        {"command": "rl", "critic": {"warmup_steps": alone}, "algo": {"advantage": "gae", "updates_per_step": 2}}
+    )
+    told = {}
+
+    class Cluster:
+        async def trainer(self, role, source, *, total_steps, **kwargs):
+            told[role] = total_steps
+
+    run = SimpleNamespace(cfg=cfg, source=None, total_steps=steps, describe=lambda group: None)
+    monkeypatch.setattr("posttrain.rl.learner.load_vision", lambda source: None)
+    await Learner.open(Cluster(), run)
+    assert told == {"actor": actor, "critic": critic}
+
+
 # ---------------------------------------------------------------------- the KL coefficient in checkpoints
 
 
