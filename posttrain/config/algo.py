@@ -136,7 +136,8 @@ class AlgoConfig(Section):
     """KL in the reward: target of the mean KL per token, to which the coefficient adapts, starting from `kl_coef`;
     none: constant coefficient."""
     kl_horizon: PositiveInt = 10_000
-    """Number of episodes in which a KL far above its target raises the coefficient by 20 %."""
+    """Number of episodes in which a KL far above its target raises the coefficient by 20 %; it must be above a fifth of
+    the episodes of a step."""
     updates_per_step: PositiveInt = 1
     """Optimizer steps per batch of trajectories; above 1 the clip range applies to stale log-probabilities."""
     teacher: str = ""

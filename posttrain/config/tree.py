@@ -244,6 +244,13 @@ class Config(Section):
             raise ValueError(
                 f"{what} needs the reward of a greedy episode of each prompt, which rollout files do not have"
             )
+        episodes = self.data.batch_size * self.rollout.n
+        if self.algo.kl_target is not None and not self.rollout.replay and episodes >= 5 * self.algo.kl_horizon:
+            raise ValueError(
+                f"algo.kl_horizon = {self.algo.kl_horizon} with {episodes} episodes a step (data.batch_size * "
+                "rollout.n): a step below algo.kl_target would take the coefficient to 0 or below; raise "
+                f"algo.kl_horizon above {episodes // 5}"
+            )
         correction = self.correction
         if correction.weight == "none" and (unused := correction.changed & {"upper", "lower"}):
             raise ValueError(f"algo.correction.{min(unused)} has no effect without algo.correction.weight")

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from posttrain.algos import BUNDLES
+from posttrain.algos.kl import AdaptiveKl
 from posttrain.config import AlgoConfig, Config, RunConfig, algo_bundle
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError
@@ -17,6 +18,17 @@ def test_tree_is_frozen_and_closed() -> None:
         config.run.seed = 1
     with pytest.raises(ValidationError, match="Extra inputs"):
         Config.model_validate({"command": "sft", "trian": {}})
+
+
+ADAPTS = {"algo": {"kl_coef": 0.1, "kl_in": "reward", "kl_target": 0.1, "kl_horizon": 100}}
+
+
+def test_a_kl_coefficient_that_adapts_stays_above_0():
+    sizes = {"data": {"batch_size": 99}, "rollout": {"n": 5}}
+    cfg = Config.model_validate({"command": "rl", **ADAPTS, **sizes})
+    kl = AdaptiveKl(cfg.algo.kl_coef, cfg.algo.kl_target, cfg.algo.kl_horizon)
+    kl.update(0.0, 99 * 5)
+    assert kl.value > 0.0
 
 
 @pytest.mark.parametrize(
@@ -42,6 +54,7 @@ def test_tree_is_frozen_and_closed() -> None:
         ("rl", {"algo": {"kl_coef": 0.1, "kl_target": 0.1}}, "algo.kl_target has no effect with algo.kl_in = 'loss'"),
         ("rl", {"algo": {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3+"}}, "a KL in the reward has none"),
         ("rl", {"algo": {"kl_coef": 0.1, "kl_in": "reward", "advantage": "gdpo"}}, "has no place for it"),
+        ("rl", ADAPTS | {"data": {"batch_size": 100}, "rollout": {"n": 5}}, "raise algo.kl_horizon above 100"),
         ("rl", {"algo": {"advantage": "gae", "policy_loss": "gspo"}}, "has one ratio a sequence"),
         ("rl", {"algo": {"advantage": "distill"}}, "needs algo.teacher"),
         ("rl", {"algo": {"teacher": "builtin:tiny"}}, "it is of 'distill'"),
