@@ -9,7 +9,7 @@ What holds for all estimators:
 - Prompts and tool replies are not actions. Sums, discounts and values run over policy tokens only, as if the others
   were not there, and the advantage is 0 on the others.
 - Each episode of ``Episodes`` counts in the statistics of its group, also one without a policy token, which gets no
-  advantage. The policy took no action in such an episode, and `rl` leaves it out (``rl_batch.usable``).
+  advantage. The policy took no action in such an episode, and `rl` leaves it out (``rl.batch.usable``).
 - A group of one, or of equal scores, says nothing about which action was better: a group-relative advantage is 0.
 - Whitening is over all policy tokens of the batch, so that every token has the same say in it.
 """

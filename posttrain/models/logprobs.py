@@ -6,7 +6,8 @@ again in the backward pass. ``tokenwise_loss`` serves losses that are sums over 
 is: the gradient is taken while the logits are there, so they are computed once (as Liger Kernel, arXiv:2410.10989, does
 for cross-entropy), which saves a quarter of the head's work.
 
-Matrix products run in the type of the hidden states. Logits are float32 whatever that is, and never rounded to it.
+Matrix products run in the type of the hidden states. Logits are float32 whatever that is; on a GPU they are never
+rounded to it (``float32_logits``).
 
 Shape legend: N tokens, D hidden size, V vocabulary, n tokens of a chunk.
 """

@@ -25,8 +25,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def model_flops(model: PreTrainedModel) -> Flops:
-    """What a model with its weights, or on the meta device, takes, without its vision tower. ``planning.shape`` tells
-    it without a model."""
+    """What a model with its weights, or on the meta device, takes, without its vision tower. ``plan.shape`` tells it
+    without a model."""
     config: Any = model.config.get_text_config()
     routed = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     active = (config.num_experts_per_tok / routed) if routed else 1.0
