@@ -17,7 +17,6 @@ from posttrain.runs.resume import play_changes
 from posttrain.runs.run import RunDir, RunTarget, Status, StopSignal
 from posttrain.train import checkpoint
 
-
 PRESETS = {"sft": "tiny-multiturn", "rl": "tiny-gsm8k"}
 
 
