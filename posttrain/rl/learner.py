@@ -143,17 +143,16 @@ class Learner:
                 batch, kept, groups, self.run.cfg, penalties=penalties, baselines=baselines, teacher_log_ratio=teacher
             )
             keep_advantages(batch, kept)
-            updates, shares = weigh(batch, kept, self.run.cfg), None
+            updates = weigh(batch, kept, self.run.cfg)
             if self.run.cfg.skips_zero_advantages:
-                shares, of_share = leave_out(batch, updates)
-                metrics |= of_share
+                metrics |= leave_out(batch)
         own, of_ratios = await self._score(batch, kept, version, own)
         metrics |= of_ratios
         parts = [minibatch(batch, members) for members in updates]
         if self.critic is not None:
             metrics |= await self._update_critic(self.critic, parts)
         if self.critic is None or self.run.step >= self.run.cfg.critic.warmup_steps:
-            metrics |= await self._update_actor(parts, version, own, shares)
+            metrics |= await self._update_actor(parts, version, own)
             if self.actor.before_update is not None:
                 metrics |= self._correct(batch, kept, version, self.actor.before_update)[1]
         metrics["perf/total_num_tokens"] = float(batch.num_tokens)
@@ -266,13 +265,11 @@ class Learner:
         parts: Sequence[PackedBatch],
         version: int | None,
         own: Tensor | None,
-        shares: Sequence[float] | None,
     ) -> dict[str, float]:
         """Take the actor's updates.
 
         Args:
             own: its log-probabilities [T] of the whole step before them, where known.
-            shares: as of ``update_metrics``.
         """
         algo, results = self.run.cfg.algo, []
         policy_loss = POLICY_LOSSES.get(algo.policy_loss)
@@ -289,7 +286,7 @@ class Learner:
                         part = replace(part, prepared=prepared_column(part, current, algo, seed))
                     results.append(await self.run.update(self.actor, part, loss))
         tokens = int(sum(part.cu_seqlens.diff()[part.carrying].sum() for part in parts))
-        metrics = update_metrics(results, shares) | update_speed(results, tokens, self.actor)
+        metrics = update_metrics(results) | update_speed(results, tokens, self.actor)
         # Fewer than algo.updates_per_step where fewer prompts than that are left: groups stay whole.
         return metrics | {"actor/updates": float(len(parts))}
 

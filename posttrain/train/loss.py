@@ -57,4 +57,4 @@ def token_loss(
         total = total - algo.entropy_coef * bonus
     if rollout is not None and micro.has_loss:
         sums |= gap_sums(logprobs if old is None or spec.off_policy else old, rollout)
-    return total, sums | entropy
+    return total, sums | entropy | {"weight": weights.sum()}

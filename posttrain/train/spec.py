@@ -66,7 +66,7 @@ class UpdateMetrics:
     """What a rank measured in an optimizer step, by how the ranks' values are combined."""
 
     sums: dict[str, float]
-    """Parts of the whole batch's value: ``loss``, ``pg_loss``, ``entropy``, ``flops``, ``tokens_run``,
+    """Parts of the whole batch's value: ``loss``, ``pg_loss``, ``entropy``, ``weight``, ``flops``, ``tokens_run``,
     ``tokens_shared`` (those of them that a shared prompt saved), ..."""
     shared: dict[str, float]
     """The same on every rank: ``grad_norm``, ``skipped``, ``lr``, of mixtures ``moe/...``"""
