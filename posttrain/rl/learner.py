@@ -12,6 +12,7 @@ from torch import Tensor
 
 from posttrain.algos import ADVANTAGES, POLICY_LOSSES
 from posttrain.algos.corrections import correct
+from posttrain.algos.gap import gap_sums
 from posttrain.algos.kl import AdaptiveKl, FixedKl, kl_penalty
 from posttrain.algos.segments import segment_ids
 from posttrain.cluster.cluster import Cluster
@@ -31,7 +32,7 @@ from posttrain.rl.batch import (
     usable,
     weigh,
 )
-from posttrain.rl.metrics import critic_metrics, gap_by_age, update_metrics
+from posttrain.rl.metrics import critic_metrics, gap_by_age, gap_metrics, update_metrics
 from posttrain.runs.preflight import find_model
 from posttrain.runs.speed import update_speed
 from posttrain.runs.training_run import TrainingRun
@@ -205,7 +206,8 @@ class Learner:
         """Return the factors [T] of the loss weights, None without a correction, and metrics of them and of the gap
         between trainer and engine, from the actor's ``own`` log-probabilities [T] before the first update."""
         assert batch.rollout_logprobs is not None
-        metrics: dict[str, float] = {}
+        sums = gap_sums(own[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
+        metrics = gap_metrics({name: float(value) for name, value in sums.items()})
         gap, factors = own - batch.rollout_logprobs, None
         if self.run.cfg.rollout.staleness and version is not None:
             metrics |= gap_by_age(gap, stale_tokens(kept, version), batch.loss_mask)
@@ -274,7 +276,7 @@ class Learner:
         algo, results = self.run.cfg.algo, []
         policy_loss = POLICY_LOSSES.get(algo.policy_loss)
         correction = self.run.cfg.correction if self.run.cfg.correction.active and own is None else None
-        loss = LossSpec(algo, off_policy=version is None, correction=correction)
+        loss = LossSpec(algo, gap=own is None and correction is None, correction=correction)  # else ``_correct`` does
         async with self.run.profiled(self.actor):
             with self.run.tracker.phase("update_actor"):
                 for number, part in enumerate(parts):

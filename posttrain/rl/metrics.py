@@ -182,7 +182,7 @@ _OF_TOKENS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy"
 
 
 def update_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the means over a step's updates of the actor, and the gap between engine and trainer over its tokens.
+    """Return the means over a step's updates of the actor, and ``gap_metrics`` where the updates have summed these up.
 
     Means over tokens are weighted as in the loss, by weights that add up to 1, whatever `algo.loss_agg`, the correction
     and `train.skip_zero_advantages` make of their sum. An update in which that is 0 has none of them.
@@ -196,10 +196,15 @@ def update_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
             found[name if "/" in name else f"actor/{name}"] = mean
         elif name.startswith("moe/"):  # means already
             found[name] = sum(r.get(name, 0.0) for r in computed) / len(computed)
+    return found | gap_metrics(total)
+
+
+def gap_metrics(total: Mapping[str, float]) -> dict[str, float]:
+    """Return the gap between trainer and engine, of sums over tokens (``algos.gap``); none without tokens."""
     if not (gap_tokens := total.get("gap/tokens", 0.0)):
-        return found
+        return {}
     gap, gap_square = (total.get(f"gap/{name}", 0.0) / gap_tokens for name in ("diff", "squares"))
-    return found | {
+    return {
         "rollout_gap/mean": gap,
         "rollout_gap/sd": math.sqrt(max(0.0, gap_square - gap * gap)),
         "rollout_gap/mean_abs": total.get("gap/abs", 0.0) / gap_tokens,
