@@ -1,8 +1,8 @@
 """Losses of tokens as weighted sums (see ``algos.reduce``): the sum of a policy loss, and the losses that belong to no
 algorithm of RL.
 
-Each returns ``(loss, sums)``: a scalar to differentiate, and detached scalars whose sum over micro-batches and workers
-is the step's metric.
+Each returns ``(loss, sums)``: a scalar to differentiate, and detached scalars to be added up over micro-batches and
+workers. The sum of a loss is the step's metric; that of another column, divided by the sum of the weights, is its mean.
 
 Shape legend: N tokens that carry loss.
 """

@@ -167,22 +167,15 @@ def weigh(batch: PackedBatch, kept: Sequence[Trajectory], cfg: Config) -> list[l
     return updates
 
 
-def leave_out(batch: PackedBatch, updates: Sequence[list[int]]) -> tuple[list[float], dict[str, float]]:
+def leave_out(batch: PackedBatch) -> dict[str, float]:
     """Take the loss from episodes whose advantages are all 0 (`train.skip_zero_advantages`), so that workers do not
-    compute them. Loss weights stay: those of the others are what they were.
-
-    Returns:
-        The share of the loss weight of each update that is left, and metrics.
-    """
+    compute them. Loss weights stay: those of the others are what they were. Returns metrics."""
     assert batch.advantages is not None
-    assert batch.loss_weights is not None
-    sequence, weights = segment_ids(batch.cu_seqlens), batch.loss_weights.double()
+    sequence = segment_ids(batch.cu_seqlens)
     of_sequence = segment_sum((batch.advantages != 0) & batch.loss_mask, sequence, batch.num_sequences) > 0
     kept = of_sequence[sequence]
     batch.loss_mask = batch.loss_mask & kept
-    total, left = (segment_sum(x, sequence, batch.num_sequences) for x in (weights, weights * kept))
-    shares = [float(left[part].sum() / total[part].sum()) for part in updates]
-    return shares, {"perf/skipped_tokens": 1.0 - float(kept.double().mean())}
+    return {"perf/skipped_tokens": 1.0 - float(kept.double().mean())}
 
 
 def minibatch(batch: PackedBatch, members: Sequence[int]) -> PackedBatch:

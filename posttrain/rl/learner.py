@@ -12,6 +12,7 @@ from torch import Tensor
 
 from posttrain.algos import ADVANTAGES, POLICY_LOSSES
 from posttrain.algos.corrections import correct
+from posttrain.algos.gap import gap_sums
 from posttrain.algos.kl import AdaptiveKl, FixedKl, kl_penalty
 from posttrain.algos.segments import segment_ids
 from posttrain.cluster.cluster import Cluster
@@ -31,7 +32,7 @@ from posttrain.rl.batch import (
     usable,
     weigh,
 )
-from posttrain.rl.metrics import critic_metrics, gap_by_age, update_metrics
+from posttrain.rl.metrics import critic_metrics, gap_by_age, gap_metrics, update_metrics
 from posttrain.runs.preflight import find_model
 from posttrain.runs.speed import update_speed
 from posttrain.runs.training_run import TrainingRun
@@ -151,17 +152,16 @@ class Learner:
                 batch, kept, groups, self.run.cfg, penalties=penalties, baselines=baselines, teacher_log_ratio=teacher
             )
             keep_advantages(batch, kept)
-            updates, shares = weigh(batch, kept, self.run.cfg), None
+            updates = weigh(batch, kept, self.run.cfg)
             if self.run.cfg.skips_zero_advantages:
-                shares, of_share = leave_out(batch, updates)
-                metrics |= of_share
+                metrics |= leave_out(batch)
         own, of_ratios = await self._score(batch, kept, version, own)
         metrics |= of_ratios
         parts = [minibatch(batch, members) for members in updates]
         if self.critic is not None:
             metrics |= await self._update_critic(self.critic, parts)
         if self.critic is None or self.run.step >= self.run.cfg.critic.warmup_steps:
-            metrics |= await self._update_actor(parts, version, own, shares)
+            metrics |= await self._update_actor(parts, version, own)
             if self.actor.before_update is not None:
                 metrics |= self._correct(batch, kept, version, self.actor.before_update)[1]
         metrics["perf/total_num_tokens"] = float(batch.num_tokens)
@@ -214,7 +214,8 @@ class Learner:
         """Return the factors [T] of the loss weights, None without a correction, and metrics of them and of the gap
         between trainer and engine, from the actor's ``own`` log-probabilities [T] before the first update."""
         assert batch.rollout_logprobs is not None
-        metrics: dict[str, float] = {}
+        sums = gap_sums(own[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
+        metrics = gap_metrics({name: float(value) for name, value in sums.items()})
         gap, factors = own - batch.rollout_logprobs, None
         if self.run.cfg.rollout.staleness and version is not None:
             metrics |= gap_by_age(gap, stale_tokens(kept, version), batch.loss_mask)
@@ -274,18 +275,16 @@ class Learner:
         parts: Sequence[PackedBatch],
         version: int | None,
         own: Tensor | None,
-        shares: Sequence[float] | None,
     ) -> dict[str, float]:
         """Take the actor's updates.
 
         Args:
             own: its log-probabilities [T] of the whole step before them, where known.
-            shares: as of ``update_metrics``.
         """
         algo, results = self.run.cfg.algo, []
         policy_loss = POLICY_LOSSES.get(algo.policy_loss)
         correction = self.run.cfg.correction if self.run.cfg.correction.active and own is None else None
-        loss = LossSpec(algo, off_policy=version is None, correction=correction)
+        loss = LossSpec(algo, gap=own is None and correction is None, correction=correction)  # else ``_correct`` does
         async with self.run.profiled(self.actor):
             with self.run.tracker.phase("update_actor"):
                 for number, part in enumerate(parts):
@@ -297,7 +296,7 @@ class Learner:
                         part = replace(part, prepared=prepared_column(part, current, algo, seed))
                     results.append(await self.run.update(self.actor, part, loss))
         tokens = int(sum(part.cu_seqlens.diff()[part.carrying].sum() for part in parts))
-        metrics = update_metrics(results, shares) | update_speed(results, tokens, self.actor)
+        metrics = update_metrics(results) | update_speed(results, tokens, self.actor)
         # Fewer than algo.updates_per_step where fewer prompts than that are left: groups stay whole.
         return metrics | {"actor/updates": float(len(parts))}
 

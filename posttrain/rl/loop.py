@@ -18,6 +18,7 @@ from posttrain.rl.learner import Learner
 from posttrain.runs.training_run import TrainingRun
 from posttrain.tracking.examine import examine
 from posttrain.train.checkpoint import State
+from posttrain.weight_sync.publish import check_sequences
 
 
 class RolloutBatch(NamedTuple):
@@ -38,8 +39,9 @@ class Engines(Protocol):
         """Version of the weights that sample; None: weights of another run did."""
         ...
 
-    async def start(self, version: int) -> None:
-        """Send the weights that the run goes on with as ``version``, and check them as ``publish`` does."""
+    async def start(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
+        """Send the weights that the run goes on with as ``version``, and check them as ``publish`` does, on prompts
+        where ``check`` is empty."""
         ...
 
     async def to_trainers(self) -> None:
@@ -101,7 +103,7 @@ async def train(run: TrainingRun, start: Start) -> None:
         if state is not None:
             learner.restore(state["learner"])
         rollouts.resume(run.step, state)
-        await engines.start(run.step)
+        synced = await engines.start(run.step, [] if state is None else state.get("check", []))
         first = run.step + 1
         warming = asyncio.create_task(learner.warm_up())  # the first update, beside the first rollouts
         closing.callback(warming.cancel)
@@ -109,6 +111,8 @@ async def train(run: TrainingRun, start: Start) -> None:
 
         if cfg.val.before_train and run.step == 0 and (metrics := await rollouts.validate(0)):
             tracker.log(0, metrics)
+        if run.unlogged is not None:  # the run ended between the checkpoint of its last step and the step's end
+            run.finished(run.step, run.unlogged | synced | await rollouts.validate(run.step))
         for step in run.steps():
             batch = await rollouts.next_batch(step)
             if batch is None:
@@ -120,10 +124,12 @@ async def train(run: TrainingRun, start: Start) -> None:
                     await warming
             kept, updates = await learner.learn(batch.groups, version=engines.version, baselines=batch.baselines)
             await rollouts.trained(step, batch.groups)
-            position = {**rollouts.state(), "learner": learner.state()}, rollouts.files()
+            check = [[int(token) for token in ids] for ids in check_sequences([t.tokens for t in kept])]
+            position = {**rollouts.state(), "learner": learner.state(), "check": check}, rollouts.files()
+            metrics = batch.metrics | updates
             if run.due(cfg.train.save_every, step):  # before `publish`: trainers may leave the GPUs then
-                await run.save(step, learner.trained, *position)
-            metrics = batch.metrics | updates | await engines.publish(step, [t.tokens for t in kept])
+                await run.save(step, learner.trained, *position, metrics)
+            metrics |= await engines.publish(step, check)
             run.finished(step, metrics | await rollouts.validate(step))
         if run.step > run.checkpoints.step:  # the user asked to stop
             await engines.to_trainers()

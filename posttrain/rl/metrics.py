@@ -175,32 +175,36 @@ def critic_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {f"critic/{name}": float(np.mean([r.get(name, 0.0) for r in results])) for name in names}
 
 
-_OF_UPDATES = ("pg_loss", "kl_loss", "grad_norm", "lr")
+_OF_UPDATES = ("pg_loss", "grad_norm", "lr")
 """Metrics of an update as a whole"""
-_OF_TOKENS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")
+_OF_TOKENS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
 """Weighted sums over the tokens of an update that were computed. So are those of a plugin's loss, `actor/NAME`."""
 
 
-def update_metrics(results: Sequence[Mapping[str, float]], shares: Sequence[float] | None = None) -> dict[str, float]:
-    """Return the means over a step's updates of the actor, and the gap between engine and trainer over its tokens.
+def update_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the means over a step's updates of the actor, and ``gap_metrics`` where the updates have summed these up.
 
-    Args:
-        shares: of the loss weight of each update, that of the tokens that were computed; None: all of it. Means over
-            tokens are of these alone. An update without any, and a step without such an update, has none of them.
+    Means over tokens are weighted as in the loss, by weights that add up to 1, whatever `algo.loss_agg`, the correction
+    and `train.skip_zero_advantages` make of their sum. An update in which that is 0 has none of them.
     """
     total = {key: sum(r.get(key, 0.0) for r in results) for result in results for key in result}
     found = {f"actor/{name}": total[name] / len(results) for name in _OF_UPDATES if name in total}
-    computed = [(r, share) for r, share in zip(results, shares or [1.0] * len(results), strict=True) if share > 0]
+    computed = [r for r in results if r.get("weight", 0.0) > 0.0]
     for name in total if computed else ():
         if name in _OF_TOKENS or name.startswith("actor/"):
-            mean = sum(r.get(name, 0.0) / share for r, share in computed) / len(computed)
+            mean = sum(r.get(name, 0.0) / r["weight"] for r in computed) / len(computed)
             found[name if "/" in name else f"actor/{name}"] = mean
         elif name.startswith("moe/"):  # means already
-            found[name] = sum(r.get(name, 0.0) for r, _ in computed) / len(computed)
+            found[name] = sum(r.get(name, 0.0) for r in computed) / len(computed)
+    return found | gap_metrics(total)
+
+
+def gap_metrics(total: Mapping[str, float]) -> dict[str, float]:
+    """Return the gap between trainer and engine, of sums over tokens (``algos.gap``); none without tokens."""
     if not (gap_tokens := total.get("gap/tokens", 0.0)):
-        return found
+        return {}
     gap, gap_square = (total.get(f"gap/{name}", 0.0) / gap_tokens for name in ("diff", "squares"))
-    return found | {
+    return {
         "rollout_gap/mean": gap,
         "rollout_gap/sd": math.sqrt(max(0.0, gap_square - gap * gap)),
         "rollout_gap/mean_abs": total.get("gap/abs", 0.0) / gap_tokens,

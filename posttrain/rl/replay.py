@@ -86,8 +86,8 @@ class NoEngines:
 
     version = None
 
-    async def start(self, version: int) -> None:
-        """There is nothing to start."""
+    async def start(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
+        return {}
 
     async def to_trainers(self) -> None:
         """The trainers have the GPUs for themselves."""

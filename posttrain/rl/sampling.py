@@ -136,11 +136,12 @@ class SyncedEngines:
     def version(self) -> int:
         return self.weights.version
 
-    async def start(self, version: int) -> None:
+    async def start(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
         # Engines load the model by themselves: check that they have the trainer's weights, or send a resumed run's.
         with self.tracker.phase("first_sync"):
-            await self.weights.publish(version, self.prompts)
+            metrics = await self.weights.publish(version, check or self.prompts)
         self.schedule.updated(version)
+        return metrics
 
     async def to_trainers(self) -> None:
         await self.weights.to_trainers()

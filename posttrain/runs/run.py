@@ -135,7 +135,7 @@ class RunTarget:
         """Raise ``ConfigError`` where a run of so many steps would end before those that it goes on from."""
         own = checkpoint.last_step(self.path / "checkpoints") if self._look().goes_on else None
         step = max(own or 0, self.start.step if self.start else 0)
-        finishes = own == total_steps and self._state()["status"] != "finished"  # all that is left is to say so
+        finishes = own == total_steps and self._state()["status"] != "finished"  # at most the last step's end is left
         if step < total_steps or finishes or not step:
             return
         raise ConfigError(

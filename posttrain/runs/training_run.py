@@ -55,6 +55,9 @@ class TrainingRun:
     skipped_steps: int = 0
     """Updates skipped so far because their gradient was not finite."""
     skipped_in_a_row: int = 0
+    unlogged: dict[str, float] | None = None
+    """Metrics of ``step``, as far as its checkpoint knows them, where the run ended before it logged them: the loop
+    does what is left of the step, and calls ``finished``."""
 
     def __post_init__(self) -> None:
         early_stop = self.cfg.train.early_stop
@@ -129,6 +132,8 @@ class TrainingRun:
         meta = found.read("meta.json")
         self.skipped_steps = int(meta["skipped_steps"])
         self.early_stop.restore(meta["early_stop"])
+        if found.path.parent == self.folder.checkpoints and not self.tracker.logged(found.step):
+            self.unlogged = meta.get("metrics")
         self.tracker.note(f"resuming after step {found.step} from {found.path}")
 
     def describe(self, actor: TrainerGroup) -> None:
@@ -223,6 +228,7 @@ class TrainingRun:
         models: Mapping[str, TrainerGroup],
         loader: Mapping[str, Any],
         files: Mapping[str, checkpoint.State] = MappingProxyType({}),
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Begin the checkpoint of a finished step, unless it has one. Returns when training may go on; the workers
         write meanwhile.
@@ -231,6 +237,8 @@ class TrainingRun:
             models: by the names of their folders, ``actor`` among them.
             loader: the position in the data and other state of the loop, as JSON.
             files: more of that state, in files of its own.
+            metrics: of a step that is not logged yet, as far as they are known. A run that ends before ``finished``
+                goes on with them as ``unlogged``. None: they are logged.
 
         Raises:
             RunError: weights are not finite, or give no finite numbers. The checkpoints before stay as they are.
@@ -241,6 +249,7 @@ class TrainingRun:
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "versions": self.folder.versions}
             meta |= {"world_size": len(models["actor"].actors)}
             meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
+            meta["metrics"] = None if metrics is None else {name: float(value) for name, value in metrics.items()}
             consequence = f"step {step} is not saved, {self._last_sound()}"
             for group in models.values():
                 await group.check_finite(consequence)

@@ -34,6 +34,8 @@ async def train(
             learner = await objective.start(cluster, run, val)
             actor = learner.actor
             data.restore(await run.resume({"actor": actor}) or beginning)
+        if run.unlogged is not None:
+            run.finished(run.step, run.unlogged)
         for step in run.steps():
             with tracker.phase("data"):
                 batch = objective.pack(data.next().samples)
@@ -49,7 +51,7 @@ async def train(
                 metrics |= {f"val/{name}": value for name, value in found.items()}
                 run.early_stop.validated(step, found["loss"])
             if run.due(cfg.train.save_every, step):
-                await run.save(step, {"actor": actor}, data.state())
+                await run.save(step, {"actor": actor}, data.state(), metrics=metrics)
             metrics["perf/data_wait"] = tracker.share("data")
             run.finished(step, metrics)
         await run.save(run.step, {"actor": actor}, data.state())

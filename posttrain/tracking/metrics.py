@@ -74,6 +74,10 @@ class MetricsFile:
             file.write("".join(line + "\n" for line in kept))  # the lines that stay come first: nothing moves
             file.truncate()
 
+    def has(self, step: int) -> bool:
+        """Return whether there is a line of this step."""
+        return any(_step(line) == step for line in self._path.read_text(encoding="utf-8").splitlines())
+
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what a full disk did not take, ``write`` has told
             self._file.close()

@@ -135,6 +135,10 @@ class Tracker:
         for sink in self._sinks:
             sink.rewind(step)
 
+    def logged(self, step: int) -> bool:
+        """Return whether `metrics.jsonl` has the metrics of a step; True where the run does not write it."""
+        return all(sink.has(step) for sink in self._sinks if isinstance(sink, MetricsFile))
+
     def note(self, text: str) -> None:
         """Show one line to the reader."""
         for view in self._views():

@@ -55,6 +55,6 @@ def token_loss(
         sums |= kl_sums
     if algo.entropy_coef:
         total = total - algo.entropy_coef * bonus
-    if rollout is not None and micro.has_loss:
-        sums |= gap_sums(logprobs if old is None or spec.off_policy else old, rollout)
-    return total, sums | entropy
+    if spec.gap and rollout is not None and micro.has_loss:
+        sums |= gap_sums(logprobs, rollout)
+    return total, sums | entropy | {"weight": weights.sum()}

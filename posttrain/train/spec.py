@@ -52,8 +52,9 @@ class LossSpec:
     or without returns in the batch the negative weighted sum of the values themselves."""
 
     algo: AlgoConfig | None = None
-    off_policy: bool = False
-    """Another policy sampled the batch: the gap to ``rollout_logprobs`` is the drift from it."""
+    gap: bool = True
+    """Sum up how far the log-probabilities that the update computes are from ``rollout_logprobs``, where a batch has
+    these (``algos.gap``)."""
     correction: CorrectionConfig | None = None
     """Correct the weights of tokens by their ratios before the update, as the update computes these; see
     ``CorrectionConfig.of_tokens``. None: the batch's weights have it in them."""
@@ -66,7 +67,7 @@ class UpdateMetrics:
     """What a rank measured in an optimizer step, by how the ranks' values are combined."""
 
     sums: dict[str, float]
-    """Parts of the whole batch's value: ``loss``, ``pg_loss``, ``entropy``, ``flops``, ``tokens_run``,
+    """Parts of the whole batch's value: ``loss``, ``pg_loss``, ``entropy``, ``weight``, ``flops``, ``tokens_run``,
     ``tokens_shared`` (those of them that a shared prompt saved), ..."""
     shared: dict[str, float]
     """The same on every rank: ``grad_norm``, ``skipped``, ``lr``, of mixtures ``moe/...``"""

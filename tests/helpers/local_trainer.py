@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -25,6 +25,19 @@ class LocalGroup(TrainerGroup):
 
     async def saved(self) -> dict[str, Any] | None:
         return self.worker.saved()
+
+
+class NoCluster:
+    """A cluster without processes, for a loop whose trainer is in the process of the test."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def prepare_samplers(self) -> None: ...
 
 
 @contextmanager

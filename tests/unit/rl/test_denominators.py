@@ -98,6 +98,18 @@ async def test_the_gap_is_told_apart_by_the_weights_that_sampled():
     assert metrics["rollout_gap/old_weights/outside"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("staleness", [0, 2], ids=["partial rollouts", "staleness"])
+async def test_the_gap_counts_tokens_whose_ratio_is_taken_to_the_engine(staleness):
+    """Of the four only one was sampled by the weights that are trained."""
+    batch, score = scored(staleness, weight="none")
+    _, metrics = await score()
+    assert sampled(batch.old_logprobs)[1:] == [-2.0, -1.5, -3.0]
+    gaps = [math.log(ratio) for row in RATIOS for ratio in row]
+    assert metrics["rollout_gap/mean"] == pytest.approx(sum(gaps) / 4)
+    assert metrics["rollout_gap/mean_abs"] == pytest.approx(sum(map(abs, gaps)) / 4)
+    assert metrics["rollout_gap/outside"] == 0.75
+
+
 async def test_with_several_updates_the_proximal_policy_is_the_one_before_the_first():
     batch, score = scored(2, updates=2)
     await score()

@@ -1,5 +1,6 @@
 """Updates without the episodes whose advantages are all 0: the same step, from fewer tokens."""
 
+import math
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -272,27 +273,28 @@ def test_loss_is_taken_from_whole_episodes_and_weights_stay():
     batch.advantages = torch.zeros(batch.num_tokens)
     batch.advantages[int(batch.cu_seqlens[1]) + 4] = 0.5  # one token of the second episode
     batch.advantages[int(batch.cu_seqlens[2])] = 7.0  # a token of the third that is not the policy's
-    updates = weigh(batch, kept, config("algo.updates_per_step=2"))
-    assert updates == [[0, 1], [2, 3]]
+    assert weigh(batch, kept, config("algo.updates_per_step=2")) == [[0, 1], [2, 3]]
     weights = batch.loss_weights.clone()
-    shares, metrics = leave_out(batch, updates)
+    metrics = leave_out(batch)
     assert batch.carrying == [1]
     assert torch.equal(batch.loss_weights, weights)
-    assert shares == pytest.approx([3 / 5, 0.0])
     assert metrics == {"perf/skipped_tokens": pytest.approx(1 - 6 / 26)}
 
 
 def test_means_over_tokens_are_of_the_updates_that_computed_some():
-    """Half of the loss weight of the first of three updates, none of the second, all of the third."""
+    """Loss weights add up to 0.5 in the first of three updates, to 0 in the second, and to 2 in the third."""
     results = [
-        {"pg_loss": 0.3, "entropy": 0.5, "actor/mine": 0.1, "moe/aux_loss": 2.0, "gap/tokens": 4.0, "gap/abs": 1.0},
-        {"pg_loss": 0.0, "entropy": 0.0, "actor/mine": 0.0, "moe/aux_loss": float("nan")},
-        {"pg_loss": 0.6, "entropy": 3.0, "actor/mine": 0.4, "moe/aux_loss": 4.0, "gap/tokens": 4.0, "gap/abs": 3.0},
+        {"weight": 0.5, "pg_loss": 0.3, "entropy": 0.5, "kl_loss": 0.2, "actor/mine": 0.1, "moe/aux_loss": 2.0},
+        {"weight": 0.0, "pg_loss": 0.0, "entropy": 0.0, "kl_loss": 0.0, "actor/mine": 0.0, "moe/aux_loss": math.nan},
+        {"weight": 2.0, "pg_loss": 0.6, "entropy": 6.0, "kl_loss": 0.4, "actor/mine": 0.8, "moe/aux_loss": 4.0},
     ]
-    metrics = update_metrics(results, [0.5, 0.0, 1.0])
+    results[0] |= {"gap/tokens": 4.0, "gap/abs": 1.0}
+    results[2] |= {"gap/tokens": 4.0, "gap/abs": 3.0}
+    metrics = update_metrics(results)
     assert metrics["actor/pg_loss"] == pytest.approx(0.3)
     assert metrics["actor/entropy"] == pytest.approx((1.0 + 3.0) / 2)
+    assert metrics["actor/kl_loss"] == pytest.approx((0.4 + 0.2) / 2)
     assert metrics["actor/mine"] == pytest.approx((0.2 + 0.4) / 2)
     assert metrics["moe/aux_loss"] == 3.0
     assert metrics["rollout_gap/mean_abs"] == 0.5
-    assert update_metrics(results[1:2], [0.0]) == {"actor/pg_loss": 0.0}
+    assert update_metrics(results[1:2]) == {"actor/pg_loss": 0.0}

@@ -421,7 +421,13 @@ async def test_the_answer_of_the_majority(answers, share):
 
 async def test_metrics_of_several_updates_are_their_means():
     names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm", "lr")
-    result = dict.fromkeys(names, 0.0) | {"gap/tokens": 4.0, "gap/abs": 1.0, "gap/diff": 1.0, "gap/squares": 2.0}
+    result = dict.fromkeys(names, 0.0) | {
+        "weight": 1.0,
+        "gap/tokens": 4.0,
+        "gap/abs": 1.0,
+        "gap/diff": 1.0,
+        "gap/squares": 2.0,
+    }
     metrics = update_metrics([result, result | {"pg_loss": 1.0, "gap/abs": 3.0}])
     assert metrics["rollout_gap/mean_abs"] == 0.5
     assert metrics["rollout_gap/mean"] == 0.25
