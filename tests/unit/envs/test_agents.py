@@ -85,6 +85,11 @@ async def _raises(task):
     raise ValueError("no idea")
 
 
+async def _cancelled(task):
+    await chat(task, task.messages)
+    raise asyncio.CancelledError
+
+
 async def _idle(task):
     return 1.0
 
@@ -130,6 +135,7 @@ async def _leaves(task):
     ("agent", "reason", "said"),
     [
         (_raises, "error", "the agent failed: ValueError: no idea"),
+        (_cancelled, "error", "the agent failed: it was cancelled from inside: CancelledError"),
         (_idle, "error", "without a turn of the model"),
         (_endless, "deadline", "rollout.episode_deadline_s"),
         (_strange, "error", "the agent returned 'good'"),
