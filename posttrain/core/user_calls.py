@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.core.errors import RunError
-from posttrain.core.plugins import user_code
+from posttrain.core.errors import CodeError, RunError
+from posttrain.core.plugins import described, user_code
 
 
 class LateError(RunError):
@@ -24,7 +24,8 @@ async def within(deadline_s: float, what: str, function: Callable[..., Any], *ar
 
     Raises:
         LateError: it did not end within ``deadline_s`` seconds.
-        PosttrainError: as ``CodeError`` for whatever the function raises that is no error of ours.
+        PosttrainError: as ``CodeError`` for whatever the function raises that is no error of ours, a cancellation of
+            its own included: it is no wish of the caller's.
     """
 
     async def call() -> Any:
@@ -36,8 +37,14 @@ async def within(deadline_s: float, what: str, function: Callable[..., Any], *ar
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of one left behind nobody asks
     try:
         await asyncio.wait([task], timeout=deadline_s)
-        if task.done():
+        if not task.done():
+            raise LateError(f"{what}: it did not answer within {deadline_s:g} s")
+        try:
             return task.result()
-        raise LateError(f"{what}: it did not answer within {deadline_s:g} s")
+        except asyncio.CancelledError as error:
+            raise CodeError(
+                f"{what}: it was cancelled from inside: {described(error, function)}",
+                hint="catch the cancellation of what that code awaits; --debug shows the traceback",
+            ) from error
     finally:
         task.cancel()

@@ -22,6 +22,8 @@ from posttrain.core.types import Message
 
 _SHOWN = 500
 """Characters of a program's last words in the reason of a failure."""
+_LAST_WORDS_S = 1.0
+"""Longest wait for the last words of a program that has ended: what it left in another session may hold its stderr."""
 
 
 @dataclass(frozen=True)
@@ -121,25 +123,51 @@ class Program:
     async def __call__(self, task: AgentTask) -> None:
         """Run the program to its end; its processes end with this coroutine. Raises ``RunError`` where it fails."""
         environment: Mapping[str, str] = {**os.environ, **task.variables}
-        process = await asyncio.create_subprocess_exec(
-            *self.words,
-            env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stderr is not None
-        last = b""
+        ours, theirs = os.pipe()  # with a pipe of asyncio's own, waiting for a process may wait for all that hold it
+        loop = asyncio.get_running_loop()
+        transport, stderr = await loop.connect_read_pipe(_LastWords, os.fdopen(ours, "rb", buffering=0))
         try:
-            while part := await process.stderr.read(1 << 16):
-                last = (last + part)[-4 * _SHOWN :]
-            code = await process.wait()
+            code = await self._run(environment, theirs)
+            if code:
+                await asyncio.wait([stderr.ended], timeout=_LAST_WORDS_S)
+        finally:
+            transport.close()
+        if code:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            said = stderr.last.decode(errors="replace").strip()[-_SHOWN:]
+            raise RunError(f"the agent's program ended with {how}" + (f": {said}" if said else ""))
+
+    async def _run(self, environment: Mapping[str, str], stderr: int) -> int:
+        """Return the exit code of the program, when it and its group have ended. Closes ``stderr``."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.words,
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        finally:
+            os.close(stderr)
+        try:
+            return await process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-        if code:
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            said = last.decode(errors="replace").strip()[-_SHOWN:]
-            raise RunError(f"the agent's program ended with {how}" + (f": {said}" if said else ""))
+
+
+class _LastWords(asyncio.Protocol):
+    """Keeps the end of what comes through a pipe."""
+
+    def __init__(self) -> None:
+        self.last = b""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.last = (self.last + data)[-4 * _SHOWN :]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)

@@ -124,7 +124,7 @@ class AgentSession:
         text, stopped_by = renderer.text(ids), None
         if (found := _first(text, request.stop)) is not None:
             place, stopped_by = found
-            samples = _cut(samples, _tokens_until(ids, place + len(stopped_by), renderer.text))
+            samples = _cut(samples, _tokens_until(ids, place + len(stopped_by), renderer.text), len(asked.ids))
             ids, text = [i for sample in samples for i in sample.ids], text[:place]
         message = self.session.sampled(asked, samples, text)
         finish: Finish = "tool_calls" if message.get("tool_calls") else "stop"
@@ -151,10 +151,16 @@ def _tokens_until(ids: Sequence[int], characters: int, text_of: Callable[[Sequen
     return bisect_left(range(len(ids)), characters, key=lambda count: len(text_of(ids[:count])))
 
 
-def _cut(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Return the samples up to ``count`` tokens."""
+def _cut(samples: Sequence[Sample], count: int, read: int) -> list[Sample]:
+    """Return the samples of a request up to ``count`` tokens, without the experts of tokens after these.
+
+    Args:
+        read: tokens of the request.
+    """
     kept: list[Sample] = []
     for sample in samples:
-        kept.append(replace(sample, ids=sample.ids[:count], logprobs=sample.logprobs[:count]))
-        count -= len(kept[-1].ids)
+        ids = sample.ids[:count]
+        count, read = count - len(ids), read + len(ids)
+        routing = None if sample.routing is None else sample.routing[:read]
+        kept.append(replace(sample, ids=ids, logprobs=sample.logprobs[: len(ids)], routing=routing))
     return [sample for sample in kept if sample.ids]

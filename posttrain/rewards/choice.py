@@ -13,12 +13,14 @@ from posttrain.rewards.boxed import last_boxed
 
 _LETTERS = r"[A-J](?>(?:\s*+(?:(?:,|、|和|及|与|或|\band\b|\bor\b|&)\s*+)?[A-J])*)"
 _OPENING = r"(?:\\(?:text|textbf|mathrm|mathbf)\s*+\{\s*+)?\(?\s*+"
+_BEFORE = r"[\s\"'*$(\[{]*+"
 # "the answer is A good one" has the article, "the answer is I think" the pronoun: no word but a reason may follow.
-_CHOICE = r"[\s\"'*$(\[{]*+" + _OPENING + "(" + _LETTERS + r")(?![A-Za-z])(?!\s++(?!because|since|as\b)[a-z])"
+_CHOICE = _BEFORE + _OPENING + "(" + _LETTERS + r")(?![A-Za-z])(?!\s++(?!because|since|as\b)[a-z])"
 _ENGLISH = r"(?i:(?:answer|option|choice)s?\s*+(?:is|are|:))"
 # 选项D ("option D ...") and 不选D ("not D") say nothing of what is chosen.
 _CHINESE = r"答案\s*+(?:应?(?:是|为|选)|:)|正确(?:的)?选项\s*+(?:是|为|:)|(?<!不)选(?!项)择?\s*+(?:是|为|:)?"
-_SAID = re.compile(rf"(?:{_ENGLISH}|{_CHINESE})\s*+:?" + _CHOICE)
+_NAMED = rf"(?:{_BEFORE}(?i:(?:the\s++)?(?:option|choice)s?+)(?![A-Za-z]))?"
+_SAID = re.compile(rf"(?:{_ENGLISH}|{_CHINESE})\s*+:?{_NAMED}" + _CHOICE)
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*+\{([^{}]*+)\}")
 _BOX = re.compile(r"\s*+\(?\s*+(" + _LETTERS + r")(?![A-Za-z])\s*+(?:[).:,}\\].*)?", re.DOTALL)
 _LONE = re.compile(r"[\s\"'*$(\[]*+(" + _LETTERS + r")[\s\"'*$)\].]*+")

@@ -25,7 +25,7 @@ slow program must not look like a grader that hangs."""
 _FIRST = 10
 """Tests that PRIME's share is of."""
 _FENCE = re.compile(r"^[ \t]*```([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_PYTHON = ("python", "python3", "py", "")
+_PYTHON = ("python", "python3", "py")
 _COMMON_IMPORTS = """\
 import bisect, collections, functools, heapq, itertools, json, math, operator, os, random, re, string, sys
 from bisect import *
@@ -41,13 +41,15 @@ import math
 
 
 def extract_code(response: str) -> str | None:
-    """The last fenced Python block, or the whole response where there is no fence at all; None when it is empty or the
-    fences hold other languages only."""
+    """The last block fenced as Python, else the last fenced without a language (beside a program that is its output),
+    or the whole response where there is no fence at all; None when it is empty or the fences hold other languages
+    only."""
     blocks = _FENCE.findall(response)
     if not blocks:
         body = response.split("```")[0] if response.count("```") == 1 and response.strip().endswith("```") else response
         return body if body.strip() and "```" not in body else None
-    found = [body for language, body in blocks if language.lower() in _PYTHON]
+    marked = [body for language, body in blocks if language.lower() in _PYTHON]
+    found = marked or [body for language, body in blocks if not language]
     return found[-1] if found and found[-1].strip() else None
 
 

@@ -48,7 +48,7 @@ class Draw:
     graded: list[Trajectory] | None = None
     """The group when it is ready to be trained on."""
     place: float = math.inf
-    """How many groups were ready before it; inf: it is played."""
+    """How many groups were ready before it; inf: it is played, or comes from a step before."""
 
 
 class TrainingBatches:
@@ -306,17 +306,17 @@ class TrainingBatches:
 
     async def _leave(self) -> None:
         """Keep the groups that are drawn for the next step, as they stand or to be played anew: nobody samples while
-        trainers work."""
+        trainers work. With `rollout.partial_rollouts` one that is graded stays so."""
         await self._stop()
-        self._stats.cancelled_groups = len(self._drawn)
         for draw in self._drawn:
             if self._cfg.partial_rollouts:
                 self._stats.cancelled_lengths += await draw.group.pause()
             else:
                 self._stats.cancelled_lengths += await draw.group.release()
-                draw.group = self._group(draw.number, draw.row)
-            draw.playing, draw.graded, draw.place = None, None, math.inf
+                draw.group, draw.graded = self._group(draw.number, draw.row), None
+            draw.playing, draw.place = None, math.inf
             draw.overtaken += 1
+        self._stats.cancelled_groups = len(self._running)
 
 
 def has_signal(group: Sequence[Trajectory], metric: str) -> bool:

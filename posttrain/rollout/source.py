@@ -41,7 +41,7 @@ class RolloutStats:
     missing_groups: int = 0
     """Groups that the step is short of, because `rollout.filter_max_batches` was reached."""
     cancelled_groups: int = 0
-    """Groups that are left for the next step (`rollout.over_sample_rate`)."""
+    """Groups that the next step plays on, or anew (`rollout.over_sample_rate`)."""
     cancelled_lengths: list[int] = field(default_factory=list)
     """Response tokens that each episode had that was cancelled."""
     lengths: list[int] = field(default_factory=list)

@@ -34,6 +34,10 @@ async def agent(task):
         time.sleep(600)
     if what == "wait":
         await asyncio.sleep(600)
+    if what == "cancelled":
+        shared = asyncio.get_running_loop().create_future()
+        shared.cancel()
+        await shared
     async with httpx.AsyncClient(timeout=0.2 if what == "go" else 20) as client:
         answer = await client.post(f"{task.openai_url}/chat/completions", json={"messages": task.messages})
     if what == "ask":
@@ -126,6 +130,8 @@ async def test_failures_stay_with_their_episodes(processes, file):
         assert unsent.error.startswith("RunError: a task cannot be sent to the agent's process: ")
         raised = await played(players, "raise")
         assert re.search(r"CodeError: the agent failed: KeyError: 'a key' \(.*mine.py, line 8\)", raised.error)
+        leaked = await played(players, "cancelled")
+        assert (leaked.reason, "the agent failed: it was cancelled from inside" in leaked.error) == ("error", True)
         returned = await played(players, "text")
         assert re.search(r"the agent returned 'much' \(.*mine.py, line 5\)", returned.error)
         assert [branch.turns for branch in returned.branches] == [1]  # what it sampled is kept

@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from posttrain.config import Config
-from posttrain.core.errors import CodeError, ConfigError
+from posttrain.core.errors import CodeError, ConfigError, RunError
 from posttrain.core.types import Prompt
-from posttrain.envs.agents import Program, open_agent
+from posttrain.envs.agents import AgentTask, Program, open_agent
 from posttrain.envs.opening import open_world
 from posttrain.rl.metrics import rollout_metrics
 from posttrain.rollout.agents import with_branches
@@ -85,6 +85,11 @@ async def _raises(task):
     raise ValueError("no idea")
 
 
+async def _cancelled(task):
+    await chat(task, task.messages)
+    raise asyncio.CancelledError
+
+
 async def _idle(task):
     return 1.0
 
@@ -130,6 +135,7 @@ async def _leaves(task):
     ("agent", "reason", "said"),
     [
         (_raises, "error", "the agent failed: ValueError: no idea"),
+        (_cancelled, "error", "the agent failed: it was cancelled from inside: CancelledError"),
         (_idle, "error", "without a turn of the model"),
         (_endless, "deadline", "rollout.episode_deadline_s"),
         (_strange, "error", "the agent returned 'good'"),
@@ -200,6 +206,15 @@ async def test_a_program_that_dies_amid_a_request_fails_its_episode_and_no_other
     [died], _ = await play(Program(f"{sys.executable} {file}"), 30.0, "8", episode_deadline_s=25.0)
     assert died.stop_reason == "error"
     assert "ended with signal SIGKILL" in died.error or "disconnected amid a request" in died.error
+
+
+@pytest.mark.parametrize("start", ["", "setsid "], ids=["in its group", "in a session of its own"])
+async def test_a_program_ends_when_it_ends_whatever_it_leaves_in_the_background(start):
+    task = AgentTask([user("?")], None, {}, 0, 0, "http://127.0.0.1:1", "key")
+    async with asyncio.timeout(20):
+        assert await Program(f"sh -c '{start}sleep 40 & exit 0'")(task) is None
+        with pytest.raises(RunError, match="ended with exit code 3: out of luck"):
+            await Program(f"sh -c 'echo out of luck >&2; {start}sleep 40 & exit 3'")(task)
 
 
 def test_agents_that_cannot_be_are_refused(tmp_path):

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import json
 import socket
+from dataclasses import replace
 
 import httpx
+import numpy as np
 import pytest
 
 from posttrain.config import RolloutConfig
@@ -99,6 +101,25 @@ async def test_a_stop_text_ends_a_turn_and_what_comes_after_it_is_not_trained_on
         more = [*hi()["messages"], answer["message"], {"role": "user", "content": "more"}]
         await served.chat(messages=more)
         assert len(served.branches) == 1
+
+
+async def test_experts_of_what_a_stop_text_cut_off_are_those_of_no_other_token():
+    class Routed(ScriptedSampler):
+        """Names in each row of experts the request that it comes from."""
+
+        async def generate(self, prompt_ids, params, images=()):
+            sample = await super().generate(prompt_ids, params, images)
+            tokens_read = len(prompt_ids) + len(sample.ids) - 1
+            return replace(sample, routing=np.full((tokens_read, 1), len(self.prompts), np.uint8))
+
+    async with serving() as served:
+        served.agent.sampler = Routed("one two " + "three " * 40, "four")
+        answer = (await served.chat(stop=["two"])).json()["choices"][0]
+        until = len(served.branches[0]["tokens"])
+        await served.chat(messages=[*hi()["messages"], answer["message"], {"role": "user", "content": "more"}])
+    [columns] = served.branches
+    later = len(columns["tokens"]) - until
+    assert columns["routing"].tolist() == [1] * until + [2] * (later - 1) + [0]
 
 
 async def test_a_turn_without_words_is_an_empty_text():

@@ -33,6 +33,8 @@ def grade(code, truth, source="codecontests", **extra):
         ("```py\nx\n```\n```python3\ny\n```", "y\n"),
         ("```\nx\n```", "x\n"),
         ("```python\nx\n```\n```bash\nls\n```", "x\n"),
+        ("```python\nprint(6*7)\n```\nIt prints:\n```\n42\n```", "print(6*7)\n"),
+        ("```\nx\n```\n```\ny\n```\n```bash\nls\n```", "y\n"),
         ("```bash\nls\n```", None),
         ("```python\n\n```", None),
         ("", None),

@@ -159,6 +159,42 @@ def test_with_over_sampling_batches_are_those_of_a_plain_loop_to_the_bit(seed, c
         loop.close()
 
 
+def test_groups_that_were_ready_and_not_chosen_are_graded_and_counted_once():
+    class Counted(Rewards):
+        graded: Counter[int] = Counter()
+
+        async def reward(self, episodes):
+            self.graded.update(t.prompt.index for t in episodes)
+            return await super().reward(episodes)
+
+    def batches():
+        env = environment(over_sample_rate=0.5, partial_rollouts=True)
+        source = TrajectorySource(SamplerPool([Steady(lambda row: 1.0)]), env, Counted())
+        prompts = [gsm8k_prompt(f"row {i * 3}?", truth="8", index=i) for i in range(ROWS)]
+        return TrainingBatches(source, prompts, BatchOrder(ROWS, 4, 0, shuffle=False), n=2)
+
+    async def main():
+        made, trained, counted = batches(), Counter(), []
+        for _ in range(3):  # all groups take as long: six are ready, and four are chosen
+            trained.update(rows(await made.next()))
+            stats = made._source.stats
+            counted.append((stats.started, len(stats.lengths), stats.cancelled_groups, stats.cancelled_lengths))
+            resumed = batches()
+            resumed.restore(made.state(), made.in_flight())
+            made = resumed
+        left = Counter(row for _, row, _ in made.state()["left"])
+        assert trained + left == Counter(range(14))
+        assert counted == [(12, 12, 0, []), (8, 8, 0, []), (8, 8, 0, [])]
+        assert Counted.graded == dict.fromkeys(range(14), 2)
+        await made.close()
+
+    loop = VirtualTime()
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.close()
+
+
 def assert_same_groups(found, expected):
     columns = ("tokens", "loss_mask", "logprobs", "weight_version")
     assert rows(found) == rows(expected)

@@ -48,7 +48,7 @@ class Probe:
     async def _do(self, what, default=None):
         self.log.append(what)
         action = self.behaviour.get(what, default)
-        if isinstance(action, Exception):
+        if isinstance(action, BaseException):
             raise action
         if isinstance(action, Sleep):
             await asyncio.sleep(action.seconds)
@@ -206,13 +206,15 @@ async def test_several_calls_run_side_by_side_and_are_answered_in_order():
 
 async def test_a_tool_that_raises_or_hangs_is_answered():
     bad, hung = Probe("bad", call=ValueError("no such file")), Probe("hung", call=Sleep(60.0))
-    env = environment(bad, hung, tool_deadline_s=0.05)
-    trajectory = await play(ScriptedSampler(call(name="bad") + call(name="hung"), "ok"), env)
-    failed, late = (m["content"] for m in trajectory.messages[2:4])
+    leaky = Probe("leaky", call=asyncio.CancelledError())
+    env = environment(bad, hung, leaky, tool_deadline_s=0.05)
+    trajectory = await play(ScriptedSampler(call(name="bad") + call(name="hung") + call(name="leaky"), "ok"), env)
+    failed, late, cancelled = (m["content"] for m in trajectory.messages[2:5])
     assert re.fullmatch(r"error: bad failed: ValueError: no such file \(test_episode.py, line \d+\)", failed)
     assert late == "error: hung did not answer within 0.05 s"
+    assert re.fullmatch(r"error: leaky failed: CancelledError \(test_episode.py, line \d+\)", cancelled)
     assert (trajectory.stop_reason, trajectory.error) == ("stop", None)
-    for tool in (bad, hung):
+    for tool in (bad, hung, leaky):
         assert tool.log == ["create", "call", "reward", "release"]
 
 
