@@ -23,8 +23,8 @@ _BUDGET = 0.75
 """Share of ``reward.deadline_s`` that all tests of a response may take. Those that do not get to run count as failed: a
 slow program must not look like a grader that hangs."""
 _ANSWERS = 0.9
-"""Share of ``reward.deadline_s`` after which the sandbox's results of all tests are no longer waited for: a sandbox that
-hangs must not look like a slow program."""
+"""Share of ``reward.deadline_s`` after which results of tests are no longer waited for: a sandbox that hangs must not
+look like a slow program."""
 _FIRST = 10
 """Tests that PRIME's share is of."""
 _FENCE = re.compile(r"^[ \t]*```([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
@@ -130,8 +130,8 @@ def run_tests(
     wrapped: bool = False,
 ) -> list[TestResult]:
     """Return results by test, of tests as ``grade_prime_code`` takes them. ``deadline_s`` is of one test, ``budget_s``
-    of all, ``answer_s`` of the wait for the results of all, as in ``Sandbox.run``; with ``stop``, tests after a failure count as failed. ``wrapped``: an expected list of one stands for its
-    item too.
+    of all, ``answer_s`` of the wait for the results of all, as in ``Sandbox.run``; with ``stop``, tests after a failure
+    count as failed. ``wrapped``: an expected list of one stands for its item too.
 
     Raises:
         SandboxError: the sandbox failed.

@@ -80,7 +80,7 @@ def source(tmp_path):
 
 
 async def test_a_cancelled_request_aborts_no_other(engine_of, source):
-    """SGLang aborts all whose ids begin with the id that it is given: of twelve, the second one's, and the last ones'."""
+    """SGLang aborts all whose ids begin with the id that it is given: with r1 also r10 and r11."""
     engine = engine_of(spec_of(source))
     asked = [asyncio.ensure_future(engine.generate([7, 2], SamplingParams(4))) for _ in range(12)]
     for _ in asked:
@@ -120,5 +120,5 @@ async def test_a_request_with_images_that_is_aborted_while_it_waits_is_asked_aga
     await engine._abort_all()
     sample = await asked
     assert (sample.ids, sample.finish_reason) == ([], "abort")
-    with pytest.raises(RunError, match="SGLang read .* tokens of a prompt with images"):
+    with pytest.raises(RunError, match=r"SGLang read .* tokens of a prompt with images"):
         await engine.generate(row.ids, SamplingParams(4), row.images)
