@@ -78,6 +78,7 @@ def test_an_environment_with_an_engine_is_left_as_it_is(tmp_path: Path) -> None:
     installed = (tmp_path / "pip").read_text()
     assert "tested/sglang.txt" in installed
     assert script("quickstart").stdout == "posttrain quickstart\n"
+    assert (tmp_path / "pip").read_text() == installed
     refused = script("test")
     assert refused.returncode == 2
     assert "is of scripts/install_gpu" in refused.stderr
