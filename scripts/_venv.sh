@@ -1,5 +1,6 @@
 # Sourced by the scripts that need posttrain installed. All output goes to stderr.
-#   set_up_venv [EXTRA]   make a virtual environment at the top of the checkout, and activate it
+#   set_up_venv [EXTRA]   make a virtual environment at the top of the checkout, and activate it; without EXTRA one of
+#                         set_up_gpu_venv will do
 #   set_up_vllm_venv      the same with another one, which has vLLM's CPU build
 #   set_up_gpu_venv ENGINE   make the first one with SGLang or vLLM, and activate it
 #   install_chromium      install the browser of the report's tests, where there is none and it can be
@@ -41,7 +42,10 @@ set_up_venv() {
     venv="${POSTTRAIN_VENV:-$root/.venv}"
     make_venv "$venv"
     stamp="$(stamp_of "$venv" "$root")"
-    if ! grep -qsx "$stamp $root ${extra:-.*}" "$venv/posttrain-stamp"; then
+    if grep -qsx "gpu .*" "$venv/posttrain-stamp"; then # as it is: our versions would replace those of its engine
+        [[ -z "$extra" ]] ||
+            fail "$venv is of scripts/install_gpu, and what $0 needs has other versions" "POSTTRAIN_VENV=.venv-$extra $0"
+    elif ! grep -qsx "$stamp $root ${extra:-.*}" "$venv/posttrain-stamp"; then
         echo "installing into $venv (a few minutes the first time)" >&2
         # torch first: it is the large one, and packages that build against it find it there.
         pip_install "$venv" -c "$root/constraints.txt" "$(grep '^torch==' "$root/constraints.txt")"
@@ -62,8 +66,10 @@ set_up_gpu_venv() { # ENGINE
     [[ "$version" == 3.12 ]] ||
         fail "$venv has Python $version; the versions that are tested with $1 are for 3.12" "set PYTHON=python3.12, and POSTTRAIN_VENV to another folder where $venv is in use"
     echo "installing $1 into $venv (several GB the first time)" >&2
+    rm -f "$venv/posttrain-stamp"
     pip_install "$venv" -r "$pins"
     pip_install "$venv" --no-deps -e "$root"
+    echo "gpu $1" > "$venv/posttrain-stamp"
     # shellcheck disable=SC1091
     source "$venv/bin/activate"
 }

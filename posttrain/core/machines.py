@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class Gpu:
     name: str
     """As `--gpu` takes it."""
     match: str
-    """Part of the name that the driver gives it."""
+    """Whole words of the name that the driver gives it."""
     flops: float
     """Dense bf16 FLOP/s, sums in float32"""
     memory_gib: float
@@ -44,19 +45,24 @@ GPUS = (
     Gpu("h100", "H100", 989 * _TERA, 79.1, 3.35 * _TB, 450 * _GB),
     Gpu("h800", "H800", 989 * _TERA, 79.1, 3.35 * _TB, 200 * _GB),
     Gpu("h20", "H20", 148 * _TERA, 95.1, 4.0 * _TB, 450 * _GB),
+    Gpu("gb200", "GB200", 2500 * _TERA, 184.3, 8.0 * _TB, 900 * _GB),
+    Gpu("gb300", "GB300", 2500 * _TERA, 276.6, 8.0 * _TB, 900 * _GB),
     Gpu("b200", "B200", 2250 * _TERA, 178.4, 8.0 * _TB, 900 * _GB),
     Gpu("b300", "B300", 2250 * _TERA, 267.7, 8.0 * _TB, 900 * _GB),
     Gpu("a100-40g", "A100-SXM4-40GB", 312 * _TERA, 39.4, 1.555 * _TB, 300 * _GB, fp8=False),
+    Gpu("a100-pcie-40g", "A100-PCIE-40GB", 312 * _TERA, 39.4, 1.555 * _TB, 32 * _GB, fp8=False),
     Gpu("a100", "A100", 312 * _TERA, 79.2, 2.039 * _TB, 300 * _GB, fp8=False),
     Gpu("a800", "A800", 312 * _TERA, 79.2, 2.039 * _TB, 200 * _GB, fp8=False),
     Gpu("l40s", "L40S", 362 * _TERA, 44.4, 0.864 * _TB, 32 * _GB),
+    Gpu("l40", "L40", 181 * _TERA, 44.4, 0.864 * _TB, 32 * _GB),
+    Gpu("a10g", "A10G", 70 * _TERA, 22.1, 0.6 * _TB, 32 * _GB, fp8=False),
     Gpu("a10", "A10", 125 * _TERA, 22.1, 0.6 * _TB, 32 * _GB, fp8=False),
-    Gpu("l4", "NVIDIA L4", 121 * _TERA, 22.1, 0.3 * _TB, 32 * _GB),
+    Gpu("l4", "L4", 121 * _TERA, 22.1, 0.3 * _TB, 32 * _GB),
     Gpu("5090", "RTX 5090", 209.5 * _TERA, 31.4, 1.792 * _TB, 64 * _GB),
     Gpu("4090", "RTX 4090", 165.2 * _TERA, 23.5, 1.008 * _TB, 32 * _GB),
     Gpu("3090", "RTX 3090", 71.0 * _TERA, 23.6, 0.936 * _TB, 32 * _GB, fp8=False),
 )
-"""The first whose ``match`` is part of a device's name counts."""
+"""The first whose ``match`` is in a device's name counts."""
 
 NETWORK = 50 * _GB
 """Bytes a second from a GPU to other nodes, one way: a 400 Gbit/s adapter for each, as such machines have."""
@@ -75,6 +81,11 @@ class Machine:
     @property
     def total(self) -> int:
         return self.gpus * self.nodes if self.gpu is not None else 0
+
+    @property
+    def kind(self) -> str | None:
+        """Name of its kind of GPU."""
+        return None if self.gpu is None else self.gpu.name
 
     @property
     def memory(self) -> float:
@@ -102,7 +113,7 @@ class Machine:
 
 def gpu_of_name(name: str) -> Gpu | None:
     """The GPU that the driver calls ``name``; None where it is not in the table."""
-    return next((gpu for gpu in GPUS if gpu.match in name), None)
+    return next((gpu for gpu in GPUS if re.search(rf"\b{re.escape(gpu.match)}\b", name)), None)
 
 
 def gpu_named(name: str) -> Gpu:
@@ -134,16 +145,18 @@ def has_gpu() -> bool:
 def this_machine() -> Machine:
     """What the NVIDIA driver here says of its GPUs. A kind that is not in the table has their memory only, and no
     speed; without a driver there is no GPU."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.reserved", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return Machine(None)
-    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
+    rows = [line.rsplit(",", 2) for line in done.stdout.splitlines() if line.count(",") > 1]
     if done.returncode or not rows:
         return Machine(None)
-    name, mebibytes = rows[0][0].strip(), rows[0][1].strip()
-    return Machine(_gpu(name, float(mebibytes) / 1024 if mebibytes.isdigit() else 0.0), len(rows))
+    name, total, reserved = (part.strip() for part in rows[0])
+    # The driver keeps what is reserved for itself: 0.5 GiB of an H100.
+    mebibytes = int(total) - (int(reserved) if reserved.isdigit() else 0) if total.isdigit() else 0
+    return Machine(_gpu(name, round(mebibytes / 1024, 1)), len(rows))
 
 
 def machine_stored(stored: Mapping[str, Any] | None) -> Machine:
@@ -154,5 +167,7 @@ def machine_stored(stored: Mapping[str, Any] | None) -> Machine:
 
 
 def _gpu(name: str, memory_gib: float) -> Gpu:
-    """By the driver's name; of a kind that is not in the table the memory is known only."""
-    return gpu_of_name(name) or Gpu(name, name, 0.0, memory_gib, 0.0, 0.0)
+    """By the driver's name, with the memory that it says there is (0: it does not say); of a kind that is not in the
+    table that is all that is known."""
+    found = gpu_of_name(name) or Gpu(name, name, 0.0, 0.0, 0.0, 0.0)
+    return replace(found, memory_gib=memory_gib or found.memory_gib)

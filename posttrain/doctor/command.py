@@ -10,7 +10,8 @@ from posttrain.doctor import machine, services, software
 from posttrain.doctor.base import Check, CheckResult, run_checks
 
 _DRIVER = "does `nvidia-smi` answer? a driver that hangs needs a restart of the machine"
-_ADDRESS_S = 10.0
+_ADDRESS_S = 60.0
+"""Longest wait for a Ray cluster. The import of Ray and its connection alone take many seconds on a loaded machine."""
 
 
 def checks(folder: str | None = None, address: str | None = None, *, quick: bool = False) -> list[Check]:

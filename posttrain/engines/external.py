@@ -139,6 +139,16 @@ def arguments(spec: EngineSpec, ours: Mapping[str, Any], defaults: Mapping[str, 
     return {**(defaults or {}), **ours, **spec.rollout.engine_options}
 
 
+def context_length(spec: EngineSpec, *, spare: int) -> int:
+    """Return the context to start an engine with: that of the longest request, and ``spare`` tokens without which it
+    refuses requests near their end. No longer than the model's own and, on a CPU, than the KV cache, which would keep
+    the engine from starting: a config that needs all of these gets no spare tokens."""
+    limits = [getattr(load_config(spec.source).get_text_config(), "max_position_embeddings", None) or 0]
+    if spec.device == "cpu":
+        limits.append(spec.rollout.kv_tokens)
+    return max(spec.max_tokens, min(spec.max_tokens + spare, *limits))
+
+
 def cache_tokens(spec: EngineSpec) -> float:
     """Return about how many tokens the KV cache of one engine holds: `rollout.kv_tokens` on a CPU, else what
     `rollout.memory_fraction` of a GPU of this node leaves beside the weights."""

@@ -24,6 +24,7 @@ from posttrain.engines.choice import concurrent_requests
 from posttrain.engines.external import (
     arguments,
     cache_tokens,
+    context_length,
     fp8_of,
     frozen,
     load_initial_weights,
@@ -58,6 +59,9 @@ for _name, _value in _ENVIRONMENT.items():
 
 _UNREACHED = 0.9
 """Share of the free memory for weights and KV cache where the cache has a size of its own."""
+_SPARE = 8
+"""Tokens of the context beyond the longest request. SGLang refuses a request with 6 tokens left, and samples up to 2
+tokens before the end."""
 _RECEIVE_EVERY = 10
 """Decoding steps between two looks for new requests, where episodes have several turns. SGLang computes the prompts of
 new requests before it decodes another token of all others: those of several episodes are better computed together."""
@@ -123,7 +127,7 @@ class SGLangEngine:
                 "skip_tokenizer_init": True,
                 "dtype": spec.dtype,
                 "random_seed": spec.seed * 1009 + spec.replica,
-                "context_length": spec.max_tokens,
+                "context_length": context_length(spec, spare=_SPARE),
                 "max_running_requests": self.max_concurrent,
                 **memory_arguments(spec),
                 "tp_size": spec.rollout.tensor_parallel,
@@ -172,7 +176,9 @@ class SGLangEngine:
                 asked["image_data"] = [read]
             output = await self._run(prompt_ids, sampling, return_logprob=True, **asked)
         meta = output["meta_info"]
-        if read is not None and meta["prompt_tokens"] != len(prompt_ids):
+        reason = meta["finish_reason"]["type"]
+        # An answer to a request that was aborted while it waited tells nothing of its prompt.
+        if read is not None and reason != "abort" and meta["prompt_tokens"] != len(prompt_ids):
             raise RunError(
                 f"SGLang read {meta['prompt_tokens']} tokens of a prompt with images, and trainers {len(prompt_ids)}",
                 hint="--set rollout.engine=hf samples with images",
@@ -183,7 +189,7 @@ class SGLangEngine:
         routing = None
         if self.routing is not None and ids:
             routing = stored_routing(_experts(meta, self.routing), self.routing, len(prompt_ids) + len(ids))
-        return Sample(ids, logprobs, reasons[meta["finish_reason"]["type"]], version, routing)
+        return Sample(ids, logprobs, reasons[reason], version, routing)
 
     def _seed(self, version: int) -> int:
         """Return a seed for the next request. In its deterministic mode SGLang gives all requests without one the same
@@ -204,7 +210,8 @@ class SGLangEngine:
     async def _run(self, ids: Ids, sampling: Mapping[str, Any], **more: Any) -> Any:
         """Return the output of a request, which is aborted if this is cancelled. Raises ``RunError``,
         ``WorkerError``."""
-        request_id = f"r{next(self.request_ids)}"
+        # SGLang aborts all requests whose ids begin with that of the aborted one: no id may begin with another.
+        request_id = f"r{next(self.request_ids)}."
         try:
             return await self.engine.async_generate(
                 input_ids=np.asarray(ids).tolist(), sampling_params=dict(sampling), rid=request_id, **more

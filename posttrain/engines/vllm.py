@@ -21,6 +21,7 @@ from posttrain.engines.external import (
     arguments,
     cache_bytes,
     cache_tokens,
+    context_length,
     fp8_of,
     frozen,
     load_initial_weights,
@@ -45,6 +46,10 @@ _ENVIRONMENT = {
 _GRAPHS_TO, _GRAPH_STEP = 512, 16
 """The largest batch that vLLM captures a CUDA graph of by itself, and the step between large ones: it takes the next
 smaller multiple of it as the largest."""
+
+_SPARE = 1
+"""Tokens of the context beyond the longest request: vLLM refuses a prompt, also one to score, that leaves none to
+sample."""
 
 
 async def open_engine(spec: EngineSpec) -> VLLMEngine:
@@ -72,7 +77,7 @@ def memory_arguments(spec: EngineSpec) -> dict[str, Any]:
             "kv_cache_memory_bytes": cache_bytes(spec),
             "enforce_eager": True,
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(2048, spec.max_tokens),
+            "max_num_batched_tokens": max(2048, context_length(spec, spare=_SPARE)),
         }
     size = {"kv_cache_memory_bytes": cache_bytes(spec)} if spec.shares_gpu else {}
     return size | {
@@ -120,7 +125,7 @@ class VLLMEngine:
                 generation_config="vllm",  # not the model's: each request states its own sampling
                 dtype=spec.dtype,
                 seed=spec.seed * 1009 + spec.replica,
-                max_model_len=spec.max_tokens,
+                max_model_len=context_length(spec, spare=_SPARE),
                 max_num_seqs=self.max_concurrent,
                 tensor_parallel_size=spec.rollout.tensor_parallel,
                 distributed_executor_backend="mp"

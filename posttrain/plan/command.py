@@ -73,7 +73,7 @@ def _question_of_run(cfg: Config, folder: Path, asked: PlanOptions) -> tuple[Que
     theirs = machine_stored(None if cfg.cluster.device == "cpu" else state["machine"]) if kept else None
     question = question_of(cfg, asked, machine=theirs if asked == PlanOptions(length=asked.length) else None)
     notes: list[str] = []
-    if theirs is not None and theirs.gpu != question.machine.gpu:
+    if theirs is not None and theirs.kind != question.machine.kind:
         notes.append(f"the run was made on another machine: {theirs.describe()}; its times and memory are of that one")
     elif theirs is None and asked.gpu is None and host != here:
         notes.append(

@@ -22,6 +22,9 @@ TEST_DEADLINE_S = 10.0
 _BUDGET = 0.75
 """Share of ``reward.deadline_s`` that all tests of a response may take. Those that do not get to run count as failed: a
 slow program must not look like a grader that hangs."""
+_ANSWERS = 0.9
+"""Share of ``reward.deadline_s`` after which results of tests are no longer waited for: a sandbox that hangs must not
+look like a slow program."""
 _FIRST = 10
 """Tests that PRIME's share is of."""
 _FENCE = re.compile(r"^[ \t]*```([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
@@ -124,12 +127,13 @@ def run_tests(
     *,
     deadline_s: float,
     budget_s: float,
+    answer_s: float | None = None,
     stop: bool,
     wrapped: bool = False,
 ) -> list[TestResult]:
     """Return results by test, of tests as ``grade_prime_code`` takes them. ``deadline_s`` is of one test, ``budget_s``
-    of all; with ``stop``, tests after a failure count as failed. ``wrapped``: an expected list of one stands for its
-    item too.
+    of all, ``answer_s`` of the wait for the results of all, as in ``Sandbox.run``; with ``stop``, tests after a failure
+    count as failed. ``wrapped``: an expected list of one stands for its item too.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -142,16 +146,26 @@ def run_tests(
         calls = [_call_test(tests["fn_name"], given, expected, wrapped) for given, expected in pairs]
     if calls is not None:
         return check_solution(
-            sandbox, code, calls, prelude=_COMMON_IMPORTS, deadline_s=deadline_s, budget_s=budget_s, stop=stop
+            sandbox,
+            code,
+            calls,
+            prelude=_COMMON_IMPORTS,
+            deadline_s=deadline_s,
+            budget_s=budget_s,
+            answer_s=answer_s,
+            stop=stop,
         )
     results: list[TestResult] = []
-    end = time.monotonic() + budget_s
+    begin = time.monotonic()
+    end = begin + budget_s
     for given, expected in pairs:
-        left = min(deadline_s, end - time.monotonic())
+        now = time.monotonic()
+        left = min(deadline_s, end - now)
         if left <= 0:
             results.append(TestResult("timeout", f"the {budget_s:g} s for all tests are over"))
             continue
-        results.append(_run_pair(sandbox, code, _text(given), _text(expected), left))
+        answer_left = None if answer_s is None else begin + answer_s - now
+        results.append(_run_pair(sandbox, code, _text(given), _text(expected), left, answer_left))
         if stop and not results[-1].passed:
             break
     return results + [TestResult("failed", "not run")] * (len(pairs) - len(results))
@@ -182,8 +196,10 @@ def _close(word: str, wanted: str) -> bool:
     return close(float(word), wanted)
 
 
-def _run_pair(sandbox: Sandbox, code: str, given: str, expected: str, deadline_s: float) -> TestResult:
-    result = sandbox.run(code, given, deadline_s=deadline_s)
+def _run_pair(
+    sandbox: Sandbox, code: str, given: str, expected: str, deadline_s: float, answer_s: float | None
+) -> TestResult:
+    result = sandbox.run(code, given, deadline_s=deadline_s, answer_s=answer_s)
     if result.status == "timeout":
         return TestResult("timeout", f"no end within {deadline_s:g} s")
     if not _ended_itself(result):
@@ -248,7 +264,8 @@ def _grade_tests(response: str, ground_truth: Any, extra_info: Mapping[str, Any]
         code,
         tests,
         deadline_s=_seconds(extra_info),
-        budget_s=_budget_s(),
+        budget_s=_BUDGET * item_deadline_s(),
+        answer_s=_ANSWERS * item_deadline_s(),
         stop=not continuous,
         wrapped=wrapped,
     )
@@ -272,13 +289,10 @@ def _check(
         setup=setup,
         tested=tested,
         deadline_s=_seconds(extra_info),
-        budget_s=_budget_s(),
+        budget_s=_BUDGET * item_deadline_s(),
+        answer_s=_ANSWERS * item_deadline_s(),
         stop=True,
     )
-
-
-def _budget_s() -> float:
-    return _BUDGET * item_deadline_s()
 
 
 def _seconds(extra_info: Mapping[str, Any]) -> float:

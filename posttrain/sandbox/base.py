@@ -57,18 +57,27 @@ class Sandbox(Protocol):
     def gaps(self) -> tuple[str, ...]:
         """The parts of the isolation that this machine lacks, in words; as far as it is known here."""
 
-    def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None, echo: bool = False) -> RunResult:
+    def run(
+        self,
+        code: str,
+        stdin: str = "",
+        *,
+        deadline_s: float | None = None,
+        echo: bool = False,
+        answer_s: float | None = None,
+    ) -> RunResult:
         """Run a program to its end or to a limit.
 
         Args:
             deadline_s: replaces the configured one.
             echo: print the value of a last expression, as the interactive interpreter does.
+            answer_s: longest wait for the result; None: what the sandbox itself adds to the program's deadline.
 
         Raises:
             SandboxError: the sandbox failed; whatever the program does, even to the sandbox, is a result instead.
         """
 
-    def run_harness(self, frames: bytes, *, deadline_s: float) -> RunResult:
+    def run_harness(self, frames: bytes, *, deadline_s: float, answer_s: float | None = None) -> RunResult:
         """Run ``posttrain.sandbox.harness`` on its input: a solution, then the tests of it."""
 
     def session(self) -> Session:

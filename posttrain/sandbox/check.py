@@ -47,6 +47,7 @@ def check_solution(
     tested: str | None = None,
     deadline_s: float,
     budget_s: float | None = None,
+    answer_s: float | None = None,
     stop: bool = False,
 ) -> list[TestResult]:
     """Run tests (calls, or sources such as ``assert f(1) == 2``) against a solution, in another process than the
@@ -55,8 +56,8 @@ def check_solution(
     ``prelude`` runs before the solution, in its namespace; ``setup`` before each test, and is trusted as they are.
     ``tested`` is the one name in the tests that is the solution's (None: every name that neither tests, setup nor the
     standard library have). ``deadline_s`` is of one test, ``budget_s`` of all together (None: as many times
-    ``deadline_s``); ``stop`` ends at the first that does not pass. Returns a result for every test; those that did not
-    run count as failed.
+    ``deadline_s``), ``answer_s`` of the wait for the results, as in ``Sandbox.run``; ``stop`` ends at the
+    first that does not pass. Returns a result for every test; those that did not run count as failed.
 
     Raises:
         SandboxError: the sandbox failed, or could start nothing of the solution.
@@ -74,7 +75,9 @@ def check_solution(
     }
     source = {"prelude": prelude, "source": solution, "once": stop or len(tests) == 1}
     frames = [json.dumps(frame).encode() for frame in (source, job)]
-    result = sandbox.run_harness(b"".join(b"%d\n" % len(data) + data for data in frames), deadline_s=budget_s + 1.0)
+    spare = 1.0 if answer_s is None else min(1.0, (answer_s - budget_s) / 2)
+    sent = b"".join(b"%d\n" % len(data) + data for data in frames)
+    result = sandbox.run_harness(sent, deadline_s=budget_s + spare, answer_s=answer_s)
     found = _verdict(result, secret, len(tests))
     return found + [TestResult("failed", "not run")] * (len(tests) - len(found))
 

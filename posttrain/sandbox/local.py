@@ -58,12 +58,20 @@ class LocalSandbox:
             self.isolated = False
             self._start()
 
-    def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None, echo: bool = False) -> RunResult:
+    def run(
+        self,
+        code: str,
+        stdin: str = "",
+        *,
+        deadline_s: float | None = None,
+        echo: bool = False,
+        answer_s: float | None = None,
+    ) -> RunResult:
         job = {"kind": "program", "echo": echo, "deadline_s": deadline_s or self.cfg.deadline_s}
-        return self._run(job, code, stdin.encode("utf-8", "surrogateescape"))
+        return self._run(job, code, stdin.encode("utf-8", "surrogateescape"), answer_s)
 
-    def run_harness(self, frames: bytes, *, deadline_s: float) -> RunResult:
-        return self._run({"kind": "harness", "deadline_s": deadline_s}, "", frames)
+    def run_harness(self, frames: bytes, *, deadline_s: float, answer_s: float | None = None) -> RunResult:
+        return self._run({"kind": "harness", "deadline_s": deadline_s}, "", frames, answer_s)
 
     def session(self) -> Session:
         return LocalSession(self)
@@ -107,10 +115,10 @@ class LocalSandbox:
         except (OSError, EOFError, SandboxError):
             self.close()  # with the slot goes all that is in it, and the next run starts another
 
-    def _run(self, job: dict[str, Any], code: str, stdin: bytes) -> RunResult:
+    def _run(self, job: dict[str, Any], code: str, stdin: bytes, answer_s: float | None) -> RunResult:
         for _ in range(2):
             try:
-                return self._exchange(job, [_source(code), _memory_file("stdin", stdin), *_outputs()])
+                return self._exchange(job, [_source(code), _memory_file("stdin", stdin), *_outputs()], answer_s)
             except (OSError, EOFError):
                 self.close()
         return self._died()
@@ -121,14 +129,15 @@ class LocalSandbox:
             raise SandboxError("the sandbox died while it ran a program", hint="is the machine out of memory?")
         return RunResult("error", None, "", "the program ended the sandbox that ran it", 0.0, session_ended=True)
 
-    def _exchange(self, job: dict[str, Any], files: list[int]) -> RunResult:
+    def _exchange(self, job: dict[str, Any], files: list[int], answer_s: float | None = None) -> RunResult:
         """Send a job with its files, and wait for what became of it. The last two files are stdout and stderr.
 
         Raises:
             SandboxError: no answer in time.
             OSError, EOFError: the slot died.
         """
-        deadline = time.monotonic() + job["deadline_s"] + _SLACK_S
+        seconds = job["deadline_s"] + _SLACK_S if answer_s is None else answer_s
+        deadline = time.monotonic() + seconds
         try:
             if self._control is None:
                 self._start()
@@ -138,7 +147,7 @@ class LocalSandbox:
             return self._result(self._receive(deadline), files[-2:])
         except TimeoutError as error:
             self.close()
-            late = f"the sandbox did not answer {_SLACK_S:g} s after a program's deadline"
+            late = f"the sandbox did not answer within {seconds:.3g} s"
             raise SandboxError(late, hint="is the machine overloaded?") from error
         finally:
             for fd in files:

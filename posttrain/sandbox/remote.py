@@ -15,7 +15,7 @@ from posttrain.sandbox.bundle import harness_program
 
 _PROGRAM = Path(__file__).with_name("program.py")
 _SLACK_S = 15.0
-"""Longest wait beyond a program's own deadline: the service may queue it."""
+"""Longest wait beyond a program's own deadline where the caller states none: the service may queue it."""
 _ATTEMPTS = 4
 
 
@@ -36,7 +36,15 @@ class RemoteSandbox:
     def gaps(self) -> tuple[str, ...]:
         return ()
 
-    def run(self, code: str, stdin: str = "", *, deadline_s: float | None = None, echo: bool = False) -> RunResult:
+    def run(
+        self,
+        code: str,
+        stdin: str = "",
+        *,
+        deadline_s: float | None = None,
+        echo: bool = False,
+        answer_s: float | None = None,
+    ) -> RunResult:
         seconds = deadline_s or self.cfg.deadline_s
         if echo:
             run = f"sys.exit(execute({code!a}, new_main('main.py'), 'main.py', echo=True))"
@@ -49,15 +57,16 @@ class RemoteSandbox:
             "run_timeout": seconds,
             "memory_limit_MB": self.cfg.memory_mb,
         }
-        answer = self._post(request, seconds + _SLACK_S)
+        answer = self._post(request, seconds + _SLACK_S if answer_s is None else answer_s)
         result = answer.get("run_result")
         if answer.get("status") == "SandboxError" or not isinstance(result, dict):
             message = str(answer.get("message") or f"status {answer.get('status')!r} without a result")[:300]
             raise SandboxError(f"{self.cfg.url}: the service failed: {message}")
         return self._result(result)
 
-    def run_harness(self, frames: bytes, *, deadline_s: float) -> RunResult:
-        return self.run(harness_program(), frames.decode("utf-8", "surrogateescape"), deadline_s=deadline_s)
+    def run_harness(self, frames: bytes, *, deadline_s: float, answer_s: float | None = None) -> RunResult:
+        stdin = frames.decode("utf-8", "surrogateescape")
+        return self.run(harness_program(), stdin, deadline_s=deadline_s, answer_s=answer_s)
 
     def session(self) -> Session:
         raise SandboxUnavailable(
@@ -82,14 +91,17 @@ class RemoteSandbox:
         finished = result.get("status") == "Finished" and code == 0
         return RunResult("ok" if finished else "error", code if isinstance(code, int) else None, out, err, seconds)
 
-    def _post(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """One request, repeated while the service is busy or away."""
-        problem = ""
+    def _post(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """One request, repeated while the service is busy or away, for so many ``seconds`` in all."""
+        problem, end = "", time.monotonic() + seconds
         for attempt in range(_ATTEMPTS):
             if attempt:
-                time.sleep(0.25 * 2**attempt)
+                time.sleep(min(0.25 * 2**attempt, max(0.0, end - time.monotonic())))
+            if (left := end - time.monotonic()) <= 0:
+                often = f"within {seconds:.3g} s"
+                break
             try:
-                response = self._client.post("/run_code", json=request, timeout=timeout)
+                response = self._client.post("/run_code", json=request, timeout=left)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
@@ -105,6 +117,8 @@ class RemoteSandbox:
             if not isinstance(answer, dict):
                 raise SandboxError(f"{self.cfg.url}: the answer is not an object: {response.text[:200]}")
             return answer
+        else:
+            often = f"{_ATTEMPTS} times"
         raise SandboxError(
-            f"{self.cfg.url} did not answer {_ATTEMPTS} times: {problem}", hint="is the service running? sandbox.url"
+            f"{self.cfg.url} did not answer {often}: {problem}", hint="is the service running? sandbox.url"
         )

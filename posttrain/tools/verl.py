@@ -186,7 +186,10 @@ def _server(given: dict[str, Any], where: str) -> dict[str, Any]:
         )
     options: dict[str, Any] = {key: given.pop(key) for key in ("url", "env", "cwd") if key in given}
     if "command" in given:
-        options["command"] = [given.pop("command"), *given.pop("args", [])]
+        args = given.pop("args", [])
+        if not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
+            raise ConfigError(f"{where}: args = {args!r} is not a list of strings", hint='"args": ["server.py"]')
+        options["command"] = [given.pop("command"), *args]
     given.pop("transport", None), given.pop("type", None), given.pop("disabled", None)
     if given:
         raise ConfigError(f"{where}: unknown key {next(iter(given))!r}", hint="command, args, env, cwd or url")

@@ -60,6 +60,32 @@ def test_quickstart_refuses_an_old_python(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
+def test_an_environment_with_an_engine_is_left_as_it_is(tmp_path: Path) -> None:
+    commands = tmp_path / "venv" / "bin"
+    commands.mkdir(parents=True)
+    pip = f'#!/bin/sh\n[ "$1" = -c ] && echo 3.12 || echo "$@" >> {tmp_path}/pip\n'
+    for name, text in (("python", pip), ("posttrain", "#!/bin/sh\necho posttrain $1\n")):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    (commands / "activate").write_text(f"PATH={commands}:$PATH\n")
+
+    def script(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "POSTTRAIN_VENV": str(tmp_path / "venv")}
+        command = [str(REPO / "scripts" / name), *args]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    assert script("install_gpu", "sglang").stdout == "posttrain doctor\n"
+    installed = (tmp_path / "pip").read_text()
+    assert "tested/sglang.txt" in installed
+    assert script("quickstart").stdout == "posttrain quickstart\n"
+    assert (tmp_path / "pip").read_text() == installed
+    refused = script("test")
+    assert refused.returncode == 2
+    assert "is of scripts/install_gpu" in refused.stderr
+    assert "hint: POSTTRAIN_VENV=.venv-dev " in refused.stderr
+    assert (tmp_path / "pip").read_text() == installed
+
+
 @pytest.mark.slow
 def test_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
     # With the build back-end at hand no index is needed.

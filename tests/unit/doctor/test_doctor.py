@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from posttrain.doctor import machine, services, software
+from posttrain.doctor import command, machine, services, software
 from posttrain.doctor.base import Check, CheckResult, run_checks, worst
 from posttrain.engines.choice import ENGINES
 from posttrain.sandbox.syscalls import SyscallFilter
@@ -104,6 +104,25 @@ def test_nobody_at_the_address() -> None:
     (found,) = services.address("127.0.0.1:9", 2.0)
     assert found.status == "fail"
     assert "no Ray cluster at cluster.address" in found.detail
+
+
+def test_a_cluster_has_a_minute_to_answer_on_a_loaded_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less what the imports took, and all of it before the check itself is given up."""
+    waited: list[float] = []
+
+    async def nodes_at(where: str, deadline_s: float) -> list[dict[str, float]]:
+        waited.append(deadline_s)
+        return [{"CPU": 2.0}]
+
+    clock = iter([100.0, 140.0])
+    monkeypatch.setattr("posttrain.cluster.cluster.nodes_at", nodes_at)
+    monkeypatch.setattr("posttrain.cluster.address.check_address", lambda where, deadline_s: None)
+    monkeypatch.setattr(services.time, "monotonic", lambda: next(clock, 140.0))
+    [check] = [check for check in command.checks(address="10.0.0.1:6379") if check.name == "cluster"]
+    [found] = check.ask()
+    assert (found.status, found.detail) == ("ok", "Ray answers at 10.0.0.1:6379: 1 nodes, 2 CPUs, 0 GPUs")
+    assert waited == [20.0]
+    assert check.deadline_s > 60.0
 
 
 def test_a_check_that_hangs_or_dies_holds_up_no_other() -> None:

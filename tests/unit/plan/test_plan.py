@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import random
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from posttrain.config import Config
 from posttrain.config.preset_files import list_presets
 from posttrain.config.writing import dump_toml
 from posttrain.core.errors import ConfigError, ModelError
-from posttrain.core.machines import GPUS, Machine, gpu_named, gpu_of_name
+from posttrain.core.machines import GPUS, Machine, gpu_named, gpu_of_name, machine_stored, this_machine
 from posttrain.data.bins import assign
 from posttrain.data.pack import place
 from posttrain.engines import choice
@@ -349,11 +350,41 @@ def test_gpus_are_found_by_their_names():
     assert gpu_of_name("NVIDIA H100 PCIe") == gpu_named("h100-pcie")
     assert gpu_of_name("NVIDIA GeForce RTX 4090") == gpu_named("rtx4090")
     assert gpu_of_name("NVIDIA A100-SXM4-80GB") == gpu_named("a100")
-    assert gpu_of_name("Tesla T4") is None
+    assert gpu_of_name("NVIDIA L4") == gpu_named("l4")
+    assert gpu_of_name("NVIDIA L40") == gpu_named("l40")
+    assert gpu_of_name("NVIDIA L40S") == gpu_named("l40s")
+    assert gpu_of_name("NVIDIA A10G") == gpu_named("a10g")
+    assert gpu_of_name("NVIDIA A100-SXM4-40GB") == gpu_named("a100-40g")
+    assert gpu_of_name("NVIDIA A100-PCIE-40GB") == gpu_named("a100-pcie-40g")
+    assert gpu_of_name("NVIDIA GB200") == gpu_named("gb200")
+    for other in ("Tesla T4", "NVIDIA RTX A1000", "NVIDIA GH200 480GB"):
+        assert gpu_of_name(other) is None
+    assert all(gpu_of_name(f"NVIDIA {gpu.match}") == gpu for gpu in GPUS)
     assert len({gpu.name for gpu in GPUS}) == len(GPUS)
     with pytest.raises(ConfigError, match="unknown GPU") as refused:
         gpu_named("h2000")
     assert "h200" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "gib"),
+    [
+        ("NVIDIA H100 80GB HBM3, 81559, 551", "h100", 79.1),
+        ("NVIDIA H100 NVL, 95830, 551", "h100", 93.0),  # another one of the kind
+        ("NVIDIA GeForce RTX 4090 Laptop GPU, 16376, [N/A]", "4090", 16.0),
+        ("NVIDIA GB10, [N/A], [N/A]", "NVIDIA GB10", 0.0),
+        ("NVIDIA GH200 480GB, 97871, 551", "NVIDIA GH200 480GB", 95.0),
+        ("NVIDIA H200, [N/A], [N/A]", "h200", 139.8),
+    ],
+)
+def test_this_machines_memory_is_what_its_driver_says(said, kind, gib, tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '{said}'\necho '{said}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    machine = this_machine()
+    assert (machine.kind, machine.gpu.memory_gib, machine.gpus) == (kind, gib, 2)
+    assert machine_stored(machine.stored()) == machine
 
 
 def test_every_phase_has_its_time_and_what_bounds_it():

@@ -1,6 +1,7 @@
 """The client of a SandboxFusion-compatible service, against a real HTTP server that runs programs in our sandbox."""
 
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,7 +10,8 @@ import pytest
 
 from posttrain.config import SandboxConfig
 from posttrain.core.errors import ConfigError
-from posttrain.sandbox import SandboxError, check_sandbox, check_solution, open_sandbox
+from posttrain.rewards import compute_score
+from posttrain.sandbox import SandboxError, check_sandbox, check_solution, configure, configured, open_sandbox
 from tests.unit.sandbox.test_sandbox import REASON
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -136,6 +138,38 @@ def test_a_service_that_is_away_says_so_within_seconds():
         check_sandbox(SandboxConfig(mode="remote", url="http://127.0.0.1:9"))
     assert "sandbox.url" in (caught.value.hint or "")
     assert time.monotonic() - started < 10.0
+
+
+@pytest.fixture
+def silent():
+    """URL of a service that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_service_that_hangs_is_waited_for_as_long_as_the_caller_says(silent):
+    sandbox = open_sandbox(SandboxConfig(mode="remote", url=silent))
+    try:
+        with pytest.raises(SandboxError, match=r"did not answer within 0\.2 s: ReadTimeout"):
+            sandbox.run("print(1)", answer_s=0.2)
+        with pytest.raises(SandboxError, match=r"did not answer within 0\.2 s: ReadTimeout"):
+            check_solution(sandbox, "def f(x): return x", ["assert f(1) == 1"], deadline_s=0.1, answer_s=0.2)
+    finally:
+        sandbox.close()
+
+
+@pytest.mark.parametrize("tests", [{"inputs": ["1"], "outputs": ["1"]}, {"assert_case": ["assert f(1) == 1"]}])
+def test_a_grader_gives_a_service_that_hangs_up_before_its_own_deadline(silent, tests, monkeypatch):
+    """Else its process is killed, which counts as a wrong answer in eval."""
+    monkeypatch.setattr("posttrain.rewards._deadline_s", 0.5)
+    before = configured()
+    configure(SandboxConfig(mode="remote", url=silent))
+    try:
+        score = compute_score("codecontests", "```python\ndef f(x): return x\n```", json.dumps(tests))
+    finally:
+        configure(before)
+    assert "did not answer within 0.45 s: ReadTimeout" in (score.error or "")
+    assert not score.unfinished
 
 
 def test_a_key_of_the_service_comes_from_the_environment(service, monkeypatch):

@@ -339,6 +339,9 @@ def test_a_file_that_is_not_there():
         ('{"mcpServers": [1]}', "holds no MCP servers"),
         ('{"mcpServers": {"a": {"url": "http://host", "auth_token": "x"}}}', "must hold no secret"),
         ('{"mcpServers": {"a": {"command": "x", "speed": 3}}}', "server 'a': unknown key 'speed'"),
+        ('{"mcpServers": {"a": {"command": "x", "args": null}}}', "server 'a': args = None is not a list of strings"),
+        ('{"mcpServers": {"a": {"command": "x", "args": "s.py"}}}', "args = 's.py' is not a list of strings"),
+        ('{"mcpServers": {"a": {"command": "x", "args": [1]}}}', r"args = \[1\] is not a list of strings"),
     ],
 )
 def test_mistakes_in_a_file_of_servers_are_named(tmp_path, content, message):
