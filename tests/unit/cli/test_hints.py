@@ -278,6 +278,18 @@ def test_explain_takes_names_of_others_sections_and_entries_of_tables() -> None:
     assert hint == "did you mean `train.optim.lr`?"
 
 
+def test_explain_shows_the_table_of_a_preset(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('command = "rl"\n[reward.weights]\nscore = 1.0\nformat = 0.5\n[tools.find]\ntype = "calculator"\n')
+    for key, value in (
+        ("reward.weights", '{"score": 1.0, "format": 0.5}  (preset mine)'),
+        ("tools", '{"find": {"type": "calculator"}}  (preset mine)'),
+        ("reward.function_kwargs", "{}  (default)"),
+    ):
+        done = posttrain("config", "explain", key, "--preset", str(file))
+        assert f"value:     {value}" in done.stdout
+
+
 def test_what_is_said_to_read_a_key_is_what_its_description_says() -> None:
     every = list(described())
     assert {one.key for one in every} == set(leaf_keys())
