@@ -83,7 +83,7 @@ def evaluate(
         _refuse(
             file is not None or compare is not None, "a file is given, and --preset, --model, --data, --env or --agent"
         )
-        resolved = evaluate.with_run_name(settings.resolve("generate", flags, ("generate", "eval")))
+        resolved = evaluate.with_run_name(settings.resolve("generate", flags, ("eval", "generate")))
         file = evaluate.sample(resolved)
     evaluate.run(file, resolved.config, as_json, out, failures)
 
