@@ -403,6 +403,7 @@ def _others() -> Iterator[Case]:
     yield Case("import-verl:missing", "import-verl nothing.sh", "nothing.sh")
     yield Case("import-verl:text", "import-verl files/text.parquet", "verl|trainer")
     yield Case("import-verl:env", "import-verl nothing.sh --env X", "--env")
+    yield Case("import-verl:out", "import-verl nothing.sh --out x.txt", "x.txt", r"x\.toml")
     yield Case("presets:unknown", "presets show tiny-arit", "tiny-arit", "tiny-arith")
     yield Case("quickstart:out", "quickstart --out files/text.parquet", "text.parquet")
     yield Case("command:unknown", "trian", "trian")

@@ -51,7 +51,8 @@ CONFIG_HEAD = f"""{MADE}
 
 One tree for all commands. A preset (TOML) fills it; `--set section.key=value` and the named flags of a command change
 single values. The later layer wins: defaults, the bundle of the algo, the preset (the presets it extends first),
-`--algo`, `--set`, named flags. An unknown key is an error. `posttrain presets show NAME --provenance` prints the
+`--algo`, `--set`, named flags. An unknown key is an error, and so is a key on the command line that the command does
+not read (a preset may have such keys, for other commands). `posttrain presets show NAME --provenance` prints the
 resolved tree with the origin of each value, and every run stores it as `config.toml` and `provenance.json`.
 
 TOML has no null: `--set train.steps=none` resets a value that may be none. Where a value is a table of free names, one

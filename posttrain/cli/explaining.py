@@ -56,17 +56,17 @@ def _explain(one: Any, value: str | None) -> None:
 
 def _values(preset: str) -> dict[str, str]:
     """Return each key's value in a preset with its origin, as text."""
+    import functools
     import json
 
+    from posttrain.config.keys import leaf_keys
     from posttrain.config.preset_files import load_preset
     from posttrain.config.presets import resolve
-    from posttrain.config.writing import flatten_config, origin
 
     command: Any = load_preset(preset).command
     resolved = resolve(command, preset)
-    # None has no place in TOML.
-    values = dict.fromkeys(resolved.provenance, None) | flatten_config(resolved.config)
+    values = {key: functools.reduce(getattr, key.split("."), resolved.config) for key in leaf_keys()}
     return {
-        key: f"{'none' if value is None else json.dumps(value)}  ({origin(key, resolved.provenance)})"
+        key: f"{'none' if value is None else json.dumps(value)}  ({resolved.provenance[key]})"
         for key, value in values.items()
     }

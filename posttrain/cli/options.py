@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
@@ -15,6 +15,7 @@ from posttrain.algos import BUNDLES
 from posttrain.cli.console import echo
 from posttrain.config import Command, Config
 from posttrain.config.keys import flag_name, leaves_of
+from posttrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from posttrain.config.presets import Resolved
@@ -97,14 +98,18 @@ class Settings:
     flags: Mapping[str, Any]
     """Dotted key -> value of each option that was given"""
 
-    def resolve(self, command: Command, more: Mapping[str, Any] | None = None) -> Resolved:
+    def resolve(
+        self, command: Command, more: Mapping[str, Any] | None = None, readers: Sequence[Command] = ()
+    ) -> Resolved:
         """Return the config of a command. Without a preset, a line on stderr names the command's default one, if any.
 
         Args:
             more: further flags by dotted key; None: one that was not given.
+            readers: the commands whose keys the command line may set, if they are others than ``command``.
 
         Raises:
-            ConfigError: unknown preset, key or algo, a wrong value, or a combination that makes no sense.
+            ConfigError: unknown preset, key or algo, a wrong value, a combination that makes no sense, or a key on the
+                command line that no reader reads. A preset may have such keys: it may serve several commands.
         """
         from posttrain.config.preset_files import CPU_PRESETS, default_preset
         from posttrain.config.presets import resolve
@@ -113,7 +118,24 @@ class Settings:
         if preset is None and command in CPU_PRESETS:
             preset, line = default_preset(command)
             echo(line, err=True)
-        return resolve(command, preset, self.sets, {**self.flags, **(more or {})})
+        resolved = resolve(command, preset, self.sets, {**self.flags, **(more or {})})
+        _check_read(resolved.provenance, readers or (command,))
+        return resolved
+
+
+def _check_read(provenance: Mapping[str, str], commands: Sequence[Command]) -> None:
+    """Check that one of the commands reads every key that the command line sets. Raises ``ConfigError``."""
+    from posttrain.config.describe import readers_of
+
+    for key, origin in provenance.items():
+        if not origin.startswith(("--", "flag --")) or set(commands) & set(readers := readers_of(key)):
+            continue
+        hint = f"it is read by {', '.join(readers)}"
+        if "eval" in commands and "generate" in readers:
+            hint += ", and by an eval that samples: give --model, --data or --preset"
+        raise ConfigError(
+            f"{key} is set by {origin.removeprefix('flag ')}, and {commands[0]} does not read it", hint=hint
+        )
 
 
 def with_settings(*keys: str, about: Mapping[str, str] | None = None) -> Callable[[Callable[..., None]], Any]:

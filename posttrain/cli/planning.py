@@ -38,14 +38,17 @@ def plan(
 ) -> None:
     """Predict memory, batches, time and problems of a run, without a GPU and without weights."""
     from posttrain.config import RunConfig
+    from posttrain.config.keys import flag_name
     from posttrain.config.preset_files import load_preset
     from posttrain.plan import command as plan
     from posttrain.plan.inputs import PlanOptions
 
     asked = PlanOptions(gpu, gpus, nodes, length)
     if run is not None:
-        if settings.preset is not None:
-            raise ConfigError("--run and --preset exclude each other", hint="a run has its own config")
+        given = ["--preset"] * (settings.preset is not None) + ["--set"] * bool(settings.sets)
+        given += [flag_name(key) for key in settings.flags]
+        if given:
+            raise ConfigError(f"--run and {given[0]} exclude each other", hint="a run has its own config")
         echo(plan.show_run(plan.run_folder(RunConfig().dir, run), asked, as_json))
         return
     command: Any = "rl" if settings.preset is None else load_preset(settings.preset).command

@@ -15,8 +15,6 @@ from posttrain.core.errors import ConfigError
 _PASS_AT = ",".join(map(str, EvalConfig().pass_at))
 _SAMPLED = frozenset({"model.path", "generate.data", "rollout.env", "rollout.agent"})
 """Keys that say what is sampled."""
-_GRADING = frozenset({"plugins", "reward.examine", "run.seed"})
-"""Keys that are of use without sampling."""
 
 
 @with_settings(
@@ -41,7 +39,7 @@ def generate(settings: Settings) -> None:
 )
 def evaluate(
     file: Annotated[
-        Path | None, typer.Argument(help="Responses parquet; default: the sampled one, or the newest one under runs/.")
+        Path | None, typer.Argument(help="Responses parquet; default: the sampled one, or the newest one in run.dir.")
     ] = None,
     pass_at: Annotated[
         str | None, typer.Option("--pass-at", help="k of pass@k, separated by commas.", show_default=_PASS_AT)
@@ -70,22 +68,22 @@ def evaluate(
 
     flags = {"eval.pass_at": None if pass_at is None else _whole_numbers(pass_at)}
     if settings.preset is None and not settings.flags.keys() & _SAMPLED:
-        if unused := sorted(settings.flags.keys() - _GRADING):
-            raise ConfigError(f"{unused[0]} is given, and nothing is sampled", hint="give --model, --data or --preset")
         resolved = settings.resolve("eval", flags)
         load_plugins(resolved.config.plugins)
         if compare is not None:
             _refuse(file is not None or failures is not None, "--compare takes its two files and no other")
+            for key in ("eval.pass_at", "reward.examine"):
+                _refuse(resolved.provenance[key] != "default", f"--compare does not read {key}, which is given too")
             evaluate.run_comparison(*compare, resolved.config, as_json, out)
             return
         if file is None:
-            file = newest_responses()
+            file = newest_responses(Path(resolved.config.run.dir))
             echo(f"evaluating {file}", err=True)
     else:
         _refuse(
             file is not None or compare is not None, "a file is given, and --preset, --model, --data, --env or --agent"
         )
-        resolved = evaluate.with_run_name(settings.resolve("generate", flags))
+        resolved = evaluate.with_run_name(settings.resolve("generate", flags, ("eval", "generate")))
         file = evaluate.sample(resolved)
     evaluate.run(file, resolved.config, as_json, out, failures)
 

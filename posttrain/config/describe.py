@@ -20,7 +20,7 @@ _RUNS = (*_TRAINING, "generate")
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
     "command": COMMANDS, "description": COMMANDS, "plugins": COMMANDS,
-    "run": _RUNS, "run.seed": COMMANDS,
+    "run": _RUNS, "run.seed": COMMANDS, "run.dir": (*_RUNS, "eval"),
     "run.resume": _TRAINING, "run.restarts": _TRAINING, "run.report": _TRAINING, "run.profile": _TRAINING,
     "run.rollouts": _RL, "run.rollouts_every": _RL,
     "model": _RUNS,
@@ -57,9 +57,14 @@ class Described:
     @property
     def read_by(self) -> tuple[str, ...]:
         """Return the commands that read the key."""
-        parts = self.key.split(".")
-        names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        return next(READ_BY[name] for name in names if name in READ_BY)
+        return readers_of(self.key)
+
+
+def readers_of(key: str) -> tuple[str, ...]:
+    """Return the commands that read a key, or an entry of a table such as `tools`."""
+    parts = key.split(".")
+    names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next(READ_BY[name] for name in names if name in READ_BY)
 
 
 def described(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Described]:

@@ -75,8 +75,8 @@ def read_responses(file: Path, *, given: bool = True) -> Iterator[ResponseRow]:
     return (_row(file, number, raw) for number, raw in rows)
 
 
-def newest_responses(root: Path = Path("runs")) -> Path:
-    """The newest ``responses.parquet`` of a run. Raises ``DataError`` when there is none."""
+def newest_responses(root: Path) -> Path:
+    """The newest ``responses.parquet`` of the runs in ``root``. Raises ``DataError`` when there is none."""
     found = sorted(root.glob("*/responses.parquet"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise DataError(f"no responses.parquet in the runs under {root}/", hint="make one: posttrain generate")

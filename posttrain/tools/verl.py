@@ -80,6 +80,12 @@ def read_tool_file(path: str, sandbox: SandboxConfig | None = None) -> list[Entr
     Raises:
         ConfigError: the file is missing, malformed, or asks for what is not there.
     """
+    listed = load_tool_file(path)
+    return [_entry(item, f"{path}, tools[{index}]", sandbox) for index, item in enumerate(listed)]
+
+
+def load_tool_file(path: str) -> list[dict[str, Any]]:
+    """The entries of a file as verl writes them. Raises ``ConfigError``: the file is missing or malformed."""
     try:
         content = _load_yaml(Path(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -87,7 +93,7 @@ def read_tool_file(path: str, sandbox: SandboxConfig | None = None) -> list[Entr
     listed = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
         raise ConfigError(f"tool file {path} has no list `tools`", hint="each item: class_name, config, tool_schema")
-    return [_entry(item, f"{path}, tools[{index}]", sandbox) for index, item in enumerate(listed)]
+    return listed
 
 
 def _load_yaml(path: Path) -> Any:

@@ -51,7 +51,7 @@ def _microbatches(view: ScriptValues, draft: Draft) -> None:
     draft.pass_over(view, tokens, "verl reads it with use_dynamic_bsz only")
     if count is None:
         return
-    longest = view[D + "max_prompt_length"] + view[D + "max_response_length"]
+    count, longest = int(count), view[D + "max_prompt_length"] + view[D + "max_response_length"]
     draft.set("train.sequences_per_microbatch", count, view.origin(key))
     draft.set("train.tokens_per_microbatch", count * longest, f"{count} longest episodes ({view.origin(key)})")
 
@@ -251,6 +251,20 @@ def _keep(view: ScriptValues, draft: Draft) -> None:
         draft.refuse(view, critic, "actor and critic are one checkpoint here")
 
 
+def _vision_tower(view: ScriptValues, draft: Draft) -> None:
+    key = A + "freeze_vision_tower"
+    if key not in view.given:
+        if D + "image_key" in view.given:
+            draft.notes.append(
+                "verl trains the vision tower unless freeze_vision_tower is on; here it is frozen: "
+                "--set train.vision_tower=trained trains it"
+            )
+    elif view[key]:
+        draft.pass_over(view, key, "the vision tower is frozen unless train.vision_tower says otherwise")
+    else:
+        draft.set("train.vision_tower", "trained", key)
+
+
 def _profiler(view: ScriptValues, draft: Draft) -> None:
     steps, tool = view["global_profiler.steps"], view["global_profiler.tool"]
     if not steps:
@@ -329,7 +343,7 @@ RL = (
          "verl keeps all by default, posttrain two", _keep),
     Rule(("global_profiler.*",), ("run.profile",), "no step is profiled, so nothing is", _profiler),
     same("actor_rollout_ref.nccl_timeout", "cluster.step_deadline_s", "", lambda s: float(max(s, 1800)) if s else SKIP),
-    same("data.val_batch_size", "val.limit", "", lambda _: SKIP, "validation is sampled in one go, as in verl"),
+    no_need("validation is sampled in one go, as in verl", D + "val_batch_size"),
     no_need("they size passes without gradient; here all have train.tokens_per_microbatch, and none changes a result",
             "*log_prob_micro_batch_size*", "*log_prob_max_token_len_per_gpu", "*log_prob_use_dynamic_bsz",
             "*forward_micro_batch_size*", "*forward_max_token_len_per_gpu"),
@@ -337,8 +351,10 @@ RL = (
             D + "return_multi_modal_inputs"),
     no_need("the column is called so here too", D + "prompt_key", unless=only("prompt")),
     no_need("the column is called so here too", D + "reward_fn_key", unless=only("data_source")),
-    missing("images are in the column `images`, and videos are refused", D + "image_key", D + "video_key",
-            D + "image_patch_size"),
+    no_need("the column is called so here too", D + "image_key", unless=only("images")),
+    Rule((A + "freeze_vision_tower",), ("train.vision_tower",),
+         "off is `trained`; verl's default is off, ours `frozen`", _vision_tower),
+    missing("videos are refused, and the processor's own patches are taken", D + "video_key", D + "image_patch_size"),
     no_need("requests are always asynchronous", R + "mode", unless=only("async")),
     no_need("engines give back and take memory in stages, always", R + "multi_stage_wake_up"),
     no_need("the engine's log-probabilities are kept and compared with the trainer's, always",
@@ -362,10 +378,8 @@ RL = (
     Rule((A + "router_replay.mode", R + "enable_rollout_routing_replay"), ("rollout.router_replay",),
          "R3 is replayed; R2 is not there", _routing),
     Rule((R + "quantization",), ("rollout.quantization",), "fp8 in blocks, as in verl", _quantization),
-    no_need("it is switched off", A + "shuffle", A + "freeze_vision_tower",
-         "*router_replay.mode",
-            R + "ignore_eos", R + "skip_rollout", "trainer.val_only", M + "enable_activation_offload",
-            "*profiler.enable",
+    no_need("it is switched off", A + "shuffle", "*router_replay.mode", R + "ignore_eos", R + "skip_rollout",
+            "trainer.val_only", M + "enable_activation_offload", "*profiler.enable",
             R + "prometheus.enable", "*tiled_mlp.enabled", "transfer_queue.enable",
             A + "calculate_sum_pi_squared", M + "mtp.enable", "data.validation_shuffle", R + "trace.backend",
             unless=unless_set),

@@ -42,7 +42,7 @@ def _microbatches(view: ScriptValues, draft: Draft) -> None:
         draft.pass_over(view, rows, "verl reads it without use_dynamic_bsz only")
         return
     draft.pass_over(view, tokens, "verl reads it with use_dynamic_bsz only")
-    count = view[rows]
+    count = int(view[rows])
     draft.set("train.sequences_per_microbatch", count, view.origin(rows))
     about = f"{count} longest conversations ({view.origin(rows)})"
     draft.set("train.tokens_per_microbatch", count * view[D + "max_length"], about)

@@ -74,6 +74,9 @@ class Draft:
     """Our keys that the rule at hand has set."""
 
     def set(self, ours: str, value: Any, comment: str) -> None:
+        """One of our keys gets a value. Raises ``ValueError``: it is null, which a preset cannot say."""
+        if value is None or (isinstance(value, list) and None in value):
+            raise ValueError(f"{ours} = null")
         self.values[ours], self.comments[ours] = value, comment
         self.touched.add(ours)
 
@@ -181,6 +184,13 @@ def run_rules(rules: tuple[Rule, ...], view: ScriptValues) -> Draft:
         except NotEvaluated as error:
             for key in filter(rule.matches, view.given):
                 draft.find(key, Outcome.NOT_MAPPED, f"it depends on {error}, which was not evaluated")
+            continue
+        except (TypeError, ValueError, ZeroDivisionError):  # arithmetic on a text, null or zero of the script
+            for ours in draft.touched:
+                del draft.values[ours], draft.comments[ours]
+            values = ", ".join(f"{key} = {view.given[key]!r}" for key in filter(rule.matches, view.given))
+            for key in filter(rule.matches, view.given):
+                draft.find(key, Outcome.NOT_MAPPED, f"no value of ours can be computed from {values}")
             continue
         for key in filter(rule.matches, view.given):
             if draft.touched:

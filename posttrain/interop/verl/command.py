@@ -46,7 +46,7 @@ def run(
     if out is not None and Path(out).exists() and not overwrite:
         raise ConfigError(f"{out} exists", hint="give --overwrite, or another --out")
     if out is not None and not out.endswith(".toml"):
-        raise ConfigError(f"--out {out}: the name of a preset ends with .toml")
+        raise ConfigError(f"--out {out}: the name of a preset ends with .toml", hint=f"--out {Path(out).stem}.toml")
     converted = convert(Path(script), arguments, variables, Path(root) if root else None)
     if out is not None:
         write_text(Path(out), preset_text(converted, out), hint="choose another --out")

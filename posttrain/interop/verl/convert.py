@@ -12,6 +12,7 @@ from posttrain.config.verl.keys_sft import SFT, SFT_ENGINE
 from posttrain.config.verl.rules import Draft, KeyFinding, Outcome, Rule, ScriptValues, run_rules
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.interop.verl import defaults
+from posttrain.interop.verl.expand import Text
 from posttrain.interop.verl.hydra import Override, flat, parse_value, read_overrides
 from posttrain.interop.verl.shell import Launch, read_script, trainer_of
 
@@ -103,7 +104,7 @@ def _launcher(launch: Launch) -> list[Override]:
         option = name.lstrip("-").replace("-", "_")
         if option not in ("nproc_per_node", "nnodes") or not name.startswith("--"):
             continue
-        value = word.since(len(name) + 1) if equals else words[index + 1]
+        value = word.since(len(name) + 1) if equals else words[index + 1] if index + 1 < len(words) else Text()
         key = f"launcher.{option}"
         if value.known is None:
             found.append(Override(key, None, "; ".join(value.reasons)))
@@ -128,9 +129,11 @@ def _config_file(path: str, name: str, folders: Sequence[Path]) -> tuple[dict[st
 
     try:
         content = yaml.safe_load(place.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         return {}, [f"{place} cannot be read: {error}"]
-    values = flat({key: value for key, value in (content or {}).items() if key not in ("hydra", "defaults")})
+    if not isinstance(content, dict):
+        return {}, [f"{place} cannot be read: it is no mapping of keys"]
+    values = flat({key: value for key, value in content.items() if key not in ("hydra", "defaults")})
     plain = {key: value for key, value in values.items() if not (isinstance(value, str) and "${" in value)}
     return {defaults.canonical(key): value for key, value in plain.items()}, [f"values of {place} were read as well"]
 
@@ -138,33 +141,32 @@ def _config_file(path: str, name: str, folders: Sequence[Path]) -> tuple[dict[st
 def _look_into_tools(converted: Converted, folders: Sequence[Path]) -> None:
     """A tool file says where programs run, which is the sandbox's to say here."""
     from posttrain.config import SandboxConfig
-    from posttrain.tools.verl import read_tool_file
+    from posttrain.tools.verl import load_tool_file, read_tool_file
 
     for name in converted.draft.values.get("rollout.tools", []):
         place = next((folder / name for folder in folders if (folder / name).is_file()), None)
         if place is None:
             converted.notes.append(f"the tool file {name} was not found, so it was not looked into")
             continue
-        sandbox = _sandbox_of(place)
-        if sandbox:
-            for key, value in sandbox.items():
-                converted.draft.set(key, value, f"{name}")
         try:
-            read_tool_file(str(place), SandboxConfig(**{k.removeprefix("sandbox."): v for k, v in sandbox.items()}))
+            sandbox = _sandbox_of(load_tool_file(str(place)))
+            for key, value in sandbox.items():
+                converted.draft.set(f"sandbox.{key}", value, name)
+            # Their values are validated with the preset.
+            read_tool_file(str(place), SandboxConfig.model_construct(**sandbox))
         except ConfigError as error:
             converted.notes.append(f"{error.message}" + (f" ({error.hint})" if error.hint else ""))
 
 
-def _sandbox_of(place: Path) -> dict[str, Any]:
-    """Where the file's code tools run their programs."""
-    import yaml
-
+def _sandbox_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Where the code tools of a file run their programs, as keys of ``sandbox``."""
     found: dict[str, Any] = {}
-    content = yaml.safe_load(place.read_text(encoding="utf-8"))
-    for entry in content.get("tools") or []:
-        config = entry.get("config") or {}
+    for entry in entries:
+        config = entry.get("config")
+        if not isinstance(config, dict):
+            continue
         if url := config.get("sandbox_fusion_url"):
-            found |= {"sandbox.mode": "remote", "sandbox.url": str(url).removesuffix("/run_code")}
-        if memory := config.get("memory_limit_mb"):
-            found["sandbox.memory_mb"] = memory
+            found |= {"mode": "remote", "url": str(url).removesuffix("/run_code")}
+        if isinstance(memory := config.get("memory_limit_mb"), int):
+            found["memory_mb"] = memory
     return found

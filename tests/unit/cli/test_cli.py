@@ -158,6 +158,9 @@ def test_eval_takes_the_newest_responses(tmp_path: Path) -> None:
     ]
     result = json.loads(done.stdout)
     assert (result["overall"]["pass@1"], result["overall"]["pass@2"]) == (0.5, 1.0)
+    elsewhere = posttrain("eval", "--set", "run.dir=other", cwd=tmp_path)
+    assert elsewhere.returncode == 2
+    assert "no responses.parquet in the runs under other/" in elsewhere.stderr
 
 
 def test_prep_arith_prints_what_it_wrote(tmp_path: Path) -> None:

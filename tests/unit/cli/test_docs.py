@@ -128,8 +128,8 @@ def test_readme_has_the_commands_people_copy() -> None:
         "scripts/test",
         "posttrain prep gsm8k --source DIR",
         "posttrain sft --preset tiny-multiturn",
-        "posttrain rl --algo grpo --tools gsm8k",
-        "posttrain generate",
+        "posttrain rl --preset tiny-gsm8k --algo grpo --tools gsm8k",
+        "posttrain generate --preset tiny-generate",
         "posttrain eval --pass-at 5",
         "posttrain merge-ckpt tiny-gsm8k --out merged",
     ):

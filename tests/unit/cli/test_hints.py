@@ -278,6 +278,43 @@ def test_explain_takes_names_of_others_sections_and_entries_of_tables() -> None:
     assert hint == "did you mean `train.optim.lr`?"
 
 
+def test_explain_shows_the_table_of_a_preset(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('command = "rl"\n[reward.weights]\nscore = 1.0\nformat = 0.5\n[tools.find]\ntype = "calculator"\n')
+    for key, value in (
+        ("reward.weights", '{"score": 1.0, "format": 0.5}  (preset mine)'),
+        ("tools", '{"find": {"type": "calculator"}}  (preset mine)'),
+        ("reward.function_kwargs", "{}  (default)"),
+    ):
+        done = posttrain("config", "explain", key, "--preset", str(file))
+        assert f"value:     {value}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "readers"),
+    [
+        ("sft --preset tiny-arith-sft --set rollout.n=4 --dry-run", "rollout.n", "rl, generate"),
+        ("sft --preset tiny-arith-sft --set generate.limit=3 --dry-run", "generate.limit", "generate"),
+        ("prefer --preset tiny-prefer --set tools.find.type=calculator --dry-run", "tools.find.type", "rl, generate"),
+        ("generate --preset tiny-generate --set train.optim.lr=1", "train.optim.lr", "sft, prefer, rl"),
+        ("sft --preset tiny-arith-sft --set run.traces=false", "run.rollouts", "rl"),
+        ("plan --preset tiny-arith-sft --algo ppo", "algo.name", "rl"),
+    ],
+)
+def test_a_key_that_the_command_does_not_read_is_refused(line: str, key: str, readers: str) -> None:
+    message, hint = refused(*line.split())
+    assert f"{key} is set by --" in message
+    assert "does not read it" in message
+    assert hint == f"it is read by {readers}"
+
+
+def test_a_preset_may_serve_several_commands(tmp_path: Path) -> None:
+    """Keys of a file that the command does not read are let be."""
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "tiny-arith"\n[generate]\nlimit = 3\n')
+    assert posttrain("plan", "--preset", str(file), "--set", "rollout.n=2").exit_code == 0
+
+
 def test_what_is_said_to_read_a_key_is_what_its_description_says() -> None:
     every = list(described())
     assert {one.key for one in every} == set(leaf_keys())

@@ -359,7 +359,10 @@ def test_the_command_line_samples_and_scores(tmp_path: Path, monkeypatch: pytest
     CliRunner().invoke(app, [*line, "--name", "mine"])
     assert seen[1].run.name == "mine"
     for bad, message in (
-        (["eval", "--n", "3"], "rollout.n is given, and nothing is sampled"),
+        (["eval", "--n", "3"], "rollout.n is set by --n, and eval does not read it"),
+        (["eval", "x.parquet", "--set", "model.path=y"], "model.path is set by --set, and eval does not read it"),
+        (["eval", "--compare", "a", "b", "--pass-at", "2"], "--compare does not read eval.pass_at"),
+        (["eval", "--compare", "a", "b", "--set", "reward.examine=2"], "--compare does not read reward.examine"),
         (["eval", "x.parquet", "--model", "y"], "a file is given"),
         (["eval", "x.parquet", "--compare", "a", "b"], "takes its two files"),
     ):

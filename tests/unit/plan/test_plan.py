@@ -538,6 +538,24 @@ def test_a_run_is_compared_with_a_plan_for_its_own_machine(tmp_path, monkeypatch
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--preset", "tiny-arith"], "--preset"),
+        (["--algo", "ppo"], "--algo"),
+        (["--workers", "8"], "--workers"),
+        (["--model", "no/such"], "--model"),
+        (["--steps", "7"], "--steps"),
+        (["--set", "nonsense.key=3"], "--set"),
+    ],
+)
+def test_a_run_has_its_own_config(tmp_path, words, named):
+    a_run(tmp_path)
+    done = planned(tmp_path, "--run", "x", *words)
+    assert done.exit_code == 2
+    assert f"--run and {named} exclude each other" in done.stderr
+
+
 def test_a_run_of_another_host_is_told_to_be_of_another(tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.plan.inputs.this_machine", lambda: Machine(None))
     a_run(tmp_path, host="elsewhere")

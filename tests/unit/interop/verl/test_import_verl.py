@@ -186,6 +186,89 @@ def test_command_writes_a_preset_once(tmp_path: Path) -> None:
     assert found["counts"] == {"mapped": 11, "no need": 7, "not mapped": 0}
 
 
+FREEZE, IMAGES = "actor_rollout_ref.actor.freeze_vision_tower", "data.image_key=images"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tower", "outcome"),
+    [
+        ([IMAGES, f"{FREEZE}=False"], "trained", Outcome.MAPPED),
+        ([IMAGES, f"{FREEZE}=True"], None, Outcome.NO_NEED),
+        ([IMAGES], None, None),
+        ([], None, None),
+    ],
+)
+def test_vision_tower(arguments: list[str], tower: str | None, outcome: Outcome | None) -> None:
+    found = read("gsm8k_grpo.sh", *arguments)
+    assert found.draft.values.get("train.vision_tower") == tower
+    assert fate(found).get(FREEZE) is outcome
+    # verl trains the tower unless it is told not to: a script with images that does not say so gets a note.
+    assert any("train.vision_tower=trained" in note for note in found.notes) is (arguments == [IMAGES])
+
+
+def test_columns_that_are_called_otherwise() -> None:
+    assert fate(read("gsm8k_grpo.sh", IMAGES))["data.image_key"] is Outcome.NO_NEED
+    assert fate(read("gsm8k_grpo.sh", "data.image_key=pictures"))["data.image_key"] is Outcome.NOT_MAPPED
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "data.train_batch_size=abc",
+        "data.train_batch_size=null",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=0",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=abc",
+        "actor_rollout_ref.actor.optim.lr=fast",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=0",
+        "actor_rollout_ref.rollout.n=null",
+        "data.train_files=3",
+    ],
+)
+def test_values_that_are_no_numbers_are_named(argument: str) -> None:
+    key, _, value = argument.partition("=")
+    found = read("gsm8k_grpo.sh", argument)
+    detail = next(f.detail for f in found.findings if f.key == key and f.outcome is Outcome.NOT_MAPPED)
+    assert f"{key} = {parse_value(value)!r}" in detail
+    check(found)  # no half of a rule is in the preset
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"tools: [",
+        b"- a list",
+        b"",
+        b"\xff\xfe\xfd",
+        b"tools: [3]",
+        b"tools: [{class_name: a.SandboxFusionTool, config: 3}]",
+        b"tools: [{class_name: a.SandboxFusionTool, config: {memory_limit_mb: much}}]",
+    ],
+)
+def test_tool_file_that_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tools.yaml").write_bytes(content)
+    script = tmp_path / "x.sh"
+    script.write_text(
+        "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml\n"
+    )
+    assert any("tools.yaml" in note for note in convert(script, root=tmp_path).notes)
+
+
+@pytest.mark.parametrize("content", [b"- a list", b"3", b"a: [", b"\xff\xfe\xfd"])
+def test_config_file_that_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+    script = tmp_path / "x.sh"
+    script.write_text("python -m verl.trainer.main_ppo --config-path=. --config-name=mine\n")
+    assert any("mine.yaml cannot be read" in note for note in convert(script, root=tmp_path).notes)
+
+
+def test_torchrun_without_its_number(tmp_path: Path) -> None:
+    script = tmp_path / "x.sh"
+    script.write_text("torchrun --nproc_per_node -m verl.trainer.fsdp_sft_trainer data.train_batch_size=8\n")
+    found = convert(script)
+    assert fate(found)["launcher.nproc_per_node"] is Outcome.NOT_MAPPED
+    assert "cluster.workers" not in found.draft.values
+
+
 def test_values_that_do_not_go_together(tmp_path: Path) -> None:
     script = tmp_path / "x.sh"
     script.write_text(
