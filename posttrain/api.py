@@ -268,14 +268,21 @@ def run_eval(
     if file is None:
         resolved = evaluate.with_run_name(_resolve("generate", preset, options, EvalOptions))
     else:
-        if unused := sorted({*options} & {*get_type_hints(SamplingOptions)} - {"seed", "plugins", "console"}):
-            raise ConfigError(f"a file is given, and {', '.join(unused)}", hint="give one or the other")
+        if unused := sorted({*options} & {*get_type_hints(SamplingOptions)} - {"seed", "plugins", "console", "overwrite"}):
+            names = ", ".join(f"{name}=" for name in unused)
+            verb = "is an option" if len(unused) == 1 else "are options"
+            raise ConfigError(
+                f"{names} {verb} of sampling and cannot go with a file", hint="leave out the file, or the options"
+            )
         resolved = _resolve("eval", preset, options, EvalOptions)
+
+    target = None if failures is None else Path(failures)
+    evaluate.check_output(resolved.config, None, target)
 
     def run() -> Report:
         load_plugins(resolved.config.plugins)
         responses = evaluate.sample(resolved) if file is None else Path(file)
-        return evaluate.score(responses, resolved.config, None if failures is None else Path(failures))
+        return evaluate.score(responses, resolved.config, target)
 
     report = _call(run)
     scores = {name: value for name, value in report.overall.items() if "@" in name and value is not None}

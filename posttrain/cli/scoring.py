@@ -15,7 +15,7 @@ from posttrain.core.errors import ConfigError
 _PASS_AT = ",".join(map(str, EvalConfig().pass_at))
 _SAMPLED = frozenset({"model.path", "generate.data", "rollout.env", "rollout.agent"})
 """Keys that say what is sampled."""
-_GRADING = frozenset({"plugins", "reward.examine", "run.seed"})
+_GRADING = frozenset({"plugins", "reward.examine", "run.seed", "run.overwrite"})
 """Keys that are of use without sampling."""
 
 
@@ -73,6 +73,7 @@ def evaluate(
         if unused := sorted(settings.flags.keys() - _GRADING):
             raise ConfigError(f"{unused[0]} is given, and nothing is sampled", hint="give --model, --data or --preset")
         resolved = settings.resolve("eval", flags)
+        evaluate.check_output(resolved.config, out, failures, as_json=as_json)
         load_plugins(resolved.config.plugins)
         if compare is not None:
             _refuse(file is not None or failures is not None, "--compare takes its two files and no other")
@@ -86,6 +87,7 @@ def evaluate(
             file is not None or compare is not None, "a file is given, and --preset, --model, --data, --env or --agent"
         )
         resolved = evaluate.with_run_name(settings.resolve("generate", flags))
+        evaluate.check_output(resolved.config, out, failures, as_json=as_json)
         file = evaluate.sample(resolved)
     evaluate.run(file, resolved.config, as_json, out, failures)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from posttrain.core.errors import explained
+from posttrain.core.errors import ConfigError, explained
 
 
 @contextmanager
@@ -40,6 +40,13 @@ def _is_about(error: Exception, path: Path) -> bool:
         return True
     file = Path(os.fsdecode(named))
     return file.is_relative_to(path.parent) or path.is_relative_to(file)
+
+
+def check_new(path: Path, option: str, *, overwrite: bool) -> None:
+    """Raise ``ConfigError`` where the file that ``option`` names exists and is not to be replaced. A command calls it
+    before its work, so that nothing is computed for a file that cannot be written."""
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{path} exists", hint=f"give --overwrite, or another {option}")
 
 
 @contextmanager

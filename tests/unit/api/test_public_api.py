@@ -92,8 +92,10 @@ def test_rejects_unknown_option_with_the_nearest_one() -> None:
 
 
 def test_rejects_sampling_options_together_with_a_file_of_responses() -> None:
-    with pytest.raises(ConfigError, match="a file is given, and model, n"):
+    with pytest.raises(ConfigError, match="model=, n= are options of sampling and cannot go with a file"):
         posttrain.run_eval("responses.parquet", n=2, model="builtin:tiny")
+    with pytest.raises(ConfigError, match="name= is an option of sampling and cannot go with a file"):
+        posttrain.run_eval("responses.parquet", name="x")
 
 
 # ---------------------------------------------------------------------- commands that need no Ray
@@ -115,6 +117,14 @@ async def test_prep_and_eval_run_under_an_event_loop(tmp_path: Path) -> None:
     write_rows(file, [{**row, "responses": ["#### 7", "#### 8"], "errors": [None, None]}])
     found = posttrain.run_eval(file, {"eval": {"resamples": 0}}, pass_at=[1, 2], console="quiet")
     assert (found.file, found.scores["pass@1"], found.scores["pass@2"]) == (file, 0.5, 1.0)
+
+    failures = tmp_path / "failures.md"
+    failures.write_text("keep")
+    with pytest.raises(ConfigError, match="failures.md exists"):
+        posttrain.run_eval(file, failures=failures)
+    assert failures.read_text() == "keep"
+    posttrain.run_eval(file, failures=failures, overwrite=True, console="quiet")
+    assert "#### 8" in failures.read_text()
 
 
 # ---------------------------------------------------------------------- load_run
