@@ -507,6 +507,17 @@ def test_a_run_is_compared_with_a_plan_for_its_own_machine(tmp_path, monkeypatch
     )
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("run.json", "run.json does not hold a JSON object"), ("metrics.jsonl", "metrics.jsonl does not hold metrics")],
+)
+def test_a_damaged_run_is_told_of(tmp_path, file, message):
+    a_run(tmp_path, host="elsewhere", machine=Machine(gpu_named("h200"), 2).stored())
+    (tmp_path / "runs" / "x" / file).write_text("[1, 2]")
+    done = planned(tmp_path, "--run", "x")
+    assert (done.exit_code, message in done.stderr) == (2, True), done.output
+
+
 def test_a_run_of_another_host_is_told_to_be_of_another(tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.plan.inputs.this_machine", lambda: Machine(None))
     a_run(tmp_path, host="elsewhere")

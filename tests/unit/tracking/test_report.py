@@ -300,6 +300,15 @@ def test_wrong_names_are_one_message(run_path: Path, tmp_path: Path) -> None:
         RunFolder.read(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["run.json", "provenance.json"])
+def test_a_damaged_file_of_a_run_is_named(name: str, tmp_path: Path) -> None:
+    path = write_run(tmp_path, "a", [[]])
+    (path / name).write_text("[1]")
+    done = CliRunner().invoke(app, ["report", str(path)])
+    assert done.exit_code == 2, done.output
+    assert f"{name} does not hold a JSON object" in done.stderr
+
+
 def test_a_run_does_not_wait_for_its_report_nor_fail_with_it(tmp_path: Path) -> None:
     path = write_run(tmp_path, "a", many(1, 1, 2))
     notes: list[str] = []
