@@ -20,7 +20,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.quiet import quiet_libraries
 from posttrain.core.registry import load_plugins, unknown
 from posttrain.core.signals import call_in_thread
-from posttrain.runs.run import find_run
+from posttrain.runs.run import run_folder
 from posttrain.tracking.report.folder import RunFolder
 from posttrain.tracking.report.frames import LoadedRun
 
@@ -349,8 +349,7 @@ def load_run(name: str | Path, runs: str | Path = RunConfig().dir) -> LoadedRun:
     Raises:
         ConfigError: there is no such run; the hint has the nearest name.
     """
-    path = Path(name)
-    return LoadedRun(RunFolder.read(path if path.is_dir() else find_run(runs, str(name))))
+    return LoadedRun(RunFolder.read(run_folder(runs, name)))
 
 
 # ---------------------------------------------------------------------- shared

@@ -41,12 +41,13 @@ def plan(
     from posttrain.config.preset_files import load_preset
     from posttrain.plan import command as plan
     from posttrain.plan.inputs import PlanOptions
+    from posttrain.runs.run import run_folder
 
     asked = PlanOptions(gpu, gpus, nodes, length)
     if run is not None:
         if settings.preset is not None:
             raise ConfigError("--run and --preset exclude each other", hint="a run has its own config")
-        echo(plan.show_run(plan.run_folder(RunConfig().dir, run), asked, as_json))
+        echo(plan.show_run(run_folder(RunConfig().dir, run), asked, as_json))
         return
     command: Any = "rl" if settings.preset is None else load_preset(settings.preset).command
     if command not in ("sft", "prefer", "rl"):

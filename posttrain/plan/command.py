@@ -23,7 +23,6 @@ from posttrain.plan.estimate import Plan, Question
 from posttrain.plan.inputs import Known, PlanOptions, question_of, replans
 from posttrain.plan.problems import problems
 from posttrain.plan.table import as_data, render
-from posttrain.runs.run import find_run
 from posttrain.tracking.metrics import FILE_NAME, with_current_names
 from posttrain.tracking.report.folder import DAMAGED
 
@@ -122,8 +121,3 @@ def stored_config(folder: Path) -> Config:
         return config_of(tree, str(file))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", hint="was it made by this version?") from error
-
-
-def run_folder(cfg_dir: str, name: str) -> Path:
-    """Return the folder of a run, by its name or as a path. Raises ``ConfigError``."""
-    return Path(name) if (Path(name) / "config.toml").is_file() else find_run(cfg_dir, name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.files import check_new
-from posttrain.runs.run import find_run
+from posttrain.runs.run import run_folder
 from posttrain.tracking.report.background import FILE
 from posttrain.tracking.report.page import write_page
 
@@ -21,7 +21,7 @@ def run(names: Sequence[str], root: str, out: Path | None, *, overwrite: bool = 
     """
     if out is not None:
         check_new(out, "--out", overwrite=overwrite)
-    folders = [Path(name) if (Path(name) / "run.json").is_file() else find_run(root, name) for name in names]
+    folders = [run_folder(root, name) for name in names]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run is named twice", hint="name each once")
     if out is None:

@@ -209,6 +209,12 @@ class _Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+def run_folder(root: str | Path, name: str | Path) -> Path:
+    """Return the folder of a run, by its path or as ``find_run`` does by its name. A folder that is no run's does not
+    hide the run of its name. Raises ``ConfigError`` where there is no such run."""
+    return Path(name) if (Path(name) / STATE).is_file() else find_run(root, str(name))
+
+
 def find_run(root: str | Path, name: str) -> Path:
     """Return the folder of a run, by name; ``latest`` is the newest one with a checkpoint.
 
