@@ -7,11 +7,12 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from posttrain.config import RunConfig
 from posttrain.core.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
 from posttrain.core.errors import ConfigError, UserError
+from posttrain.core.registry import unknown
 from posttrain.core.text import printable
 from posttrain.models import hub
 from posttrain.models.export import Check, export, export_adapter
@@ -61,6 +62,8 @@ def run(
         )
     if private is not None and not push:
         raise ConfigError("--private and --public are about --push", hint="add --push NAMESPACE/NAME")
+    if dtype is not None and dtype not in (dtypes := get_args(WeightsDtype)):
+        raise ConfigError(f"{dtype!r} is not a dtype of merged weights", hint=unknown(dtype, dtypes))
     check_size(max_shard_size or MERGED_SHARD_SIZE)
     if push:
         hub.check_target(push)
