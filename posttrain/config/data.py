@@ -106,8 +106,8 @@ class DataConfig(Section):
     """`sft`, `prefer`: treatment of longer conversations; drop removes a pair if either conversation is too long. `rl`:
     a prompt longer than `rollout.max_prompt_tokens` is an error, or with drop is left out; prompts are never cut."""
     keep: dict[str, Annotated[list[str | int | float], Field(min_length=1)]] = {}
-    """`rl`: allowed values by `extra_info` field, as `{level = ["Level 1", "Level 2"]}`; rows of `data.train` with other
-    values are not used. Empty: all rows are used."""
+    """`rl`: allowed values by `extra_info` field, as `{level = ["Level 1", "Level 2"]}`; rows of `data.train` with
+    other values are not used. Empty: all rows are used."""
     enable_thinking: bool | None = None
     """Value passed to the chat template in training and in sampling; none: the template's own default."""
     template_kwargs: dict[str, Any] = {}
