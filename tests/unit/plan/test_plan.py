@@ -507,6 +507,12 @@ def test_a_run_is_compared_with_a_plan_for_its_own_machine(tmp_path, monkeypatch
     )
 
 
+def test_a_number_of_gpus_needs_the_gpu(tmp_path):
+    done = planned(tmp_path, "--preset", "qwen2.5-0.5b-dapo", "--gpus", "2")
+    assert done.exit_code == 2
+    assert "--gpus and --nodes need --gpu\nhint: name the GPU to plan for, such as --gpu h200" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("file", "message"),
     [("run.json", "run.json does not hold a JSON object"), ("metrics.jsonl", "metrics.jsonl does not hold metrics")],
