@@ -8,10 +8,12 @@ A preset is the name of a shipped one, the path of a ``.toml`` file, or a dict t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, Unpack, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from posttrain.config import Command, RunConfig
 from posttrain.config.presets import Resolved, resolve
@@ -20,7 +22,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.quiet import quiet_libraries
 from posttrain.core.registry import load_plugins, unknown
 from posttrain.core.signals import call_in_thread
-from posttrain.runs.run import find_run
+from posttrain.runs.run import run_folder
 from posttrain.tracking.report.folder import RunFolder
 from posttrain.tracking.report.frames import LoadedRun
 
@@ -189,6 +191,10 @@ def run_prep(
     """
     from posttrain.prep import command as prep
 
+    hints = get_type_hints(prep.Options)
+    _check_names(options, hints)
+    _check_types({"name": name, "plugins": plugins, **options}, {"name": str, "plugins": Sequence[str], **hints})
+
     def run() -> PrepReport:
         load_plugins(plugins)
         places = (None if path is None else str(path) for path in (source, out))
@@ -268,14 +274,22 @@ def run_eval(
     if file is None:
         resolved = evaluate.with_run_name(_resolve("generate", preset, options, EvalOptions))
     else:
-        if unused := sorted({*options} & {*get_type_hints(SamplingOptions)} - {"seed", "plugins", "console"}):
-            raise ConfigError(f"a file is given, and {', '.join(unused)}", hint="give one or the other")
+        sampling = {*get_type_hints(SamplingOptions)} - {"seed", "plugins", "console", "overwrite"}
+        if unused := sorted({*options} & sampling):
+            names = ", ".join(f"{name}=" for name in unused)
+            verb = "is an option" if len(unused) == 1 else "are options"
+            raise ConfigError(
+                f"{names} {verb} of sampling and cannot go with a file", hint="leave out the file, or the options"
+            )
         resolved = _resolve("eval", preset, options, EvalOptions)
+
+    target = None if failures is None else Path(failures)
+    evaluate.check_output(resolved.config, None, target)
 
     def run() -> Report:
         load_plugins(resolved.config.plugins)
         responses = evaluate.sample(resolved) if file is None else Path(file)
-        return evaluate.score(responses, resolved.config, None if failures is None else Path(failures))
+        return evaluate.score(responses, resolved.config, target)
 
     report = _call(run)
     scores = {name: value for name, value in report.overall.items() if "@" in name and value is not None}
@@ -342,8 +356,7 @@ def load_run(name: str | Path, runs: str | Path = RunConfig().dir) -> LoadedRun:
     Raises:
         ConfigError: there is no such run; the hint has the nearest name.
     """
-    path = Path(name)
-    return LoadedRun(RunFolder.read(path if path.is_dir() else find_run(runs, str(name))))
+    return LoadedRun(RunFolder.read(run_folder(runs, name)))
 
 
 # ---------------------------------------------------------------------- shared
@@ -373,14 +386,29 @@ def _resolve(
 ) -> Resolved:
     """Return the config of a command. Raises ``ConfigError``, also for an option that the command does not have."""
     keys = {name: hint.__metadata__[0] for name, hint in get_type_hints(declared, include_extras=True).items()}
-    for name in options:
-        if name not in keys:
-            raise ConfigError(
-                f"unknown option {name!r}",
-                hint=f"{unknown(name, keys)}; keys of the config go into the preset: {{'extends': NAME, KEY: value}}",
-            )
+    _check_names(options, keys, "; keys of the config go into the preset: {'extends': NAME, KEY: value}")
+    if not isinstance(preset, str | Path | Mapping | None):
+        raise ConfigError(f"preset {preset!r} is no preset", hint="give a name, the path of a .toml file or a dict")
     flags = {keys[name]: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     return resolve(command, str(preset) if isinstance(preset, Path) else preset, flags=flags)
+
+
+def _check_names(options: Mapping[str, Any], known: Iterable[str], more: str = "") -> None:
+    """Raise ``ConfigError`` for an option that is not among ``known``; the hint ends with ``more``."""
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}", hint=unknown(name, known) + more)
+
+
+def _check_types(options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for an option whose value is not of its type."""
+    for name, value in options.items():
+        try:
+            TypeAdapter(hints[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            listed = isinstance(value, str) and hints[name] == Sequence[str]
+            hint = f"give a list: {name}=[{value!r}]" if listed else "see posttrain.api.PrepOptions for the types"
+            raise ConfigError(f"{name} = {value!r}: {error.errors()[0]['msg']}", hint=hint) from None
 
 
 def _call(function: Callable[[], T]) -> T:

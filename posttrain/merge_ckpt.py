@@ -7,16 +7,18 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
+from posttrain.config import RunConfig
 from posttrain.core.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
 from posttrain.core.errors import ConfigError, UserError
+from posttrain.core.registry import unknown
 from posttrain.core.text import printable
 from posttrain.models import hub
 from posttrain.models.export import Check, export, export_adapter
 from posttrain.models.load import ModelSource, auto_class, find_verl, load_config, load_model, locate
 from posttrain.runs import probe
-from posttrain.runs.run import find_run
+from posttrain.runs.run import run_folder
 from posttrain.train import checkpoint
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def run(
     check: bool = False,
     push: str | None = None,
     private: bool | None = None,
-    runs: str = "runs",
+    runs: str = RunConfig().dir,
 ) -> Path:
     """Merge a checkpoint (a run's name or folder, or a ``global_step_N`` folder; verl's too) into ``out``; returns
     ``out``.
@@ -60,6 +62,8 @@ def run(
         )
     if private is not None and not push:
         raise ConfigError("--private and --public are about --push", hint="add --push NAMESPACE/NAME")
+    if dtype is not None and dtype not in (dtypes := get_args(WeightsDtype)):
+        raise ConfigError(f"{dtype!r} is not a dtype of merged weights", hint=unknown(dtype, dtypes))
     check_size(max_shard_size or MERGED_SHARD_SIZE)
     if push:
         hub.check_target(push)
@@ -96,8 +100,13 @@ def find_checkpoint(path: str, runs: str) -> Path:
 
 
 def find_folder(path: str, runs: str) -> Path:
-    """A folder, or that of the run of this name. Raises ``ConfigError``."""
-    return Path(path) if Path(path).is_dir() else find_run(runs, path)
+    """The folder of a run, by its path or name, else a folder with a checkpoint in it. Raises ``ConfigError``."""
+    try:
+        return run_folder(runs, path)
+    except ConfigError:
+        if Path(path).is_dir():
+            return Path(path)
+        raise
 
 
 def check_size(text: str) -> None:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -29,8 +29,9 @@ from torch import Tensor
 from posttrain.algos import ADVANTAGES, POLICY_LOSSES, kl, losses, segments
 from posttrain.algos.corrections import correct
 from posttrain.algos.episodes import Episodes
-from posttrain.algos.reduce import AGGREGATIONS, token_weights
+from posttrain.algos.reduce import token_weights
 from posttrain.algos.tokens import TokenInputs, UpdateTokens
+from posttrain.config.algo import Aggregation
 
 run_there()
 
@@ -304,7 +305,7 @@ def kl_rows(seed: int) -> Iterator[Row]:
 def aggregation_rows(seed: int) -> Iterator[Row]:
     batch = Batch(seed)
     per_token = batch.normal(*batch.mask.shape)
-    for aggregation in AGGREGATIONS:
+    for aggregation in get_args(Aggregation):
         theirs = core_algos.agg_loss(per_token, batch.mask, aggregation, loss_scale_factor=NORM_LENGTH)
         weights = token_weights(batch.pack(batch.bool_mask), batch.offsets, aggregation, norm_length=NORM_LENGTH)
         yield Row(f"aggregation {aggregation}", [((weights.double() * batch.pack(per_token)).sum(), theirs)])

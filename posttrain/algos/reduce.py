@@ -12,8 +12,6 @@ from torch import Tensor
 
 from posttrain.algos.segments import segment_ids, segment_sum
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-
 
 def token_weights(loss_mask: Tensor, cu_seqlens: Tensor, aggregation: str, *, norm_length: int | None = None) -> Tensor:
     """Return the weight of each token in the loss, [T] float32; 0 where ``loss_mask`` is false.

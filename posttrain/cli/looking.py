@@ -10,6 +10,8 @@ import typer
 
 from posttrain import __version__
 from posttrain.cli.console import echo
+from posttrain.cli.options import OverwriteOption
+from posttrain.config import RunConfig
 
 
 def presets_list(context: typer.Context) -> None:
@@ -79,12 +81,13 @@ def doctor(
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of runs, or paths of their folders.")],
     out: Annotated[Path | None, typer.Option(help="Output file; default: report.html in the run's folder.")] = None,
-    root: Annotated[str, typer.Option("--dir", help="Folder that contains the runs (run.dir).")] = "runs",
+    root: Annotated[str, typer.Option("--dir", help="Folder that contains the runs (run.dir).")] = RunConfig().dir,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Write one HTML page on one or more runs: curves, time, distributions, trajectories, config."""
     from posttrain.runs import report
 
-    echo(report.run(runs, root, out))
+    echo(report.run(runs, root, out, overwrite=overwrite))
 
 
 def version(as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False) -> None:

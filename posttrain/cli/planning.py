@@ -42,6 +42,7 @@ def plan(
     from posttrain.config.preset_files import load_preset
     from posttrain.plan import command as plan
     from posttrain.plan.inputs import PlanOptions
+    from posttrain.runs.run import run_folder
 
     asked = PlanOptions(gpu, gpus, nodes, length)
     if run is not None:
@@ -49,7 +50,7 @@ def plan(
         given += [flag_name(key) for key in settings.flags]
         if given:
             raise ConfigError(f"--run and {given[0]} exclude each other", hint="a run has its own config")
-        echo(plan.show_run(plan.run_folder(RunConfig().dir, run), asked, as_json))
+        echo(plan.show_run(run_folder(RunConfig().dir, run), asked, as_json))
         return
     command: Any = "rl" if settings.preset is None else load_preset(settings.preset).command
     if command not in ("sft", "prefer", "rl"):

@@ -69,6 +69,7 @@ def evaluate(
     flags = {"eval.pass_at": None if pass_at is None else _whole_numbers(pass_at)}
     if settings.preset is None and not settings.flags.keys() & _SAMPLED:
         resolved = settings.resolve("eval", flags)
+        evaluate.check_output(resolved.config, out, failures, as_json=as_json)
         load_plugins(resolved.config.plugins)
         if compare is not None:
             _refuse(file is not None or failures is not None, "--compare takes its two files and no other")
@@ -84,6 +85,7 @@ def evaluate(
             file is not None or compare is not None, "a file is given, and --preset, --model, --data, --env or --agent"
         )
         resolved = evaluate.with_run_name(settings.resolve("generate", flags, ("eval", "generate")))
+        evaluate.check_output(resolved.config, out, failures, as_json=as_json)
         file = evaluate.sample(resolved)
     evaluate.run(file, resolved.config, as_json, out, failures)
 

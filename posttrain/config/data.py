@@ -27,7 +27,8 @@ class RunConfig(Section):
     restarts: NaturalInt = 0
     """Maximum automatic restarts of the workers, from the last checkpoint, after one has died or hung."""
     overwrite: bool = False
-    """Delete an existing run of the same name before the start."""
+    """Delete an existing run of the same name before the start. `eval`: also replace the files of `--out` and
+    `--failures`."""
     logger: list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]] = ["console", "jsonl"]
     """Destinations of metrics; see metrics.md. The last three need the extras of the same names."""
     console: Literal["auto", "panel", "plain", "json", "quiet"] = "auto"
@@ -105,8 +106,8 @@ class DataConfig(Section):
     """`sft`, `prefer`: treatment of longer conversations; drop removes a pair if either conversation is too long. `rl`:
     a prompt longer than `rollout.max_prompt_tokens` is an error, or with drop is left out; prompts are never cut."""
     keep: dict[str, Annotated[list[str | int | float], Field(min_length=1)]] = {}
-    """`rl`: the values of which a row of `train` must have one, by field of its `extra_info`, as
-    `{level = ["Level 1", "Level 2"]}`; other rows are not used. Empty: all are."""
+    """`rl`: allowed values by `extra_info` field, as `{level = ["Level 1", "Level 2"]}`; rows of `data.train` with
+    other values are not used. Empty: all rows are used."""
     enable_thinking: bool | None = None
     """Value passed to the chat template in training and in sampling; none: the template's own default."""
     template_kwargs: dict[str, Any] = {}

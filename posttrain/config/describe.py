@@ -20,7 +20,8 @@ _RUNS = (*_TRAINING, "generate")
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
     "command": COMMANDS, "description": COMMANDS, "plugins": COMMANDS,
-    "run": _RUNS, "run.seed": COMMANDS, "run.dir": (*_RUNS, "eval"),
+    "run": _RUNS, "run.seed": COMMANDS, "run.dir": (*_RUNS, "eval"), "run.console": (*_RUNS, "eval"),
+    "run.overwrite": (*_RUNS, "eval"),
     "run.resume": _TRAINING, "run.restarts": _TRAINING, "run.report": _TRAINING, "run.profile": _TRAINING,
     "run.rollouts": _RL, "run.rollouts_every": _RL,
     "model": _RUNS,
@@ -35,7 +36,8 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "rollout.filter_groups": _RL, "rollout.filter_max_batches": _RL, "rollout.sleep": _RL, "rollout.staleness": _RL,
     "rollout.window": _RL, "rollout.pacing": _RL, "rollout.in_flight_updates": _RL, "rollout.keep_kv": _RL,
     "rollout.replay": _RL, "rollout.only": _RL, "rollout.record_schedule": _RL, "rollout.replay_schedule": _RL,
-    "tools": _SAMPLING, "reward": ("rl", "eval"), "sandbox": (*_SAMPLING, "eval"),
+    "tools": _SAMPLING, "reward": ("rl", "eval"), "reward.weights": _RL, "reward.on_error": _RL,
+    "reward.overlong": _RL, "reward.model": _RL, "reward.judge": _RL, "sandbox": (*_SAMPLING, "eval"),
     "cluster": _RUNS, "cluster.workers": _TRAINING, "cluster.placement": _RL, "cluster.sampler_restarts": _SAMPLING,
     "cluster.weight_transfer": _RL, "cluster.sync_tolerance": _RL,
     "checkpoint": _TRAINING, "generate": ("generate",), "eval": ("eval",),

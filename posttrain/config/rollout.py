@@ -101,8 +101,8 @@ class RolloutConfig(Section):
     """With `filter_groups`: maximum prompts drawn for one step, in multiples of `data.batch_size`. At the limit the
     step trains on the groups that it has."""
     replicas: PositiveInt = 1
-    """Number of engines that share the load. They have GPUs in common where they are more than the GPUs of the trainers
-    beside them, or, in a command that only samples, than those of the cluster."""
+    """Number of engines that share the load. Engines share GPUs when there are more engines than trainer GPUs
+    (colocated) or, in commands that only sample, than GPUs in the cluster."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from posttrain.core.errors import explained
+from posttrain.core.errors import ConfigError, explained
 
 
 @contextmanager
@@ -40,6 +42,13 @@ def _is_about(error: Exception, path: Path) -> bool:
         return True
     file = Path(os.fsdecode(named))
     return file.is_relative_to(path.parent) or path.is_relative_to(file)
+
+
+def check_new(path: Path, option: str, *, overwrite: bool) -> None:
+    """Raise ``ConfigError`` where the file that ``option`` names exists and is not to be replaced. A command calls it
+    before its work, so that nothing is computed for a file that cannot be written."""
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{path} exists", hint=f"give --overwrite, or another {option}")
 
 
 @contextmanager
@@ -83,6 +92,18 @@ def write_bytes(path: Path, content: bytes, *, hint: str | None = None, synced: 
 def write_text(path: Path, text: str, *, hint: str | None = None, synced: bool = False) -> None:
     """Write text as UTF-8, as ``replacing`` does."""
     write_bytes(path, text.encode("utf-8"), hint=hint, synced=synced)
+
+
+def read_object(path: Path, *, hint: str) -> dict[str, Any]:
+    """Return the JSON object that a file holds. Raises ``ConfigError`` where it cannot be read or holds something
+    else."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", hint=hint) from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"{path} does not hold a JSON object", hint=hint)
+    return read
 
 
 def sync(path: Path) -> None:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from posttrain.config import Config, RewardConfig, SandboxConfig
+from posttrain.config.describe import READ_BY
 from posttrain.core.errors import ConfigError, RunError
-from posttrain.core.files import write_text
+from posttrain.core.files import check_new, write_text
 from posttrain.core.text import printable
 from posttrain.data.parquet import open_parquet
 from posttrain.evaluation.compare import compare, print_comparison
-from posttrain.evaluation.failures import FailuresFile, examined
+from posttrain.evaluation.failures import FailuresFile, check_suffix, examined
 from posttrain.evaluation.grading import Failure, Graded, GradedProblem, failure_of, grade, to_grade
 from posttrain.evaluation.rows import read_responses
 from posttrain.evaluation.tables import Report, make_report, print_report
@@ -39,6 +40,24 @@ _WIDE = 240
 
 PAGER = Path("-")
 """As the file of failures: they are shown page by page."""
+
+
+def check_output(cfg: Config, out: Path | None, failures: Path | None, *, as_json: bool = False) -> None:
+    """Check, before anything is sampled or graded, that the results can go where they are to.
+
+    Raises:
+        ConfigError: a file exists and `run.overwrite` is false, the failures have a suffix that is not known, or two
+            results would share stdout.
+    """
+    if failures == PAGER:
+        if as_json:
+            raise ConfigError("--json and --failures - both write to stdout", hint="give --failures a file")
+        failures = None
+    if failures is not None:
+        check_suffix(failures)
+    for path, option in ((out, "--out"), (failures, "--failures")):
+        if path is not None:
+            check_new(path, option, overwrite=cfg.run.overwrite)
 
 
 def run(file: Path, cfg: Config, as_json: bool, out: Path | None = None, failures: Path | None = None) -> None:
@@ -228,8 +247,9 @@ def _progress_of(cfg: Config) -> Mode:
 def _check_reward(reward: RewardConfig) -> None:
     """`eval` reports what graders say. Raises ``ConfigError`` for what only training composes."""
     default = RewardConfig()
-    for name in ("weights", "model", "judge", "overlong", "on_error"):
-        if getattr(reward, name) != getattr(default, name):
+    for name in RewardConfig.model_fields:
+        read_by = READ_BY.get(f"reward.{name}", READ_BY["reward"])
+        if "eval" not in read_by and getattr(reward, name) != getattr(default, name):
             raise ConfigError(f"reward.{name} has no meaning in eval", hint="it makes the reward of `posttrain rl`")
 
 

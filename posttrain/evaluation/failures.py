@@ -23,6 +23,12 @@ _COLUMNS = (
 _SUFFIXES = (".md", ".jsonl", ".parquet")
 
 
+def check_suffix(path: Path) -> None:
+    """Raise ``ConfigError`` where failures cannot be written to a file of this suffix."""
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"--failures {path}: not one of {', '.join(_SUFFIXES)}", hint="--failures failures.md")
+
+
 def failures_of(graded: Graded) -> Iterator[dict[str, Any]]:
     """One record for each response that is not right: `kind` is ``wrong``, ``unfinished`` (by its grader, and so
     wrong), ``grader_failed`` or ``episode_failed``."""
@@ -85,8 +91,7 @@ class FailuresFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.suffix not in _SUFFIXES:
-            raise ConfigError(f"--failures {path}: not one of {', '.join(_SUFFIXES)}", hint="--failures failures.md")
+        check_suffix(path)
         self.path = path
         self.count = 0
         self._closing = ExitStack()

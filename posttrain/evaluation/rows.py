@@ -110,10 +110,45 @@ def _row(file: Path, number: int, raw: dict[str, Any]) -> ResponseRow:
     for name, texts in (("conversations", conversations), (BRANCHES, branches)):
         if not isinstance(texts, list) or len(texts) not in (0, len(responses)):
             raise wrong(name, f"a list of {len(responses)}, one for each response", texts)
+    if not all(_is_json(text, _is_conversation) for text in conversations):
+        raise wrong("conversations", "a list of JSON texts, each a list of messages", conversations)
+    if not all(_is_json(text, _are_branches) for text in branches):
+        raise wrong(BRANCHES, "a list of JSON texts, each a list of branches", branches)
     prompt = raw.get("prompt")
     prompt = prompt if isinstance(prompt, list) else []
+    if not _is_conversation(prompt):
+        raise wrong("prompt", "a list of messages with role and content", prompt)
     truth = model.get("ground_truth")
     return ResponseRow(number, source, truth, responses, errors, extra, prompt, conversations, branches, given)
+
+
+def _is_json(text: Any, holds: Callable[[Any], bool]) -> bool:
+    """Return whether ``text`` is JSON of a value that is of a kind."""
+    try:
+        return holds(json.loads(text))
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    calls = value.get("tool_calls") or []
+    return (
+        isinstance(value.get("content"), str | list | None)
+        and isinstance(calls, list)
+        and all(isinstance(call, dict) and "function" in call for call in calls)
+    )
+
+
+def _are_branches(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(branch, dict) and "given" in branch and _is_conversation(branch.get("messages")) for branch in value
+    )
 
 
 def _given(raw: dict[str, Any], count: int, wrong: Callable[[str, str, Any], DataError]) -> list[Score | None]:

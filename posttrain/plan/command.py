@@ -16,14 +16,15 @@ from posttrain.config import Config
 from posttrain.config.keys import flatten_tree
 from posttrain.config.presets import config_of, import_algorithms
 from posttrain.core.errors import ConfigError, DataError, UserError
+from posttrain.core.files import read_object
 from posttrain.core.machines import machine_stored
 from posttrain.plan.compare import Pair, compare, computed_of, lengths_of, waits_of
 from posttrain.plan.estimate import Plan, Question
 from posttrain.plan.inputs import Known, PlanOptions, question_of, replans
 from posttrain.plan.problems import problems
 from posttrain.plan.table import as_data, render
-from posttrain.runs.run import find_run
 from posttrain.tracking.metrics import FILE_NAME, with_current_names
+from posttrain.tracking.report.folder import DAMAGED
 
 
 def show(cfg: Config, asked: PlanOptions | None = None, as_json: bool = False, *, known: Known | None = None) -> str:
@@ -63,12 +64,7 @@ def show_run(folder: Path, asked: PlanOptions, as_json: bool) -> str:
 
 def _question_of_run(cfg: Config, folder: Path, asked: PlanOptions) -> tuple[Question, list[str]]:
     """Return what a run was, and what to know of the comparison: it may have been made on another machine."""
-    try:
-        state = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder / 'run.json'} cannot be read: {error}", hint="is it the folder of a run?"
-        ) from error
+    state = read_object(folder / "run.json", hint=DAMAGED)
     host, here, kept = str(state.get("host", "")), socket.gethostname(), "machine" in state
     theirs = machine_stored(None if cfg.cluster.device == "cpu" else state["machine"]) if kept else None
     question = question_of(cfg, asked, machine=theirs if asked == PlanOptions(length=asked.length) else None)
@@ -87,9 +83,12 @@ def compared(question: Question, folder: Path) -> list[Pair]:
     """Return what is both predicted and measured of a run. Raises ``DataError`` where it has no metrics yet."""
     file = folder / FILE_NAME
     try:
-        rows = [with_current_names(json.loads(line), file) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}", hint="run.logger must have had jsonl in it") from error
+    if not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{file} does not hold metrics", hint=DAMAGED)
+    rows = [with_current_names(row, file) for row in rows]
     lengths = lengths_of(question.cfg, rows)
     if lengths is None:
         raise DataError(f"{file} has no steps yet", hint="wait for the first step")
@@ -122,8 +121,3 @@ def stored_config(folder: Path) -> Config:
         return config_of(tree, str(file))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", hint="was it made by this version?") from error
-
-
-def run_folder(cfg_dir: str, name: str) -> Path:
-    """Return the folder of a run, by its name or as a path. Raises ``ConfigError``."""
-    return Path(name) if (Path(name) / "config.toml").is_file() else find_run(cfg_dir, name)

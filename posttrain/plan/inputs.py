@@ -172,7 +172,7 @@ def machine_of(cfg: Config, asked: PlanOptions) -> Machine:
     """Return the machine that was described, else this one. Raises ``ConfigError``."""
     if asked.gpu is None:
         if asked.gpus is not None or asked.nodes > 1:
-            raise ConfigError("--gpus and --nodes say how many, and --gpu of what", hint="--gpu h200")
+            raise ConfigError("--gpus and --nodes need --gpu", hint="name the GPU to plan for, such as --gpu h200")
         return Machine(None) if cfg.cluster.device == "cpu" else this_machine()
     gpu = gpu_named(asked.gpu)
     engines = cfg.rollout.replicas * cfg.rollout.tensor_parallel

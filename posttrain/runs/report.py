@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.core.errors import ConfigError
-from posttrain.runs.run import find_run
+from posttrain.core.files import check_new
+from posttrain.runs.run import run_folder
 from posttrain.tracking.report.background import FILE
 from posttrain.tracking.report.page import write_page
 
 
-def run(names: Sequence[str], root: str, out: Path | None) -> Path:
+def run(names: Sequence[str], root: str, out: Path | None, *, overwrite: bool = False) -> Path:
     """Write the report of ``names``, each the name of a run below ``root`` or the path of its folder; returns its file:
     ``out``, or ``report.html`` in the folder of the only run, or ``report-A-B.html`` in ``root``.
 
     Raises:
-        ConfigError: one of them is no run, or the file cannot be written.
+        ConfigError: one of them is no run, ``out`` exists and ``overwrite`` is false, or the file cannot be written.
     """
-    folders = [Path(name) if (Path(name) / "run.json").is_file() else find_run(root, name) for name in names]
+    if out is not None:
+        check_new(out, "--out", overwrite=overwrite)
+    folders = [run_folder(root, name) for name in names]
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run is named twice", hint="name each once")
     if out is None:

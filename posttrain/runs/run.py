@@ -34,7 +34,7 @@ from posttrain import __version__
 from posttrain.config.presets import Resolved
 from posttrain.config.writing import dump_toml
 from posttrain.core.errors import ConfigError, Interrupted, PosttrainError
-from posttrain.core.files import remove, write_text, writing
+from posttrain.core.files import read_object, remove, write_text, writing
 from posttrain.core.machines import this_machine
 from posttrain.core.registry import unknown
 from posttrain.core.signals import TERMINATING, handle, leave_terminal, restore
@@ -209,6 +209,12 @@ class _Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+def run_folder(root: str | Path, name: str | Path) -> Path:
+    """Return the folder of a run, by its path or as ``find_run`` does by its name. A folder that is no run's does not
+    hide the run of its name. Raises ``ConfigError`` where there is no such run."""
+    return Path(name) if (Path(name) / STATE).is_file() else find_run(root, str(name))
+
+
 def find_run(root: str | Path, name: str) -> Path:
     """Return the folder of a run, by name; ``latest`` is the newest one with a checkpoint.
 
@@ -354,13 +360,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     file = path / STATE
     if not file.is_file():
         raise ConfigError(f"{path} exists and is not a run folder", hint="give another name with --name NAME")
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", hint="give another name with --name NAME") from error
-    if not isinstance(state, dict):
-        raise ConfigError(f"{file} does not describe a run", hint="give another name with --name NAME")
-    return state
+    return read_object(file, hint="give another name with --name NAME")
 
 
 def _check_owner(path: Path, state: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ def spoken(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the lines of messages."""
     for message in messages:
         yield f"[{message['role']}] {_cut(message.get('content') or '')}"
-        for call in message.get("tool_calls", []):
+        for call in message.get("tool_calls") or []:  # parquet gives null to messages without
             yield f"  calls {json.dumps(call['function'], ensure_ascii=False)}"
 
 

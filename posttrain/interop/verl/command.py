@@ -14,7 +14,7 @@ import tomli_w
 from posttrain.config.presets import resolve
 from posttrain.config.verl.rules import KeyFinding, Outcome
 from posttrain.core.errors import ConfigError
-from posttrain.core.files import write_text
+from posttrain.core.files import check_new, write_text
 from posttrain.core.text import redacted
 from posttrain.interop.verl.convert import Converted, convert
 from posttrain.interop.verl.defaults import VERSION
@@ -43,8 +43,8 @@ def run(
         DataError: the script cannot be read, or starts no trainer that is known.
         ConfigError: ``out`` exists, or cannot be written (``files.replacing``).
     """
-    if out is not None and Path(out).exists() and not overwrite:
-        raise ConfigError(f"{out} exists", hint="give --overwrite, or another --out")
+    if out is not None:
+        check_new(Path(out), "--out", overwrite=overwrite)
     if out is not None and not out.endswith(".toml"):
         raise ConfigError(f"--out {out}: the name of a preset ends with .toml", hint=f"--out {Path(out).stem}.toml")
     converted = convert(Path(script), arguments, variables, Path(root) if root else None)

@@ -14,11 +14,14 @@ import tomli
 from posttrain.config.aliases import RENAMED
 from posttrain.config.keys import current_keys, flatten_tree
 from posttrain.core.errors import ConfigError
+from posttrain.core.files import read_object
 from posttrain.tracking.metrics import FILE_NAME, with_current_names
 from posttrain.tracking.warnings import newest, read_warnings
 
 MOST_POINTS = 1500
 """Most points of a curve. More steps than that are averaged, some at a time."""
+DAMAGED = "is it the folder of a run? If it is, the file is damaged"
+"""Hint where a file of a run cannot be read."""
 _OF_THE_FOLDER = ("run.name", "run.dir", "run.overwrite", "run.resume", "run.logger", "run.console", "description")
 """Keys that say nothing of what is learned."""
 
@@ -42,12 +45,12 @@ class RunFolder:
         """Raises ``ConfigError`` where there is no run, or its files cannot be read."""
         if not (path / "run.json").is_file():
             raise ConfigError(f"{path} is not a run folder", hint="give the name of a run, or the path of its folder")
+        state = read_object(path / "run.json", hint=DAMAGED)
+        origins = read_object(path / "provenance.json", hint=DAMAGED)
         try:
-            state = json.loads((path / "run.json").read_text(encoding="utf-8"))
             stored = flatten_tree(tomli.loads((path / "config.toml").read_text(encoding="utf-8")))
-            origins = json.loads((path / "provenance.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}", hint="is it the folder of a run?") from error
+            raise ConfigError(f"{path / 'config.toml'} cannot be read: {error}", hint=DAMAGED) from error
         config = current_keys(stored, str(path / "config.toml"))
         origins = {RENAMED.get(key, key): origin for key, origin in origins.items()}
         return RunFolder(path, state, config, origins, _metrics(path / FILE_NAME))

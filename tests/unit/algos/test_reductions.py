@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from posttrain.algos import ADVANTAGES, POLICY_LOSSES, losses
 from posttrain.algos.gap import gap_sums
 from posttrain.algos.kl import AdaptiveKl, FixedKl, kl_penalty
-from posttrain.algos.reduce import AGGREGATIONS, token_weights
+from posttrain.algos.reduce import token_weights
 from posttrain.algos.tokens import TokenInputs
+from posttrain.config.algo import Aggregation
 from posttrain.core.errors import ConfigError
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -53,7 +55,7 @@ def test_token_weights_by_hand(aggregation, first, last):
     close(weights, [0, first, first, first, 0, 0, 0, 0, last])
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
 def test_a_batch_without_loss_weighs_nothing(aggregation):
     weights = token_weights(torch.zeros(9, dtype=torch.bool), OFFSETS, aggregation, norm_length=8)
     assert weights.tolist() == [0.0] * 9
@@ -271,7 +273,7 @@ def test_gradients_are_those_of_finite_differences(estimator):
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=6),
-    st.sampled_from(AGGREGATIONS),
+    st.sampled_from(get_args(Aggregation)),
     st.randoms(),
 )
 def test_the_loss_does_not_depend_on_the_order_or_the_cut(masks, aggregation, random):

@@ -91,9 +91,38 @@ def test_rejects_unknown_option_with_the_nearest_one() -> None:
     assert "'steps'" in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"train_row": 20}, "unknown option 'train_row'", "did you mean 'train_rows'?"),
+        ({"train_rows": "20"}, "train_rows = '20': Input should be a valid integer", "PrepOptions"),
+        ({"splits": "train"}, "splits = 'train'", "splits=['train']"),
+        ({"tools": "gsm8k"}, "tools = 'gsm8k'", "tools=['gsm8k']"),
+        ({"plugins": "mine.py"}, "plugins = 'mine.py'", "plugins=['mine.py']"),
+    ],
+)
+def test_rejects_wrong_options_of_prep(tmp_path: Path, options: Any, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        posttrain.run_prep("arith", out=tmp_path / "out", **options)
+    assert message in error.value.message
+    assert hint in (error.value.hint or "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rejects_what_is_no_preset_and_no_dtype(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="preset 5 is no preset"):
+        posttrain.run_sft(5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tools = 'gsm8k'"):
+        posttrain.run_rl("tiny-arith", tools="gsm8k")
+    with pytest.raises(ConfigError, match="'int8' is not a dtype of merged weights"):
+        posttrain.merge_checkpoint("x", tmp_path / "out", dtype="int8")  # type: ignore[arg-type]
+
+
 def test_rejects_sampling_options_together_with_a_file_of_responses() -> None:
-    with pytest.raises(ConfigError, match="a file is given, and model, n"):
+    with pytest.raises(ConfigError, match="model=, n= are options of sampling and cannot go with a file"):
         posttrain.run_eval("responses.parquet", n=2, model="builtin:tiny")
+    with pytest.raises(ConfigError, match="name= is an option of sampling and cannot go with a file"):
+        posttrain.run_eval("responses.parquet", name="x")
 
 
 # ---------------------------------------------------------------------- commands that need no Ray
@@ -115,6 +144,14 @@ async def test_prep_and_eval_run_under_an_event_loop(tmp_path: Path) -> None:
     write_rows(file, [{**row, "responses": ["#### 7", "#### 8"], "errors": [None, None]}])
     found = posttrain.run_eval(file, {"eval": {"resamples": 0}}, pass_at=[1, 2], console="quiet")
     assert (found.file, found.scores["pass@1"], found.scores["pass@2"]) == (file, 0.5, 1.0)
+
+    failures = tmp_path / "failures.md"
+    failures.write_text("keep")
+    with pytest.raises(ConfigError, match=r"failures\.md exists"):
+        posttrain.run_eval(file, failures=failures)
+    assert failures.read_text() == "keep"
+    posttrain.run_eval(file, failures=failures, overwrite=True, console="quiet")
+    assert "#### 8" in failures.read_text()
 
 
 # ---------------------------------------------------------------------- load_run

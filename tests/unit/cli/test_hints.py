@@ -319,6 +319,10 @@ def test_what_is_said_to_read_a_key_is_what_its_description_says() -> None:
     every = list(described())
     assert {one.key for one in every} == set(leaf_keys())
     assert all(any(key == name or key.startswith(f"{name}.") for key in leaf_keys()) for name in READ_BY)
+    read_by = {one.key: one.read_by for one in described()}
+    for name in ("weights", "on_error", "model.path", "judge.url", "overlong.buffer_tokens"):  # eval refuses these
+        assert read_by[f"reward.{name}"] == ("rl",), name
+    assert "eval" in read_by["run.console"]
     commands = {"sft", "prefer", "rl", "generate", "eval"}
     for one in every:
         words = one.about.partition(":")[0].replace(",", " ").split()

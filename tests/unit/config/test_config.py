@@ -166,13 +166,12 @@ def test_an_algo_leaves_nothing_of_another() -> None:
 
 
 def test_names_of_the_config_are_those_of_the_algorithms() -> None:
-    from posttrain.algos import kl, reduce
+    from posttrain.algos import kl
 
     def choices(field: str) -> set[str]:
         return set(get_args(AlgoConfig.model_fields[field].annotation))
 
     assert choices("kl_estimator") == set(kl.ESTIMATORS)
-    assert choices("loss_agg") == set(reduce.AGGREGATIONS)
 
 
 def test_an_unknown_algo() -> None:

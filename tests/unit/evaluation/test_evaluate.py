@@ -225,6 +225,12 @@ def test_unknown_data_source(tmp_path: Path) -> None:
         ({"env_scores": [["a", "b"]]}, "row 0, column 'env_scores' is not a list of numbers"),
         ({"env_scores": [[1.0, None]]}, "row 0, column 'env_correct' is not a list of 2"),
         ({"branches": [["[]"]]}, "row 0, column 'branches' is not a list of 2"),
+        ({"branches": [["[]", "[{}]"]]}, "row 0, column 'branches' is not a list of JSON texts"),
+        ({"branches": [["[]", "not json"]]}, "row 0, column 'branches' is not a list of JSON texts"),
+        ({"conversations": [["[]", "not json"]]}, "row 0, column 'conversations' is not a list of JSON texts"),
+        ({"conversations": [["[]", "[3]"]]}, "row 0, column 'conversations' is not a list of JSON texts"),
+        ({"conversations": [["[]", None]]}, "row 0, column 'conversations' is not a list of JSON texts"),
+        ({"prompt": [["hi"]]}, "row 0, column 'prompt' is not a list of messages"),
     ],
 )
 def test_wrong_schema_names_file_row_and_column(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
@@ -237,6 +243,20 @@ def test_wrong_schema_names_file_row_and_column(tmp_path: Path, columns: dict[st
     assert str(file) in caught.value.message
     assert message in caught.value.message
     assert caught.value.hint
+
+
+def test_failures_show_a_prompt_whose_messages_have_null_tool_calls(tmp_path: Path) -> None:
+    call = {"function": {"name": "calculator", "arguments": "{}"}}
+    prompt = [
+        {"role": "user", "content": "2 + 2?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    row = {"data_source": GSM, "reward_model": {"ground_truth": "4"}, "responses": ["#### 5"], "prompt": prompt}
+    file, failures = tmp_path / "r.parquet", tmp_path / "f.md"
+    pq.write_table(pa.Table.from_pylist([row]), file)
+    evaluate(file, [1], failures=failures)
+    assert "[user] 2 + 2?" in failures.read_text()
+    assert "calls {" in failures.read_text()
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from posttrain import run_eval
 from posttrain.cli import app
 from posttrain.config import Config, RewardConfig
 from posttrain.config.presets import resolve
@@ -302,7 +303,43 @@ def test_failures_can_be_read_and_worked_with(tmp_path: Path, capsys: pytest.Cap
     assert sorted(p.name for p in tmp_path.iterdir()) == ["f.jsonl", "f.md", "f.parquet", "r.parquet"]
 
 
+def test_existing_files_are_kept_unless_overwrite_is_given(tmp_path: Path) -> None:
+    file = str(table(tmp_path / "r.parquet", PROBLEMS))
+    kept = {option: tmp_path / name for option, name in (("--out", "keep.json"), ("--failures", "keep.md"))}
+    for option, path in kept.items():
+        path.write_text("keep")
+        for words in ([file], ["--compare", file, file], ["--model", "builtin:tiny"]):
+            if words[0] == "--compare" and option == "--failures":
+                continue
+            done = CliRunner().invoke(app, ["eval", *words, option, str(path)])
+            assert (done.exit_code, path.read_text()) == (2, "keep"), done.output
+            assert f"{path} exists" in done.output
+            assert f"give --overwrite, or another {option}" in done.output
+    done = CliRunner().invoke(app, ["eval", file, "--out", str(kept["--out"]), "--overwrite"])
+    assert done.exit_code == 0, done.output
+    assert "overall" in json.loads(kept["--out"].read_text())
+    done = CliRunner().invoke(app, ["eval", file, "--failures", str(kept["--failures"]), "--overwrite"])
+    assert done.exit_code == 0, done.output
+    assert "## Row 0" in kept["--failures"].read_text()
+
+
+def test_stdout_has_json_or_failures(tmp_path: Path) -> None:
+    file = table(tmp_path / "r.parquet", PROBLEMS)
+    done = CliRunner().invoke(app, ["eval", str(file), "--json", "--failures", "-"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--json and --failures - both write to stdout" in done.stderr
+
+
 # ---------------------------------------------------------------------- sampling first
+
+
+def test_a_file_of_failures_is_checked_before_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "sample", lambda resolved: pytest.fail("sampled"))
+    done = CliRunner().invoke(app, ["eval", "--model", "builtin:tiny", "--failures", str(tmp_path / "wrong.txt")])
+    assert done.exit_code == 2, done.output
+    assert "wrong.txt: not one of .md, .jsonl, .parquet" in done.output
+    with pytest.raises(ConfigError, match=r"wrong.txt: not one of \.md"):
+        run_eval(model="builtin:tiny", failures=tmp_path / "wrong.txt")
 
 
 def test_what_would_fail_later_is_found_before_sampling(tmp_path: Path) -> None:

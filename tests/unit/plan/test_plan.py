@@ -556,6 +556,23 @@ def test_a_run_has_its_own_config(tmp_path, words, named):
     assert f"--run and {named} exclude each other" in done.stderr
 
 
+def test_a_number_of_gpus_needs_the_gpu(tmp_path):
+    done = planned(tmp_path, "--preset", "qwen2.5-0.5b-dapo", "--gpus", "2")
+    assert done.exit_code == 2
+    assert "--gpus and --nodes need --gpu\nhint: name the GPU to plan for, such as --gpu h200" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("run.json", "run.json does not hold a JSON object"), ("metrics.jsonl", "metrics.jsonl does not hold metrics")],
+)
+def test_a_damaged_run_is_told_of(tmp_path, file, message):
+    a_run(tmp_path, host="elsewhere", machine=Machine(gpu_named("h200"), 2).stored())
+    (tmp_path / "runs" / "x" / file).write_text("[1, 2]")
+    done = planned(tmp_path, "--run", "x")
+    assert (done.exit_code, message in done.stderr) == (2, True), done.output
+
+
 def test_a_run_of_another_host_is_told_to_be_of_another(tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.plan.inputs.this_machine", lambda: Machine(None))
     a_run(tmp_path, host="elsewhere")

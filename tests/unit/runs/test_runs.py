@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import tomli
 
+from posttrain import load_run, merge_ckpt
 from posttrain.config import Config
 from posttrain.config.presets import Resolved, resolve
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.signals import termination_raises
-from posttrain.runs.run import RunDir, RunTarget, Status, StopSignal, find_run, latest_run
+from posttrain.runs.run import RunDir, RunTarget, Status, StopSignal, find_run, latest_run, run_folder
 from posttrain.tracking.report.folder import RunFolder
 from posttrain.train import checkpoint
 
@@ -263,6 +264,24 @@ def test_find_run_and_latest(tmp_path: Path) -> None:
     assert not newest_without.checkpoints.exists()
     with pytest.raises(ConfigError, match="no run with a checkpoint"):
         latest_run(tmp_path / "old")
+
+
+def test_a_folder_that_is_no_run_does_not_hide_the_run_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = RunTarget.find(make(tmp_path / "runs", name="done")).open().path
+    for folder in ("done", "shards"):
+        Path(folder).mkdir()
+    assert run_folder("runs", "done").samefile(path)
+    assert run_folder("nowhere", path) == path
+    assert load_run("done").path.samefile(path)
+    assert merge_ckpt.find_folder("done", "runs").samefile(path)
+    assert merge_ckpt.find_folder("shards", "runs") == Path("shards")
+    for find in (run_folder, lambda root, name: merge_ckpt.find_folder(name, root)):
+        with pytest.raises(ConfigError, match="no run 'dune'") as caught:
+            find("runs", "dune")
+        assert caught.value.hint == "did you mean 'done'?"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

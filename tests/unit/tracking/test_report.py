@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from posttrain.cli import app
 from posttrain.core.errors import ConfigError
 from posttrain.core.types import Message
 from posttrain.data.images import RawImage
@@ -100,6 +102,19 @@ def test_text_of_models_cannot_be_read_as_markup(run_path: Path, tmp_path: Path)
     assert policy[1].startswith("default-src 'none'; base-uri 'none'; form-action 'none'")
     assert "unsafe" not in policy[1]
     assert not re.search(r"\b(?:src|href)=[\"']?(?:https?:)?//", text)
+
+
+def test_a_file_that_exists_is_kept_unless_overwrite_is_given(run_path: Path, tmp_path: Path) -> None:
+    page, own = tmp_path / "keep.txt", run_path / "report.html"
+    for file in (page, own):
+        file.write_text("keep")
+    line = ["report", str(run_path), "--out", str(page)]
+    done = CliRunner().invoke(app, line)
+    assert (done.exit_code, page.read_text()) == (2, "keep"), done.output
+    assert "give --overwrite, or another --out" in done.output
+    assert CliRunner().invoke(app, [*line, "--overwrite"]).exit_code == 0
+    assert CliRunner().invoke(app, ["report", str(run_path)]).exit_code == 0
+    assert all("<title>" in file.read_text() for file in (page, own))
 
 
 def test_a_name_in_the_title_is_escaped(tmp_path: Path) -> None:
@@ -283,6 +298,15 @@ def test_wrong_names_are_one_message(run_path: Path, tmp_path: Path) -> None:
         report.run([str(run_path)], "runs", tmp_path / "file" / "page.html")
     with pytest.raises(ConfigError, match="is not a run folder"):
         RunFolder.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["run.json", "provenance.json"])
+def test_a_damaged_file_of_a_run_is_named(name: str, tmp_path: Path) -> None:
+    path = write_run(tmp_path, "a", [[]])
+    (path / name).write_text("[1]")
+    done = CliRunner().invoke(app, ["report", str(path)])
+    assert done.exit_code == 2, done.output
+    assert f"{name} does not hold a JSON object" in done.stderr
 
 
 def test_a_run_does_not_wait_for_its_report_nor_fail_with_it(tmp_path: Path) -> None:
