@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
-from posttrain.algos.reduce import AGGREGATIONS, token_weights
+from posttrain.algos.reduce import token_weights
 from posttrain.config import AlgoConfig, TrainConfig
+from posttrain.config.algo import Aggregation
 from posttrain.data.pack import PackedBatch
 from posttrain.models.load import ModelSource
 from posttrain.rl.metrics import update_metrics
@@ -39,7 +41,7 @@ async def moved(group: LocalGroup, *, aggregation: str, factor: float = 1.0) -> 
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3], ids=["plain", "corrected"])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
 async def test_shares_and_means_do_not_depend_on_the_sum_of_the_loss_weights(
     group: LocalGroup, aggregation: str, factor: float
 ) -> None:
