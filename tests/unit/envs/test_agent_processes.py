@@ -21,7 +21,13 @@ from tests.helpers.scripted import ScriptedSampler
 
 AGENT = """
 import asyncio, os, time
+from multiprocessing.connection import Connection
 import httpx
+
+def send_half(pipe, message):
+    os.write(pipe.fileno(), message[: len(message) // 2])
+    open(__file__ + ".blocked", "w").close()
+    time.sleep(60)
 
 async def agent(task):
     what = task.extra_info.get("do", "ask")
@@ -32,6 +38,8 @@ async def agent(task):
     if what == "block":
         open(__file__ + ".blocked", "w").close()
         time.sleep(600)
+    if what == "half":
+        Connection._send = send_half
     if what == "wait":
         await asyncio.sleep(600)
     if what == "cancelled":
@@ -129,11 +137,11 @@ async def test_failures_stay_with_their_episodes(processes, file):
         unsent = await players(prompt(lambda: None), 0, ON_POLICY, ScriptedSampler("0.5"))
         assert unsent.error.startswith("RunError: a task cannot be sent to the agent's process: ")
         raised = await played(players, "raise")
-        assert re.search(r"CodeError: the agent failed: KeyError: 'a key' \(.*mine.py, line 8\)", raised.error)
+        assert re.search(r"CodeError: the agent failed: KeyError: 'a key' \(.*mine.py, line 14\)", raised.error)
         leaked = await played(players, "cancelled")
         assert (leaked.reason, "the agent failed: it was cancelled from inside" in leaked.error) == ("error", True)
         returned = await played(players, "text")
-        assert re.search(r"the agent returned 'much' \(.*mine.py, line 5\)", returned.error)
+        assert re.search(r"the agent returned 'much' \(.*mine.py, line 11\)", returned.error)
         assert [branch.turns for branch in returned.branches] == [1]  # what it sampled is kept
         assert (await players(prompt("ask"), 0, ON_POLICY, Lost())).error == "WorkerError: the engine is lost"
         assert (await players(prompt("go"), 0, ON_POLICY, Never())).reason == "error"
@@ -153,11 +161,14 @@ async def test_a_process_that_dies_fails_its_episodes_and_is_replaced(processes)
 
 
 @pytest.mark.slow
-async def test_a_process_that_an_episode_blocks_is_replaced_when_that_one_is_cancelled(processes, file, monkeypatch):
+@pytest.mark.parametrize("how", ["block", "half"])  # also amid a message to the run's process
+async def test_a_process_that_an_episode_blocks_is_replaced_when_that_one_is_cancelled(
+    processes, file, monkeypatch, how
+):
     async with processes(1) as players:
         monkeypatch.setattr(agent_processes, "_BLOCKED_S", 0.2)
         before = await pid(players)
-        blocking = asyncio.create_task(played(players, "block"))
+        blocking = asyncio.create_task(played(players, how))
         behind = asyncio.create_task(played(players, "wait"))
         async with asyncio.timeout(60):
             while not file.with_name("mine.py.blocked").exists():
