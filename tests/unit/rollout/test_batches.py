@@ -159,11 +159,11 @@ def test_with_over_sampling_batches_are_those_of_a_plain_loop_to_the_bit(seed, c
 
 
 def test_groups_that_were_ready_and_not_chosen_are_graded_and_counted_once():
-    class Counted(Rewards):
-        graded: Counter[int] = Counter()
+    graded = Counter()
 
+    class Counted(Rewards):
         async def reward(self, episodes):
-            self.graded.update(t.prompt.index for t in episodes)
+            graded.update(t.prompt.index for t in episodes)
             return await super().reward(episodes)
 
     def batches():
@@ -184,7 +184,7 @@ def test_groups_that_were_ready_and_not_chosen_are_graded_and_counted_once():
         left = Counter(row for _, row, _ in made.state()["left"])
         assert trained + left == Counter(range(14))
         assert counted == [(12, 12, 0, []), (8, 8, 0, []), (8, 8, 0, [])]
-        assert Counted.graded == dict.fromkeys(range(14), 2)
+        assert graded == dict.fromkeys(range(14), 2)
         await made.close()
 
     loop = VirtualTime()
