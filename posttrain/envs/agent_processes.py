@@ -4,7 +4,9 @@ sessions take more time of a core than all that the run does for an ordinary epi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -100,9 +102,9 @@ class _Child:
         self._numbers = count()
         self._watches: set[asyncio.Task[None]] = set()
         self._outbox: list[Play | Cancel | Ping | Sampled] = []
-        # A process that stands still reads nothing, and sending to it waits.
+        # A process that stands still reads nothing, or stops amid a message: sending and receiving wait.
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="agents")
-        self._loop.add_reader(self._process.pipe.fileno(), self._read)
+        threading.Thread(target=self._read, name="agents' messages", daemon=True).start()
 
     @property
     def load(self) -> int:
@@ -142,10 +144,8 @@ class _Child:
         if self.ended:
             return
         self.ended = True
-        self._loop.remove_reader(self._process.pipe.fileno())
-        self._process.kill(family=True)
+        self._process.kill(family=True)  # with its end of the pipe, which ends the thread that reads
         self._sender.shutdown(wait=False, cancel_futures=True)
-        self._process.pipe.close()
         waited: list[asyncio.Future[Any]] = [self._started, *(episode.played for episode in self._playing.values())]
         for future in waited:
             if not future.done():
@@ -207,11 +207,17 @@ class _Child:
                 if isinstance(message, Play):
                     self._loop.call_soon_threadsafe(self._received, Ended(message.number, failure))
 
-    def _read(self) -> None:
-        try:
-            while self._process.pipe.poll():
-                self._received(self._process.pipe.recv())
-        except (EOFError, OSError):
+    def _read(self) -> None:  # in a thread of its own
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+            try:
+                while True:
+                    self._loop.call_soon_threadsafe(self._received, self._process.pipe.recv())
+            except (EOFError, OSError):
+                self._loop.call_soon_threadsafe(self._lost)
+        self._process.pipe.close()
+
+    def _lost(self) -> None:
+        if not self.ended:
             self.end(f"the agent's process died (exit code {self._process.exit_code()})")
 
     def _received(self, message: Started | Ended | Pong | Ask | Abort) -> None:
