@@ -81,7 +81,7 @@ def call_function(
         )
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
-    except (SystemExit, Exception) as error:
+    except (SystemExit, asyncio.CancelledError, Exception) as error:
         # An answer that is evaluated may raise a NameError too.
         bug = isinstance(error, SystemExit) or (isinstance(error, _BUGS) and innermost_is_in_a_file(error))
         verdict = raised(name, error, function)

@@ -291,6 +291,9 @@ async def slow(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0.01)
     return Score(2.0, True, extracted=data_source)
 
+async def cancelled(data_source, solution_str, ground_truth, extra_info=None):
+    raise asyncio.CancelledError("a scope that leaks")
+
 def bad(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "raise":
         raise KeyError("nope")
@@ -327,6 +330,8 @@ def test_functions_of_the_user_that_fail_say_so(tmp_path):
         strict=True,
     ):
         assert expected in (error or "")
+    (found,) = grade_by("cancelled", [GradeItem("x", "a", "")], tmp_path)
+    assert "'cancelled' raised CancelledError: a scope that leaks" in (found.error or "")
 
 
 @pytest.mark.parametrize(
