@@ -208,13 +208,14 @@ def test_kl_in_the_reward(models):
         "algo.kl_in=reward",
         "algo.kl_coef=0.5",
         "algo.kl_target=0.001",
-        "algo.kl_horizon=8",
+        "algo.kl_horizon=40",
         "algo.kl_estimator=k1",
     ]
     (first, last), change = models("grpo", *sets)
     assert first["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)  # it is the reference still
     assert first["actor/reward_kl_penalty_coeff"] == 0.5
-    assert last["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * 0.8)  # 8 episodes of a horizon of 8: a fifth
+    # 8 episodes of a horizon of 40 are a fifth, and a step changes it by a fifth of that.
+    assert last["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * 0.96)
     penalty, coefficient = last["actor/reward_kl_penalty"], last["actor/reward_kl_penalty_coeff"]
     assert penalty != 0.0
     taken = last["critic/score/mean"] - last["critic/rewards/mean"]  # of an episode; the penalty is one token's
