@@ -40,13 +40,14 @@ def command(kind: str, folder: Path, name: str, workers: int) -> list[str]:
     """The run's command line, without the program."""
     data = folder / "data"
     common = ["--name", name, "--set", f"run.dir={folder / 'runs'}", "--set", f"cluster.workers={workers}"]
-    common += ["--set", "run.restarts=100", "--set", "cluster.sampler_restarts=100", "--set", "run.logger=['jsonl']"]
+    common += ["--set", "run.restarts=100", "--set", "run.logger=['jsonl']"]
     if kind == "sft":
         common += ["--data", str(data / "sft_train.parquet"), "--steps", "16", "--set", "train.save_every=2"]
         return ["sft", "--preset", "tiny-arith-sft", *common]
     common += ["--data", str(data / "train.parquet"), "--steps", "6", "--set", "train.save_every=1"]
     common += ["--set", "data.batch_size=4", "--set", "rollout.n=4", "--set", "rollout.max_turns=2"]
     common += ["--set", f"plugins=['{HERE / 'chaos_engine.py'}']", "--set", "run.rollouts=false"]
+    common += ["--set", "cluster.sampler_restarts=100"]
     return ["rl", "--preset", "tiny-arith", "--model", "run:start", *common]
 
 

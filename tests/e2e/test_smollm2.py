@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} ({INSTALL})"),
 ]
 
-SMALL = ["--set", "train.dtype=float32", "--set", "data.batch_size=2", "--set", "rollout.max_concurrent=4"]
-SHORT = ["--set", "rollout.max_response_tokens=24"]
+SMALL = ["--set", "train.dtype=float32", "--set", "data.batch_size=2"]
+SHORT = ["--set", "rollout.max_response_tokens=24", "--set", "rollout.max_concurrent=4"]
 SHORTER = {
     "prep": ["--limit", "4"],
     "sft": [*SMALL, "--steps", "2"],
