@@ -41,16 +41,18 @@ set_up_venv() {
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
     venv="${POSTTRAIN_VENV:-$root/.venv}"
     make_venv "$venv"
-    stamp="$(stamp_of "$venv" "$root")"
     if grep -qsx "gpu .*" "$venv/posttrain-stamp"; then # as it is: our versions would replace those of its engine
         [[ -z "$extra" ]] ||
             fail "$venv is of scripts/install_gpu, and what $0 needs has other versions" "POSTTRAIN_VENV=.venv-$extra $0"
-    elif ! grep -qsx "$stamp $root ${extra:-.*}" "$venv/posttrain-stamp"; then
-        echo "installing into $venv (a few minutes the first time)" >&2
-        # torch first: it is the large one, and packages that build against it find it there.
-        pip_install "$venv" -c "$root/constraints.txt" "$(grep '^torch==' "$root/constraints.txt")"
-        pip_install "$venv" -c "$root/constraints.txt" -e "$root${extra:+[$extra]}"
-        echo "$stamp $root $extra" > "$venv/posttrain-stamp"
+    else
+        stamp="$(stamp_of "$venv" "$root")"
+        if ! grep -qsx "$stamp $root ${extra:-.*}" "$venv/posttrain-stamp"; then
+            echo "installing into $venv (a few minutes the first time)" >&2
+            # torch first: it is the large one, and packages that build against it find it there.
+            pip_install "$venv" -c "$root/constraints.txt" "$(grep '^torch==' "$root/constraints.txt")"
+            pip_install "$venv" -c "$root/constraints.txt" -e "$root${extra:+[$extra]}"
+            echo "$stamp $root $extra" > "$venv/posttrain-stamp"
+        fi
     fi
     # shellcheck disable=SC1091
     source "$venv/bin/activate"

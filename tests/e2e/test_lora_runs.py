@@ -309,8 +309,8 @@ def test_rl_that_was_stopped_goes_on(place, monkeypatch):
     # Else what is sampled depends on which requests come together, and that on time.
     repeatable = ("rollout.batch_invariant=true", "rollout.record_schedule=true")
 
-    async def stopping(self, step, *args):
-        await save(self, step, *args)
+    async def stopping(self, step, *args, **more):
+        await save(self, step, *args, **more)
         self.stop.requested = step == 2
 
     with monkeypatch.context() as patch:

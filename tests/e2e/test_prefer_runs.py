@@ -170,8 +170,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(place, monkeypatch, method):
     whole = train(place, f"whole-{method}", *sets)
     save = TrainingRun.save
 
-    async def stopping(self, step, *args):
-        await save(self, step, *args)
+    async def stopping(self, step, *args, **more):
+        await save(self, step, *args, **more)
         self.stop.requested = step == 3
 
     with monkeypatch.context() as patch:
