@@ -209,11 +209,17 @@ class _Child:
 
     def _read(self) -> None:  # in a thread of its own
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
-            try:
-                while True:
-                    self._loop.call_soon_threadsafe(self._received, self._process.pipe.recv())
-            except (EOFError, OSError):
-                self._loop.call_soon_threadsafe(self._lost)
+            while True:
+                try:
+                    message = self._process.pipe.recv()
+                except (EOFError, OSError):
+                    self._loop.call_soon_threadsafe(self._lost)
+                    break
+                except Exception as error:  # nobody sees what a thread raises: episodes would wait for their deadline
+                    reason = f"a message of the agent's process cannot be read: {type(error).__name__}: {error}"
+                    self._loop.call_soon_threadsafe(self.end, reason)
+                    break
+                self._loop.call_soon_threadsafe(self._received, message)
         self._process.pipe.close()
 
     def _lost(self) -> None:

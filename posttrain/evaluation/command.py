@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from posttrain.config import Config, RewardConfig, SandboxConfig
-from posttrain.config.describe import READ_BY
+from posttrain.config.describe import readers_of
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.files import check_new, write_text
 from posttrain.core.text import printable
@@ -248,8 +248,7 @@ def _check_reward(reward: RewardConfig) -> None:
     """`eval` reports what graders say. Raises ``ConfigError`` for what only training composes."""
     default = RewardConfig()
     for name in RewardConfig.model_fields:
-        read_by = READ_BY.get(f"reward.{name}", READ_BY["reward"])
-        if "eval" not in read_by and getattr(reward, name) != getattr(default, name):
+        if "eval" not in readers_of(f"reward.{name}") and getattr(reward, name) != getattr(default, name):
             raise ConfigError(f"reward.{name} has no meaning in eval", hint="it makes the reward of `posttrain rl`")
 
 

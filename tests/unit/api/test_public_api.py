@@ -110,12 +110,13 @@ def test_rejects_wrong_options_of_prep(tmp_path: Path, options: Any, message: st
 
 
 def test_rejects_what_is_no_preset_and_no_dtype(tmp_path: Path) -> None:
+    wrong: Any = [5, "int8"]
     with pytest.raises(ConfigError, match="preset 5 is no preset"):
-        posttrain.run_sft(5)  # type: ignore[arg-type]
+        posttrain.run_sft(wrong[0])
     with pytest.raises(ConfigError, match="tools = 'gsm8k'"):
         posttrain.run_rl("tiny-arith", tools="gsm8k")
     with pytest.raises(ConfigError, match="'int8' is not a dtype of merged weights"):
-        posttrain.merge_checkpoint("x", tmp_path / "out", dtype="int8")  # type: ignore[arg-type]
+        posttrain.merge_checkpoint("x", tmp_path / "out", dtype=wrong[1])
 
 
 def test_rejects_sampling_options_together_with_a_file_of_responses() -> None:

@@ -40,6 +40,8 @@ async def agent(task):
         time.sleep(600)
     if what == "half":
         Connection._send = send_half
+    if what == "garbage":
+        Connection.send = lambda pipe, message: pipe.send_bytes(b"no pickle")
     if what == "wait":
         await asyncio.sleep(600)
     if what == "cancelled":
@@ -157,6 +159,10 @@ async def test_a_process_that_dies_fails_its_episodes_and_is_replaced(processes)
         waiting = asyncio.create_task(played(players, "wait"))
         assert (await played(players, "exit")).error == "RunError: the agent's process died (exit code 7)"
         assert "died" in (await waiting).error
+        waiting = asyncio.create_task(played(players, "wait"))
+        unread = "RunError: a message of the agent's process cannot be read: UnpicklingError: "
+        assert (await played(players, "garbage")).error.startswith(unread)
+        assert (await waiting).error.startswith(unread)
         assert await pid(players) not in (0, before)
 
 

@@ -82,11 +82,8 @@ def played(k, window, busy, sampling, late, *, pacing=True):
         await pool.close()
         return [later - sooner for sooner, later in itertools.pairwise(begun[10:-9])]
 
-    loop = VirtualTime()
-    try:
-        seconds = loop.run_until_complete(main())
-    finally:
-        loop.close()
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        seconds = runner.run(main())
     groups = [max(late.waits[i : i + N]) for i in range(0, len(late.waits) - N + 1, N)]
     of_steps = [groups[i : i + SIZE] for i in range(0, len(groups) - SIZE + 1, SIZE)]
     return mean(seconds), Waits(median(map(median, of_steps)), median(map(max, of_steps)), SIZE)

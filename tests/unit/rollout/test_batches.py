@@ -152,11 +152,8 @@ def test_with_over_sampling_batches_are_those_of_a_plain_loop_to_the_bit(seed, c
             assert_same_groups(await made.next(), await plain._source.sample(prompts, 3))
         await made.close()
 
-    loop = VirtualTime()
-    try:
-        loop.run_until_complete(main())
-    finally:
-        loop.close()
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(main())
 
 
 def test_groups_that_were_ready_and_not_chosen_are_graded_and_counted_once():
@@ -188,11 +185,8 @@ def test_groups_that_were_ready_and_not_chosen_are_graded_and_counted_once():
         assert graded == dict.fromkeys(range(14), 2)
         await made.close()
 
-    loop = VirtualTime()
-    try:
-        loop.run_until_complete(main())
-    finally:
-        loop.close()
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(main())
 
 
 def assert_same_groups(found, expected):
