@@ -16,9 +16,9 @@ parsing and templates. On GPUs of their own, weights are updated while all reque
 have ended until there were N updates.
 
 With `--fp8` the same engine is measured twice in one run, in bfloat16 and with `rollout.quantization = "fp8"`
-(`--fp8-kv`: and a KV cache in FP8): tokens per second through our driver, updates with quantization and check, the gap
-of log-probabilities of what it sampled to the trainer's, and the GPU's memory. `--fp8-options` are engine options of
-the second alone, such as another kernel.
+(`--fp8-kv`: and a KV cache in FP8): tokens per second through our driver for each of `--requests` at once, updates with
+quantization and check, the gap of log-probabilities of what it sampled to the trainer's, and the GPU's memory.
+`--fp8-options` are engine options of the second alone, such as another kernel.
 
 With `--router-replay` a mixture of experts (`--shape 7b-a1b`) samples, its experts are recorded, and the same samples
 are scored by the trainer twice: with the experts that the engine chose and with its own. The gap and the divergence
@@ -278,13 +278,13 @@ async def measure_fp8(args: argparse.Namespace) -> list[tuple[str, str]]:
             memory = used_gib()
             scored = await gap_of_samples(actor, sampler, args)
             await actor.offload()
-            rates = []
-            for _ in range(4):
-                asked = [[next(first), *ids[1:]] for ids in prompts(args.requests, args.prompt)]
-                seconds = await clock("all requests", ours(sampler, asked, args.new, 1, 0))
-                rates.append(args.requests * args.new / seconds)
+            rates: dict[int, list[float]] = {count: [] for count in args.loads}
+            for count, _ in itertools.product(args.loads, range(4)):
+                asked = [[next(first), *ids[1:]] for ids in prompts(count, args.prompt)]
+                seconds = await clock(f"{count} requests", ours(sampler, asked, args.new, 1, 0))
+                rates[count].append(count * args.new / seconds)
             found[in_fp8] = {
-                "tokens/s": max(rates[1:]),
+                **{f"tokens/s, {count} requests": max(of_load[1:]) for count, of_load in rates.items()},
                 "update with check, s": clock.median("update with check"),
                 "check gap": max(gaps),
                 "GPU memory after updates, GiB": memory,
@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=["0.5b", "7b", "7b-a1b"], default="0.5b")
     parser.add_argument("--models", type=Path, default=Path("/tmp/posttrain-bench"))
     parser.add_argument("--model", type=Path, help="a model's folder, instead of a random one of --shape")
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--requests", type=int, nargs="+", default=[256], dest="loads", help="several: with --fp8")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--updates", type=int, default=5)
@@ -383,6 +383,7 @@ def main() -> None:
     parser.add_argument("--fp8-options", type=json.loads, default={}, help="JSON: rollout.engine_options of FP8 alone")
     parser.add_argument("--router-replay", action="store_true", help="a mixture, with the experts that it chose")
     args = parser.parse_args()
+    args.requests = max(args.loads)
     args.model = args.model or model_folder(args.models, args.shape)
     torch.cuda.empty_cache()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

@@ -5,8 +5,9 @@
     python scripts/gpu_jobs.py --out /tmp/gpu training            a whole group
 
 Jobs start in the order given, as soon as enough GPUs are free. Logs go into `--out`; of each job the rows that it
-printed, its errors and its last lines are shown at the end. `POSTTRAIN_GPU_TOKENIZER`, `POSTTRAIN_GPU_CHATS` and
-`POSTTRAIN_GPU_GSM8K` say where a tokenizer, conversations, and what `posttrain prep gsm8k` wrote are (see tests/gpu).
+printed, its errors and its last lines are shown at the end. `POSTTRAIN_GPU_TOKENIZER`, `POSTTRAIN_GPU_CHATS`,
+`POSTTRAIN_GPU_GSM8K` and `POSTTRAIN_GPU_SMOLLM2` say where a tokenizer, conversations, what `posttrain prep gsm8k` wrote
+and what `scripts/smollm2.py` wrote are.
 Jobs side by side also share the host, which slows what waits for it: run alone what is to be timed.
 The engines' jobs share what `gpu_model.py` trains (a minute and a half, once a machine).
 """
@@ -82,10 +83,10 @@ def _engine(engine: str) -> list[Job]:
 
 
 def _fp8(name: str, engine: str, *more: str) -> Job:
-    """7B in bfloat16 and in FP8, with the requests of a step of 64 x 16. An engine starts in two to four minutes, with
-    kernels that are compiled."""
+    """7B in bfloat16 and in FP8, with few requests and with those of a step of 64 x 16. An engine starts in two to four
+    minutes, with kernels that are compiled."""
     bench = ("scripts/bench_rollout_gpu.py", "--engine", engine, "--shape", "7b", "--fp8", "--updates", "2")
-    work = ("--requests", "1024", "--new", "256", "--memory-fraction", "0.6")
+    work = ("--requests", "64", "256", "1024", "--new", "256", "--memory-fraction", "0.6")
     return Job(name, (sys.executable, *bench, *work, *more), limit_s=600)
 
 
@@ -99,6 +100,10 @@ _CHECK = (
     "scripts/bench_gpu.py --parts sft rl --steps 6 "
     f"--tokenizer {os.environ.get('POSTTRAIN_GPU_TOKENIZER', 'tokenizer')}"
 )
+_SMOLLM2 = os.environ.get("POSTTRAIN_GPU_SMOLLM2", "smollm2")
+_REAL = f"--model {_SMOLLM2} --data {os.environ.get('POSTTRAIN_GPU_GSM8K', 'gsm8k')}"
+_ROUNDS = f"scripts/bench_real_rollouts.py {_REAL} --rounds 7 --engine"
+_PROMPTS = "scripts/bench_prompts.py --n 8 --prompt 512 --response 1024 --steps 3"
 _TWO = "--sequence-parallel 2 --checkpointing selective"
 GROUPS: dict[str, list[Job]] = {
     "kernels": [
@@ -126,6 +131,15 @@ GROUPS: dict[str, list[Job]] = {
         _fp8("fp8-sglang", "sglang", "--options", _FEW_GRAPHS),
         _fp8("fp8-sglang-triton", "sglang", "--options", _FEW_GRAPHS, *_TRITON),
         _fp8("fp8-vllm", "vllm", "--options", _QUICK_START["vllm"]),
+    ],
+    "real": [
+        _bench("start", f"scripts/bench_start.py {_REAL}", limit_s=600),
+        _bench("real-sglang", f"{_ROUNDS} sglang", limit_s=400),
+        _bench("real-vllm", f"{_ROUNDS} vllm", limit_s=400),
+    ],
+    "prompts": [
+        _bench("prompts-0.5b", f"{_PROMPTS} --shape 0.5b --groups 128 --tokens-per-microbatch 65536"),
+        _bench("prompts-3b", f"{_PROMPTS} --shape 3b --groups 16 --lora-rank 16"),
     ],
     "training-2": [
         _bench("shards-2", f"{_SHARDS} --gpus 2 --rows 8", gpus=2, limit_s=120),

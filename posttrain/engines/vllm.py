@@ -77,7 +77,6 @@ def memory_arguments(spec: EngineSpec) -> dict[str, Any]:
             "kv_cache_memory_bytes": cache_bytes(spec),
             "enforce_eager": True,
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(2048, context_length(spec, spare=_SPARE)),
         }
     size = {"kv_cache_memory_bytes": cache_bytes(spec)} if spec.shares_gpu else {}
     return size | {
@@ -104,6 +103,7 @@ class VLLMEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.spec = spec
@@ -149,7 +149,11 @@ class VLLMEngine:
             if spec.rollout.kv_cache_dtype == "fp8":
                 ours |= {"kv_cache_dtype": "fp8"}
             try:
-                self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, ours, defaults)))
+                args = AsyncEngineArgs(**arguments(spec, ours, defaults))
+                # Steps as large as vLLM takes for work in bulk, 8 or 16 k tokens by the GPU. Of a server that it does
+                # not know it takes 2 k, of which 1,024 running requests leave the prompts of others half, for dozens of
+                # steps that no CUDA graph has.
+                self.llm = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
             except (RuntimeError, ValueError, TypeError) as error:
                 hint = "its own messages are in the worker's log"
                 if self.routing is not None and "Model Runner V2" in str(error):  # it needs Triton, also on a CPU

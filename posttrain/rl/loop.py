@@ -93,11 +93,16 @@ async def train(run: TrainingRun, start: Start) -> None:
         RunError: a worker failed, weights did not arrive, or nothing can be trained on. The run can be resumed.
     """
     cfg, tracker = run.cfg, run.tracker
-    async with Cluster(cfg, run.folder.logs) as cluster, run, AsyncExitStack() as closing:
+    async with AsyncExitStack() as closing:
         with tracker.phase("start"):
-            await cluster.prepare_samplers()
-            learner = await Learner.open(cluster, run)  # actor; critic, reference, teacher where the algorithm has them
-            engines, rollouts = await start(cluster, run, learner, closing)
+            with tracker.phase("start/ray"):
+                cluster = await closing.enter_async_context(Cluster(cfg, run.folder.logs))
+            await closing.enter_async_context(run)
+            with tracker.phase("start/trainers"):
+                await cluster.prepare_samplers()
+                learner = await Learner.open(cluster, run)  # the actor, and what else the algorithm has
+            with tracker.phase("start/engines"):
+                engines, rollouts = await start(cluster, run, learner, closing)
             state = await run.resume(learner.trained)
 
         if state is not None:

@@ -229,8 +229,9 @@ async def sample_only(run: TrainingRun, task: Task) -> None:
     result; a run that goes on finds in them how far it had come."""
     cfg, tracker = run.cfg, run.tracker
     sampling, order = sampling_of(cfg.rollout), task.order(run)
-    async with Cluster(cfg, run.folder.logs) as cluster, AsyncExitStack() as closing:
+    async with AsyncExitStack() as closing:
         with tracker.phase("start"):
+            cluster = await closing.enter_async_context(Cluster(cfg, run.folder.logs))
             await open_player(task, closing)
             engines = await cluster.samplers(run.source, task.stop_token_ids)
             restart = partial(cluster.sampler, run.source, task.stop_token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -29,8 +30,10 @@ async def train(
         RunError: a worker failed, or too many updates were skipped. The run can be resumed.
     """
     cfg, tracker = run.cfg, run.tracker
-    async with Cluster(cfg, run.folder.logs) as cluster, run:
+    async with AsyncExitStack() as closing:
         with tracker.phase("start"):
+            cluster = await closing.enter_async_context(Cluster(cfg, run.folder.logs))
+            await closing.enter_async_context(run)
             learner = await objective.start(cluster, run, val)
             actor = learner.actor
             data.restore(await run.resume({"actor": actor}) or beginning)

@@ -140,6 +140,18 @@ async def test_samples_and_scores_are_of_the_models_own_weights(sampler):
     assert close(scored, logprobs_of(MODELS[0], whole))
 
 
+async def test_steps_are_as_large_as_vllm_takes_for_work_in_bulk(sampler):
+    def of_engine_and_in_bulk(self):
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
+
+        defaults, _ = AsyncEngineArgs.get_batch_defaults(1)
+        return self.engine.llm.vllm_config.scheduler_config.max_num_batched_tokens, defaults[UsageContext.LLM_CLASS]
+
+    taken, in_bulk = await sampler.actor.__ray_call__.remote(of_engine_and_in_bulk)
+    assert taken == in_bulk
+
+
 async def test_greedy_is_the_most_likely_token(sampler):
     ids = prompt(30, seed=3)
     sample = await sampler.generate(ids, SamplingParams(8, 0.0))
