@@ -6,8 +6,8 @@
 
 Jobs start in the order given, as soon as enough GPUs are free. Logs go into `--out`; of each job the rows that it
 printed, its errors and its last lines are shown at the end. `POSTTRAIN_GPU_TOKENIZER`, `POSTTRAIN_GPU_CHATS`,
-`POSTTRAIN_GPU_GSM8K` and `POSTTRAIN_GPU_SMOLLM2` say where a tokenizer, conversations, what `posttrain prep gsm8k` wrote
-and what `scripts/smollm2.py` wrote are.
+`POSTTRAIN_GPU_GSM8K` and `POSTTRAIN_GPU_SMOLLM2` say where a tokenizer, conversations, and what `posttrain prep gsm8k`
+and `scripts/smollm2.py` wrote are.
 Jobs side by side also share the host, which slows what waits for it: run alone what is to be timed.
 The engines' jobs share what `gpu_model.py` trains (a minute and a half, once a machine).
 """
