@@ -23,7 +23,7 @@ from posttrain.plan.estimate import Plan, Question
 from posttrain.plan.inputs import Known, PlanOptions, question_of, replans
 from posttrain.plan.problems import problems
 from posttrain.plan.table import as_data, render
-from posttrain.tracking.metrics import FILE_NAME, with_current_names
+from posttrain.tracking.metrics import FILE_NAME, read_metrics
 from posttrain.tracking.report.folder import DAMAGED
 
 
@@ -81,17 +81,15 @@ def _question_of_run(cfg: Config, folder: Path, asked: PlanOptions) -> tuple[Que
 
 def compared(question: Question, folder: Path) -> list[Pair]:
     """Return what is both predicted and measured of a run. Raises ``DataError`` where it has no metrics yet."""
+    rows = read_metrics(folder)
     file = folder / FILE_NAME
-    try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read: {error}", hint="run.logger must have had jsonl in it") from error
-    if not all(isinstance(row, dict) for row in rows):
+    if not rows and file.is_file() and file.stat().st_size:
         raise DataError(f"{file} does not hold metrics", hint=DAMAGED)
-    rows = [with_current_names(row, file) for row in rows]
     lengths = lengths_of(question.cfg, rows)
     if lengths is None:
-        raise DataError(f"{file} has no steps yet", hint="wait for the first step")
+        raise DataError(
+            f"{file} has no steps yet", hint="wait for the first step; run.logger must have had jsonl in it"
+        )
     lengths = replace(lengths, images=question.lengths.images)
     waits, computed = waits_of(question.cfg, rows), computed_of(rows)
     return compare(Plan(replace(question, lengths=lengths, typical=True, waits=waits, computed=computed)), rows)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from posttrain.core.errors import DataError
 from posttrain.core.files import writing
 from posttrain.core.text import printable
 
@@ -30,6 +31,30 @@ def with_current_names(row: Mapping[str, Any], file: Path) -> dict[str, Any]:
 @functools.cache
 def _warn_renamed(file: Path, old: str) -> None:
     print(printable(f"warning: {file}: {old} is read as {RENAMED_METRICS[old]}, its current name"), file=sys.stderr)
+
+
+def read_metrics(run_path: Path) -> list[dict[str, Any]]:
+    """Return the rows of `metrics.jsonl` by their current names, in order of their steps; of a step that is there twice
+    the last. A line that is not whole, as of a process that was killed, is left out. Empty without the file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    file = run_path / FILE_NAME
+    if not file.is_file():
+        return []
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}", hint="make it readable") from error
+    rows: dict[int, dict[str, Any]] = {}
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+            rows[int(row["step"])] = with_current_names(row, file)
+        except (ValueError, TypeError, KeyError):
+            continue
+    return [rows[step] for step in sorted(rows)]
 
 
 class MetricsSink(Protocol):

@@ -15,7 +15,7 @@ from posttrain.config.aliases import RENAMED
 from posttrain.config.keys import current_keys, flatten_tree
 from posttrain.core.errors import ConfigError
 from posttrain.core.files import read_object
-from posttrain.tracking.metrics import FILE_NAME, with_current_names
+from posttrain.tracking.metrics import read_metrics
 from posttrain.tracking.warnings import newest, read_warnings
 
 MOST_POINTS = 1500
@@ -53,7 +53,7 @@ class RunFolder:
             raise ConfigError(f"{path / 'config.toml'} cannot be read: {error}", hint=DAMAGED) from error
         config = current_keys(stored, str(path / "config.toml"))
         origins = {RENAMED.get(key, key): origin for key, origin in origins.items()}
-        return RunFolder(path, state, config, origins, _metrics(path / FILE_NAME))
+        return RunFolder(path, state, config, origins, read_metrics(path))
 
     @property
     def name(self) -> str:
@@ -124,20 +124,6 @@ def groups_of(folders: Sequence[RunFolder]) -> list[int]:
             settings.append(folder.setting)
         numbers.append(settings.index(folder.setting))
     return numbers
-
-
-def _metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the whole lines, in order of their steps; of a step that is there twice the last."""
-    if not file.is_file():
-        return []
-    rows: dict[int, dict[str, Any]] = {}
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            rows[int(row["step"])] = with_current_names(row, file)
-        except (ValueError, TypeError, KeyError):
-            continue  # the last line of a process that was killed
-    return [rows[step] for step in sorted(rows)]
 
 
 def _mean(values: Sequence[Any]) -> float | None:

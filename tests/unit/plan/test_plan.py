@@ -573,6 +573,15 @@ def test_a_damaged_run_is_told_of(tmp_path, file, message):
     assert (done.exit_code, message in done.stderr) == (2, True), done.output
 
 
+def test_a_line_that_a_killed_run_left_unfinished_is_left_out(tmp_path):
+    a_run(tmp_path, host="elsewhere", machine=Machine(gpu_named("h200"), 2).stored())
+    whole = planned(tmp_path, "--run", "x")
+    with (tmp_path / "runs" / "x" / "metrics.jsonl").open("a") as torn:
+        torn.write('{"step": 9, "ti')
+    done = planned(tmp_path, "--run", "x")
+    assert (done.exit_code, done.stdout) == (0, whole.stdout)
+
+
 def test_a_run_of_another_host_is_told_to_be_of_another(tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.plan.inputs.this_machine", lambda: Machine(None))
     a_run(tmp_path, host="elsewhere")
