@@ -51,9 +51,10 @@ def read_metrics(run_path: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             row = json.loads(line)
-            rows[int(row["step"])] = with_current_names(row, file)
+            step = int(row["step"])
         except (ValueError, TypeError, KeyError):
             continue
+        rows[step] = with_current_names(row, file)
     return [rows[step] for step in sorted(rows)]
 
 

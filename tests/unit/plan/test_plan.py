@@ -520,7 +520,8 @@ def a_run(folder, **state):
     cfg = config(cluster={"device": "auto"})
     (run / "config.toml").write_text(dump_toml(cfg))
     (run / "run.json").write_text(json.dumps({"status": "finished", **state}))
-    rows = [{"train/tokens": 800.0, "perf/memory_gib": 20.0, "timing_s/update": 1.0}] * 2
+    measured = {"train/tokens": 800.0, "perf/memory_gib": 20.0, "timing_s/update": 1.0}
+    rows = [{"step": step} | measured for step in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
