@@ -219,7 +219,8 @@ def test_a_run_that_left_episodes_out_is_compared_with_the_time_of_the_others():
 
 def test_plan_run_compares_with_the_share_that_a_run_computed(tmp_path):
     cfg = config("rl", rollout={"engine": "vllm"}, train={"skip_zero_advantages": True})
-    asked, row = question(cfg, gpus=1), {"perf/total_num_tokens": 400_000.0, "timing_s/update_actor": 9.0}
+    asked = question(cfg, gpus=1)
+    row = {"step": 1, "perf/total_num_tokens": 400_000.0, "timing_s/update_actor": 9.0}
 
     def predicted(**more):
         (tmp_path / "metrics.jsonl").write_text(json.dumps(row | more))
