@@ -255,13 +255,20 @@ class Cluster:
         for index in range(cfg.rollout.replicas):
             self._prepared[index] = await self._sampler_process(index)
 
-    async def samplers(self, source: ModelSource, stop_token_ids: list[int]) -> list[RemoteSampler]:
-        """Start ``rollout.replicas`` engines with the model's own weights, as version 0."""
-        starting = (self.sampler(source, stop_token_ids, index) for index in range(self.cfg.rollout.replicas))
-        return await asyncio.gather(*starting)
+    async def samplers(
+        self, source: ModelSource, stop_token_ids: list[int], *, weights_follow: bool = False
+    ) -> list[RemoteSampler]:
+        """Start ``rollout.replicas`` engines, each as ``sampler`` does."""
+        engines = range(self.cfg.rollout.replicas)
+        return await asyncio.gather(
+            *(self.sampler(source, stop_token_ids, index, weights_follow=weights_follow) for index in engines)
+        )
 
-    async def sampler(self, source: ModelSource, stop_token_ids: list[int], index: int) -> RemoteSampler:
-        """Start engine ``index``, and end the process that it replaces if there is one."""
+    async def sampler(
+        self, source: ModelSource, stop_token_ids: list[int], index: int, *, weights_follow: bool = False
+    ) -> RemoteSampler:
+        """Start engine ``index``, and end the process that it replaces if there is one. It has the model's own weights,
+        as version 0, or with ``weights_follow`` perhaps none before the first update."""
         cfg = self.cfg
         count = cfg.rollout.replicas
         batches = 1 + cfg.rollout.over_sample_rate + cfg.rollout.staleness
@@ -280,6 +287,7 @@ class Cluster:
             replica=index,
             shares_gpu=self._shares_gpu,
             episodes=episodes if cfg.command == "rl" else 0,
+            weights_follow=weights_follow,
             frozen_tower=cfg.train.vision_tower == "frozen",
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
         )

@@ -47,9 +47,9 @@ class SyncedSamplers:
         """Samplers that have got all weights, and have not slept since."""
 
     async def start(self, source: ModelSource, stop_token_ids: list[int]) -> SamplerPool:
-        """Start the samplers with the model's own weights."""
+        """Start the samplers, which are to get the trainer's weights by ``publish`` before they sample."""
         self._source, self._stop_token_ids = source, stop_token_ids
-        samplers = await self._cluster.samplers(source, stop_token_ids)
+        samplers = await self._cluster.samplers(source, stop_token_ids, weights_follow=True)
         self.pool = SamplerPool(samplers, self._restart, self._cluster.cfg.cluster.sampler_restarts)
         return self.pool
 
@@ -94,7 +94,7 @@ class SyncedSamplers:
         """Start a new sampler ``index`` with the current weights. Waits until trainers are idle. Where they need
         the memory of the other samplers, these pause, and then go on with the same weights."""
         async with self._restarting:
-            sampler = await self._cluster.sampler(self._source, self._stop_token_ids, index)
+            sampler = await self._cluster.sampler(self._source, self._stop_token_ids, index, weights_follow=True)
             samplers = [sampler, *self._living] if self._sleep else [sampler]
             async with self._trainers_busy:
                 await self._to_trainers(samplers)

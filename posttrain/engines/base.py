@@ -35,6 +35,8 @@ class EngineSpec:
     """Requests may ask for top-p or top-k."""
     episodes: int = 0
     """Episodes of a training step on this engine; 0: any number."""
+    weights_follow: bool = False
+    """An update brings the weights before the engine is asked for anything: it need not have the model's own first."""
     frozen_tower: bool = False
     """Training leaves the vision tower as it is: updates may leave it out."""
 

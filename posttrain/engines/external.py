@@ -105,9 +105,15 @@ def stored_routing(found: npt.NDArray[Any], form: RoutingFormat, tokens: int) ->
     return form.stored(chosen)
 
 
+def starts_empty(spec: EngineSpec) -> bool:
+    """Return True where the engine starts with random weights and keeps them until the first update."""
+    return spec.weights_follow and not _reads_directly(spec)
+
+
 async def load_initial_weights(engine: Engine, spec: EngineSpec) -> None:
-    """Load the weights of a model that the engine cannot read by itself, as version 0."""
-    if _reads_directly(spec):
+    """Load the weights of a model that the engine cannot read by itself, as version 0. To quantize a large model takes
+    the CPU a minute or more, and trainers quantize on their GPUs: engines of theirs wait for the first update."""
+    if _reads_directly(spec) or spec.weights_follow:
         return
     model = build(spec.source, dtype=spec.torch_dtype)
     read = stream(model, spec.source, dtype=spec.torch_dtype, seed=spec.seed)

@@ -31,6 +31,7 @@ from posttrain.engines.external import (
     readable_model,
     routing_format,
     shapes,
+    starts_empty,
     stored_routing,
 )
 from posttrain.engines.external_images import EngineImages
@@ -116,7 +117,7 @@ class SGLangEngine:
         self.request_ids, self.seeds = itertools.count(), itertools.count()
         self.released: set[str] = set()
         """Memory that is released now. SGLang's schedulers die when it is resumed twice."""
-        self.guard = UpdateGuard("SGLang", shapes(spec), self._abort_all, frozen=frozen(spec))
+        self.guard = UpdateGuard("SGLang", shapes(spec), self._abort_all, frozen=frozen(spec), empty=starts_empty(spec))
         self.images = EngineImages.of(spec, "SGLang")
         self.routing = routing_format(spec)
         with readable_model(spec) as (path, load_format):

@@ -28,6 +28,7 @@ from posttrain.engines.external import (
     readable_model,
     routing_format,
     shapes,
+    starts_empty,
     stored_routing,
 )
 from posttrain.engines.external_images import EngineImages
@@ -111,7 +112,9 @@ class VLLMEngine:
         self.request_ids = itertools.count()
         self.asleep = False
         self.keeps = spec.rollout.keep_kv
-        self.guard = UpdateGuard("vLLM", shapes(spec), self._pause, keeps=self.keeps, frozen=frozen(spec))
+        self.guard = UpdateGuard(
+            "vLLM", shapes(spec), self._pause, keeps=self.keeps, frozen=frozen(spec), empty=starts_empty(spec)
+        )
         self.images = EngineImages.of(spec, "vLLM")
         self.salt: dict[str, str] = {}
         """Part of every prompt: prefixes of prompts with different salts are not shared."""

@@ -137,7 +137,7 @@ class SyncedEngines:
         return self.weights.version
 
     async def start(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
-        # Engines load the model by themselves: check that they have the trainer's weights, or send a resumed run's.
+        # Some engines have read the model by themselves, others have no weights yet: all get the trainer's.
         with self.tracker.phase("first_sync"):
             metrics = await self.weights.publish(version, check or self.prompts)
         self.schedule.updated(version)

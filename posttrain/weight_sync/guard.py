@@ -29,6 +29,7 @@ class UpdateGuard:
         keeps: instead ``pause`` holds up all requests as they are, and they go on when the engine has finished the
             update.
         frozen: parameters that training does not change: an update may leave them out once one has loaded them.
+        empty: the engine has no weights yet. Requests wait for the first update.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class UpdateGuard:
         *,
         keeps: bool = False,
         frozen: Collection[str] = (),
+        empty: bool = False,
     ) -> None:
         self.version = 0
         """Version of the engine's weights."""
@@ -61,7 +63,8 @@ class UpdateGuard:
         """Why a bucket of this update failed."""
         self._broken: Exception | None = None
         self._open = asyncio.Event()
-        self._open.set()
+        if not empty:
+            self._open.set()
         self._closing = asyncio.Lock()
 
     @contextlib.asynccontextmanager

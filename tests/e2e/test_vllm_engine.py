@@ -357,6 +357,17 @@ def _title(process):
     return " ".join([process.name(), *process.cmdline()])
 
 
+async def test_an_engine_whose_weights_follow_answers_with_those(cluster):
+    sampler = await cluster.sampler(SOURCE, [EOS], 1, weights_follow=True)
+    ids = prompt(20, seed=11)
+    asked = asyncio.create_task(sampler.generate(ids, SamplingParams(16, 1.0)))
+    await send(sampler, 3, weights_of(MODELS[1]))
+    answer = await asked
+    assert answer.version == 3
+    assert close(answer.logprobs, logprobs_of(MODELS[1], [*ids, *answer.ids])[len(ids) :])
+    await sampler.handle.kill()
+
+
 @pytest.fixture(
     params=[("cluster", "sampler", "EngineCore"), ("spread", "spread_sampler", "Worker")], ids=lambda param: param[2]
 )

@@ -60,6 +60,17 @@ async def test_update_aborts_requests_and_holds_new_ones():
     assert await new == 7
 
 
+async def test_an_engine_without_weights_has_requests_wait_for_the_first_update():
+    engine = Engine()
+    engine.guard = UpdateGuard("it", SHAPES, engine.abort, empty=True)
+    waiting = asyncio.create_task(engine.request())
+    await asyncio.sleep(0.01)
+    assert not engine.guard.running
+    await engine.update(3)
+    engine.ends.set()
+    assert (await waiting, engine.aborts) == (3, 0)
+
+
 async def test_requests_that_are_kept_outlive_updates_and_new_ones_wait_for_their_end():
     engine = Engine()
     pauses = []
