@@ -153,9 +153,9 @@ class VLLMEngine:
                 ours |= {"kv_cache_dtype": "fp8"}
             try:
                 args = AsyncEngineArgs(**arguments(spec, ours, defaults))
-                # Steps as large as vLLM takes for work in bulk, 8 or 16 k tokens by the GPU. Of a server that it does
-                # not know it takes 2 k, of which 1,024 running requests leave the prompts of others half, for dozens of
-                # steps that no CUDA graph has.
+                # Steps as large as vLLM takes for work in bulk, 8 or 16 k tokens by the GPU. Told nothing it takes 2 k,
+                # of which 1,024 running requests leave half to the prompts of others, for dozens of steps that no CUDA
+                # graph has.
                 self.llm = AsyncLLM.from_engine_args(args, usage_context=UsageContext.LLM_CLASS)
             except (RuntimeError, ValueError, TypeError) as error:
                 hint = "its own messages are in the worker's log"

@@ -95,14 +95,12 @@ async def train(run: TrainingRun, start: Start) -> None:
     cfg, tracker = run.cfg, run.tracker
     async with AsyncExitStack() as closing:
         with tracker.phase("start"):
-            with tracker.phase("start/ray"):
-                cluster = await closing.enter_async_context(Cluster(cfg, run.folder.logs))
+            cluster = await closing.enter_async_context(Cluster(cfg, run.folder.logs))
             await closing.enter_async_context(run)
-            with tracker.phase("start/trainers"):
-                await cluster.prepare_samplers()
-                learner = await Learner.open(cluster, run)  # the actor, and what else the algorithm has
-            with tracker.phase("start/engines"):
-                engines, rollouts = await start(cluster, run, learner, closing)
+            await cluster.prepare_samplers()
+            learner = await Learner.open(cluster, run)  # actor; critic, reference, teacher where the algorithm has them
+        with tracker.phase("engines"):
+            engines, rollouts = await start(cluster, run, learner, closing)
             state = await run.resume(learner.trained)
 
         if state is not None:

@@ -20,7 +20,7 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """(label, the metric names that may fill it, format)."""
 CURVES = ("reward", "loss", "length")
 """Labels of which the panel shows the course."""
-ONCE = ("start", "first_sync", "warm_up")
+ONCE = ("start", "engines", "first_sync", "warm_up")
 """Phases before the first update, which say nothing about the steps to come."""
 INTERVAL = ("/low", "/high")
 """What the names of the ends of a metric's interval have after its own."""

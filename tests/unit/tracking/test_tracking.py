@@ -230,7 +230,7 @@ def test_gpus_in_a_few_words() -> None:
 
 def test_eta_leaves_out_what_comes_once_before_the_first_update() -> None:
     progress = Progress("t", 11)
-    once = {"timing_s/start": 30.0, "timing_s/first_sync": 10.0, "timing_s/warm_up": 20.0}
+    once = {"timing_s/start": 20.0, "timing_s/engines": 10.0, "timing_s/first_sync": 10.0, "timing_s/warm_up": 20.0}
     progress.update(1, {"timing_s/step": 62.0, "timing_s/gen": 1.0, **once})
     assert progress.eta == "0:20"
 
