@@ -57,10 +57,12 @@ def opened(monkeypatch):
 
     monkeypatch.setattr(synced_samplers, "publish", publish)
 
-    async def samplers(source, stop):
+    async def samplers(source, stop, *, weights_follow):
+        assert weights_follow
         return [Replica(0), Replica(1)]
 
-    async def sampler(source, stop, index):
+    async def sampler(source, stop, index, *, weights_follow):
+        assert weights_follow
         await asyncio.sleep(0)
         return Replica(index + 10)
 
