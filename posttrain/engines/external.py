@@ -112,7 +112,7 @@ def starts_empty(spec: EngineSpec) -> bool:
 
 async def load_initial_weights(engine: Engine, spec: EngineSpec) -> None:
     """Load the weights of a model that the engine cannot read by itself, as version 0. To quantize a large model takes
-    the CPU a minute or more, and trainers quantize on their GPUs: engines of theirs wait for the first update."""
+    a CPU half a minute or more, and trainers quantize on their GPUs: engines of theirs wait for the first update."""
     if _reads_directly(spec) or spec.weights_follow:
         return
     model = build(spec.source, dtype=spec.torch_dtype)
