@@ -11,9 +11,9 @@ Each step brings new weights to the engine while it samples, and compares log-pr
 difference ends the run. In step ``--kill`` the engine is killed with all of its processes amid its requests; with
 ``--in-broadcast`` in that step's update, a second after the trainer began to broadcast weights which the engine, that
 was stopped before, does not take. The script ends with status 1 if one of these fails: every step trained, all updates
-checked, requests amid their tokens in at least half of the updates, no token older than the bound, one engine lost, and
-memory that does not grow by more than ``--grows``: GPU memory, or on a CPU that of the run's processes, from a tenth of
-the steps before and after the death to the end of either.
+checked, requests amid their tokens in at least the share ``--amid`` of the updates, no token older than the bound, one
+engine lost, and memory that does not grow by more than ``--grows``: GPU memory, or on a CPU that of the run's
+processes, from a tenth of the steps before and after the death to the end of either.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="updates")
     parser.add_argument("--kill", type=int, default=25, help="step in which the engine dies; 0: none")
     parser.add_argument("--in-broadcast", action="store_true", help="it dies amid a broadcast of weights")
+    parser.add_argument("--amid", type=float, default=0.5, help="least share of updates that come amid tokens")
     parser.add_argument("--grows", type=float, default=0.5, help="GiB that memory may grow by")
     parser.add_argument("--set", nargs="+", default=[], dest="sets")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_updates"))
@@ -223,7 +224,7 @@ def report(
     checks = {
         f"{len(rows)} steps instead of {args.steps}": len(rows) != args.steps,
         f"{len(gaps)} checked updates instead of {args.steps}": len(gaps) != args.steps,
-        f"only {len(amid)} updates came amid tokens": len(amid) < args.steps / 2,
+        f"only {len(amid)} updates came amid tokens": len(amid) < args.steps * args.amid,
         f"a token was {oldest:.0f} versions old": oldest > STALENESS,
         f"{lost:.0f} engines were lost instead of {int(args.kill > 0)}": lost != (args.kill > 0),
         f"memory grew by {grown:.2f} GiB": grown > args.grows,
