@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,21 +28,25 @@ ALONE = {
     "cuda_graph_max_bs_decode": 1024, "context_length": 1032,
 }  # fmt: skip
 """Arguments of the engine alone: graphs for as many requests as a step has, as `rl` gives it."""
+DEADLINE_S = 600.0
+"""Longest wait for the engine alone; `rl` has deadlines of its own."""
 
 
-def start_of_engine(model: str) -> float:
-    """Seconds until an engine of SGLang without us has started."""
-    spec = {"model": model, "options": ALONE, "new": 1, "stop": []}
-    command = [sys.executable, str(Path(__file__).with_name("bench_real_rollouts.py")), "--child", json.dumps(spec)]
+def start_of_engine(args: argparse.Namespace) -> float:
+    """Seconds until an engine of SGLang without us has started. Raises ``RuntimeError`` where it has not in time."""
+    from bench_real_rollouts import RawEngine
+
     began = time.time()
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith('{"started"'):
-                seconds = time.time() - began
-                process.communicate("")  # no more work: it ends
-                return seconds
-    raise RuntimeError("the engine alone has ended before it had started")
+    engine = RawEngine("alone", dict(ALONE), argparse.Namespace(model=args.model, new=1), [])
+    deadline = threading.Timer(DEADLINE_S, engine.signal, [signal.SIGKILL])
+    deadline.start()
+    try:
+        engine.read("started")
+        return time.time() - began
+    finally:
+        deadline.cancel()
+        engine.signal(signal.SIGKILL)
+        engine.process.wait()
 
 
 def start_of_run(args: argparse.Namespace, folder: Path, number: int) -> dict[str, float]:
@@ -95,7 +101,7 @@ def main() -> None:
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds):
-            alone = start_of_engine(args.model) if args.engine == "sglang" else float("nan")
+            alone = start_of_engine(args) if args.engine == "sglang" else float("nan")
             rounds.append((alone, start_of_run(args, Path(folder), number)))
             print(table(rounds[-1:]), file=sys.stderr)
     print(table(rounds))

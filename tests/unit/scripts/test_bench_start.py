@@ -1,6 +1,6 @@
 """The benchmark of a run's start: what it makes of a first step's metrics, and a whole start on this machine."""
 
-import importlib.util
+import argparse
 import os
 import subprocess
 import sys
@@ -11,15 +11,8 @@ import pytest
 FILE = Path(__file__).resolve().parents[3] / "scripts" / "bench_start.py"
 
 
-@pytest.fixture(scope="module")
-def bench():
-    spec = importlib.util.spec_from_file_location("bench_start", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_first_request_comes_when_the_engines_have_the_weights(bench):
+def test_the_first_request_comes_when_the_engines_have_the_weights(load):
+    bench = load("bench_start")
     parts = {"start": 5.0, "engines": 3.0, "first_sync": 1.0}
     row = {"time": 1100.0, "timing_s/step": 20.0, **{f"timing_s/{name}": x for name, x in parts.items()}}
     seconds = bench.seconds_of(row, began=1075.0)
@@ -27,6 +20,13 @@ def test_the_first_request_comes_when_the_engines_have_the_weights(bench):
     assert seconds["first request"] == 25.0 - (20.0 - 9.0)
     assert [seconds[part] for part in bench.PARTS] == [5.0, 3.0, 1.0]
     assert "| 10.0 | 4.0 | 5.0 | 3.0 | 1.0 | 14.0 | 25.0 | 1.40 |" in bench.table([(10.0, seconds | {"checked": 4.0})])
+
+
+def test_an_engine_alone_that_does_not_start_is_an_error(load, tmp_path):
+    """As here, where there is no SGLang; what was started has ended."""
+    bench = load("bench_start")
+    with pytest.raises(RuntimeError, match="the raw engine alone has ended"):
+        bench.start_of_engine(argparse.Namespace(model=str(tmp_path)))
 
 
 @pytest.mark.slow
