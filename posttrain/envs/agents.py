@@ -125,7 +125,11 @@ class Program:
         environment: Mapping[str, str] = {**os.environ, **task.variables}
         ours, theirs = os.pipe()  # with a pipe of asyncio's own, waiting for a process may wait for all that hold it
         loop = asyncio.get_running_loop()
-        transport, stderr = await loop.connect_read_pipe(_LastWords, os.fdopen(ours, "rb", buffering=0))
+        try:
+            transport, stderr = await loop.connect_read_pipe(_LastWords, os.fdopen(ours, "rb", buffering=0))
+        except BaseException:  # cancelled: nobody would close it
+            os.close(theirs)
+            raise
         try:
             code = await self._run(environment, theirs)
             if code:

@@ -83,7 +83,10 @@ def compare(plan: Plan, rows: Sequence[Row]) -> list[Pair]:
         pair("actor/updates", float(plan.batch.updates))
     if not plan.question.machine.memory:
         return found
-    updates = [m for m in plan.moments if m.name in ("update", "update_actor")]
+    trains = (
+        computed_of(rows) > 0
+    )  # else most steps had no episode to learn from, and updates were the optimizer's alone
+    updates = [m for m in plan.moments if m.name in ("update", "update_actor") and trains]
     for moment in updates:
         pair("perf/memory_gib", moment.allocated / GIB)
     # Trainers that have GPUs of their own keep what they had before.
@@ -92,7 +95,9 @@ def compare(plan: Plan, rows: Sequence[Row]) -> list[Pair]:
         pair("sync/gpu_used_gib", moment.total / GIB)
     ahead = bool(plan.question.cfg.rollout.staleness)
     for name, phase in plan.phases.items():
-        if not (ahead and name == "gen"):  # what is measured of it then is how long trainers wait
+        if ahead and name == "gen":  # what is measured of it is how long trainers wait
+            continue
+        if trains or name != "update_actor":
             pair(f"timing_s/{name}", phase.total)
     if ahead:
         pair("timing_s/step", plan.step_seconds)

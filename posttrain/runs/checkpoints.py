@@ -42,7 +42,7 @@ class RunCheckpoints:
     """Step of the last checkpoint that was begun."""
     _writing: asyncio.Task[None] | None = None
     _scores: dict[int, float] = field(default_factory=dict)
-    """Step -> value of `checkpoint.best`, until the step's checkpoint is finished."""
+    """Step -> value of `checkpoint.best`: of the last finished step, and of the one whose checkpoint is written."""
     _finished: int = 0
     """Step of the last complete checkpoint."""
 
@@ -86,17 +86,19 @@ class RunCheckpoints:
             self._writing = None
 
     def scored(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep a step's value of `checkpoint.best`, and compare it with the best once the checkpoint is complete."""
+        """Keep the value of `checkpoint.best` of the last finished step, and compare it with the best once that step's
+        checkpoint is complete: also one that begins later, because the user has asked to stop."""
         name = self.cfg.checkpoint.best
-        if not name or step != self.step:
+        if not name:
             return
-        if name not in metrics:
+        if name in metrics:
+            writing = {s: value for s, value in self._scores.items() if s == self.step}
+            self._scores = writing | {step: float(metrics[name])}
+            self._choose()
+        elif step == self.step:
             self.tracker.note(
                 f"warning: step {step} has no metric {name!r} (checkpoint.best): its checkpoint cannot become the best"
             )
-            return
-        self._scores[step] = float(metrics[name])
-        self._choose()
 
     def resumed(self, step: int) -> None:
         """Continue after ``step``, which has a checkpoint unless it is 0."""

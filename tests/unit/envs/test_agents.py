@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -215,6 +216,22 @@ async def test_a_program_ends_when_it_ends_whatever_it_leaves_in_the_background(
         assert await Program(f"sh -c '{start}sleep 40 & exit 0'")(task) is None
         with pytest.raises(RunError, match="ended with exit code 3: out of luck"):
             await Program(f"sh -c 'echo out of luck >&2; {start}sleep 40 & exit 3'")(task)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_program_that_is_cancelled_while_it_starts_leaves_no_descriptor(turns):
+    """``turns`` of the event loop after it was called."""
+    before = set(os.listdir("/proc/self/fd"))
+    task = AgentTask([user("?")], None, {}, 0, 0, "http://127.0.0.1:1", "key")
+    running = asyncio.create_task(Program("sleep 40")(task))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    async with asyncio.timeout(20):  # transports close in a turn of their own
+        while not set(os.listdir("/proc/self/fd")) <= before:
+            await asyncio.sleep(0.01)
 
 
 def test_agents_that_cannot_be_are_refused(tmp_path):

@@ -193,6 +193,8 @@ def test_what_trainers_wait_for_is_not_compared_with_the_time_of_sampling():
         (1, ["timing_s/update_actor", "timing_s/step", "wait/trainers", "wait/updates"]),
     ):
         assert [pair.name for pair in compare(plan_of(k), [measured])] == names
+    nothing = measured | {"perf/skipped_tokens": 1.0, "perf/memory_gib": 2.0}  # no episode to learn from
+    assert [pair.name for pair in compare(plan_of(0), [nothing])] == ["timing_s/gen"]
     rows = [
         {"tools/seconds_per_group/median": 2.0, "tools/seconds_per_group/max": seconds} for seconds in (7.0, 8.0, 9.0)
     ]

@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.config import TrainConfig
 from posttrain.config.presets import resolve
-from posttrain.core.errors import RunError
+from posttrain.core.errors import Interrupted, RunError
 from posttrain.models.load import ModelSource
 from posttrain.rl import loop
 from posttrain.rl.learner import Learner, kl_in_reward
@@ -74,23 +74,40 @@ class Rollouts:
     async def validate(self, step: int) -> dict[str, float]:
         if step == self.fails:
             raise RunError("validation failed")
+        self.validated(step)
         return {"val/acc": float(step)}
+
+    def validated(self, step: int) -> None: ...
 
 
 async def trained(
-    run: TrainingRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch, fails: int | None = None
+    run: TrainingRun,
+    group: LocalGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: int | None = None,
+    stopped_at: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl of a run whose validation of step ``fails`` ends it."""
+    """Return the lines of metrics.jsonl of a run whose validation of step ``fails`` ends it, or which the user
+    stops during that of step ``stopped_at``."""
 
     async def opened(cluster: object, run: TrainingRun) -> Learner:
         return Learner(run, group, None, None, None, kl_in_reward(run.cfg.algo))
 
     async def start(*_: object) -> tuple[Engines, Rollouts]:
-        return Engines(), Rollouts(fails)
+        rollouts = Rollouts(fails)
+
+        def validated(step: int) -> None:
+            run.stop.requested = run.stop.requested or step == stopped_at
+
+        monkeypatch.setattr(rollouts, "validated", validated)
+        return Engines(), rollouts
 
     monkeypatch.setattr(loop, "Cluster", NoCluster)
     monkeypatch.setattr(loop.Learner, "open", opened)
-    if fails is None:
+    if stopped_at is not None:
+        with pytest.raises(Interrupted):
+            await loop.train(run, start)
+    elif fails is None:
         await loop.train(run, start)
     else:
         with pytest.raises(RunError, match="validation failed"):
@@ -99,10 +116,10 @@ async def trained(
     return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
 
 
-def new_run(tmp_path: Path, name: str) -> TrainingRun:
+def new_run(tmp_path: Path, name: str, save_every: int = 1) -> TrainingRun:
     sets = [
         'run.logger=["jsonl"]',
-        "train.save_every=1",
+        f"train.save_every={save_every}",
         "checkpoint.best=val/acc",
         "checkpoint.best_mode=max",
         "checkpoint.keep=1",
@@ -140,3 +157,14 @@ async def test_a_run_that_ends_amid_a_validation_goes_on_with_it(
     with new_trainer() as group:
         assert await trained(again, group, monkeypatch) == expected
     assert again.unlogged is None
+
+
+async def test_the_checkpoint_of_a_run_that_the_user_stops_may_be_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written after the step has been logged. Step 1 had a value, and no checkpoint."""
+    run = new_run(tmp_path, "stopped", save_every=STEPS)
+    with new_trainer() as group:
+        await trained(run, group, monkeypatch, stopped_at=2)
+    assert checkpoint.find(run.folder.path).step == 2
+    assert checkpoint.read_best(run.folder.checkpoints) == checkpoint.Best(2, "val/acc", 2.0)
