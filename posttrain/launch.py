@@ -17,7 +17,7 @@ from posttrain.models.load import ModelSource
 from posttrain.plan import command as plan
 from posttrain.plan.budget import memory_warning
 from posttrain.plan.inputs import Known
-from posttrain.runs.preflight import check_profile, with_engine
+from posttrain.runs.preflight import check_steps, with_engine
 from posttrain.runs.recording import open_tracker, recorded
 from posttrain.runs.run import RunTarget, StopSignal
 from posttrain.runs.training_run import Loop, TrainingRun, train
@@ -61,7 +61,7 @@ def run(resolved: Resolved, prepare: Prepare) -> Path:
     cfg = resolved.config
     target = RunTarget.find(resolved)
     job = prepare(resolved)
-    check_profile(cfg, job.steps)
+    check_steps(cfg, job.steps)
     target.check_steps(job.steps)
     folder = target.open()
     with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, job.steps) as tracker:
@@ -81,5 +81,5 @@ def dry_run(resolved: Resolved, prepare: Prepare) -> str:
     load_plugins(resolved.config.plugins)
     resolved = with_engine(resolved)
     job = prepare(resolved)
-    check_profile(resolved.config, job.steps)
+    check_steps(resolved.config, job.steps)
     return plan.show(resolved.config, known=job.known())

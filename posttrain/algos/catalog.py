@@ -51,6 +51,9 @@ class AdvantageEstimator:
     """It reads the log-probabilities of a teacher, and no rewards."""
     by_token: bool = False
     """Tokens of one episode have different advantages."""
+    to_come: bool = False
+    """It adds up the rewards of tokens that are still to come: a discount, or a KL in the reward, makes the advantages
+    of one episode different."""
 
     def __call__(self, episodes: Episodes, values: Mapping[str, Any]) -> Advantages:
         """Return the advantages of the episodes' tokens.

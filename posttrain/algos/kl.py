@@ -55,8 +55,8 @@ class FixedKl:
 class AdaptiveKl:
     """A coefficient that steers the KL towards a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
-    After each step it is multiplied by 1 + clip(KL / target - 1, -0.2, 0.2) x episodes / horizon. ``value`` is its
-    whole state.
+    After each step it is multiplied by 1 + clip(KL / target - 1, -0.2, 0.2) x episodes / horizon, or by 0.5 where that
+    is less: a step of many episodes must not make it negative. ``value`` is its whole state.
     """
 
     value: float
@@ -76,4 +76,4 @@ class AdaptiveKl:
             episodes: number of episodes of the step.
         """
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * episodes / self.horizon
+        self.value *= max(0.5, 1.0 + error * episodes / self.horizon)

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from posttrain.algos.episodes import Advantages, Episodes
 
 
-@advantage_estimator("reinforce_plus_plus", formula="discounted return, whitened", source="arXiv:2501.03262")
+@advantage_estimator(
+    "reinforce_plus_plus", formula="discounted return, whitened", source="arXiv:2501.03262", to_come=True
+)
 def reinforce_plus_plus(episodes: Episodes, *, gamma: float) -> Advantages:
     """Return discounted returns, whitened over the batch (REINFORCE++, arXiv:2501.03262)."""
     returns = episodes.discounted_sums(episodes.token_rewards(), gamma)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     formula="rewards to come - reward of the prompt's greedy episode",
     source="arXiv:2310.10505",
     greedy=True,
+    to_come=True,
 )
 def remax(episodes: Episodes) -> Advantages:
     """Return the rewards still to come, less the reward of the prompt's greedy episode (ReMax, arXiv:2310.10505)."""

@@ -186,6 +186,8 @@ class AlgoConfig(Section):
             raise self._no_effect("norm_length", "loss_agg", ["seq-mean-token-sum-norm"])
         if self.kl_in != "reward" and (of_reward := given & {"kl_target", "kl_horizon"}):
             raise self._no_effect(min(of_reward), "kl_in", ["reward"])
+        if "kl_horizon" in given and self.kl_target is None:
+            raise ValueError("algo.kl_horizon has no effect without algo.kl_target")
         if self.teacher and not estimator.teacher:
             raise self._no_effect("teacher", "advantage", [n for n in ADVANTAGES.names() if ADVANTAGES.get(n).teacher])
         for name in sorted(given - _FOR_ANY - estimator.options.keys() - loss.options.keys()):
@@ -208,10 +210,13 @@ class AlgoConfig(Section):
         advantage, loss = ADVANTAGES.get(self.advantage), POLICY_LOSSES.get(self.policy_loss)
         if advantage.teacher and not self.teacher:
             raise ValueError(f"algo.advantage = {self.advantage!r} needs algo.teacher")
-        if loss.by_sequence and advantage.by_token:
+        discounted = "gamma" in advantage.options and self.gamma < 1
+        by_token = advantage.by_token or (advantage.to_come and (discounted or self.kl_in == "reward"))
+        if loss.by_sequence and by_token:
+            why = "" if advantage.by_token else " by algo.gamma below 1" if discounted else " by the KL in the reward"
             raise ValueError(
                 f"algo.policy_loss = {self.policy_loss!r} has one ratio a sequence, and algo.advantage = "
-                f"{self.advantage!r} has an advantage for each token"
+                f"{self.advantage!r} has an advantage for each token{why}"
             )
         if self.kl_in == "reward":
             if advantage.parts or advantage.teacher:

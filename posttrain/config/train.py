@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -47,9 +48,11 @@ class OptimConfig(Section):
         return self.name != "adamw" or self.stochastic_rounding
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> OptimConfig:
+    def _coherent(self) -> OptimConfig:
         if self.warmup_steps is not None and self.warmup_ratio > 0:
             raise ValueError("train.optim.warmup_steps and train.optim.warmup_ratio exclude each other")
+        if self.min_lr_ratio and self.schedule == "constant":
+            raise ValueError("optim.min_lr_ratio has no effect with optim.schedule = 'constant': it is of the others")
         return self
 
 
@@ -198,22 +201,29 @@ class TrainConfig(Section):
                 "train.expert_parallel with train.shard_size: all workers share one copy of the weights; set one of "
                 "the two"
             )
-        untested = {
-            "train.sequence_parallel": self.sequence_parallel > 1,
-            "train.cpu_offload": self.cpu_offload,
-            "train.optim.name = 'adamw_8bit'": self.optim.name == "adamw_8bit",
-            "train.optim.stochastic_rounding": self.optim.stochastic_rounding,
-        }
-        for other in (name for name, is_set in untested.items() if is_set):
+        untested = {"train.sequence_parallel": self.sequence_parallel > 1, "train.cpu_offload": self.cpu_offload}
+        self._check_untested(untested)
+        return self
+
+    def _check_untested(self, besides: Mapping[str, bool]) -> None:
+        for other in (name for name, is_set in besides.items() if is_set):
             raise ValueError(
                 f"train.expert_parallel with {other} has not been tested, and is refused; set one of the two"
             )
-        return self
 
     @model_validator(mode="after")
-    def _rounding_has_effect(self) -> TrainConfig:
-        if self.optim.stochastic_rounding and self.param_dtype != "bfloat16":
-            raise ValueError(
-                "train.optim.stochastic_rounding rounds weights to bfloat16: it needs train.param_dtype = 'bfloat16'"
-            )
+    def _optimizer_fits(self) -> TrainConfig:
+        self.check_optimizer(self.optim, "train.optim")
         return self
+
+    def check_optimizer(self, optim: OptimConfig, key: str) -> None:
+        """Raise ``ValueError`` where the optimizer ``key`` does not fit these weights."""
+        if self.expert_parallel > 1:
+            self._check_untested({
+                f"{key}.name = 'adamw_8bit'": optim.name == "adamw_8bit",
+                f"{key}.stochastic_rounding": optim.stochastic_rounding,
+            })  # fmt: skip
+        if optim.stochastic_rounding and self.param_dtype != "bfloat16":
+            raise ValueError(
+                f"{key}.stochastic_rounding rounds weights to bfloat16: it needs train.param_dtype = 'bfloat16'"
+            )

@@ -258,6 +258,8 @@ class Config(Section):
             raise ValueError(
                 "algo.correction with rollout.replay: ratios are taken to the recorded log-probabilities already"
             )
+        if estimator.critic:
+            self.train.check_optimizer(self.critic.optim, "critic.optim")
         if not estimator.critic and self.critic != CriticConfig():
             raise ValueError(f"[critic] has no effect with {what}: it is of 'gae'")
 

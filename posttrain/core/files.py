@@ -45,8 +45,10 @@ def _is_about(error: Exception, path: Path) -> bool:
 
 
 def check_new(path: Path, option: str, *, overwrite: bool) -> None:
-    """Raise ``ConfigError`` where the file that ``option`` names exists and is not to be replaced. A command calls it
-    before its work, so that nothing is computed for a file that cannot be written."""
+    """Raise ``ConfigError`` where the file that ``option`` names is a folder, or exists and is not to be replaced. A
+    command calls it before its work, so that nothing is computed for a file that cannot be written."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", hint=f"give another {option}: it is the name of a file")
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists", hint=f"give --overwrite, or another {option}")
 

@@ -244,7 +244,7 @@ class Trajectory:
     which an engine never reads. Empty without it."""
     unfinished: bool = False
     """Its grader did not finish (``Score.unfinished``): validation counts it as wrong, whatever ``error`` says."""
-    tool_errors: list[str] = field(default_factory=list)
+    tool_errors: list[str] = field(default_factory=list, metadata=stored(required=False))
     """What was answered to each tool call that failed; the messages have it too."""
     branches: list[Trajectory] = field(default_factory=list)
     """Further trajectories of the same episode of an agent, which are trained on beside it."""

@@ -172,7 +172,10 @@ def encoded_lengths(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) ->
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return token ids of a text that has its control tokens in it."""
+    """Return token ids of a text that has its control tokens in it. Halves of surrogate pairs, which JSON can bring and
+    UTF-8 cannot hold, are read as question marks."""
+    if not text.isascii():
+        text = text.encode("utf-8", "replace").decode("utf-8")
     if tokenizer.is_fast:  # past the wrapper, which starts threads even for one text
         encoded: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return encoded

@@ -102,14 +102,17 @@ class RemoteGenerator:
             raise RunError(f"{self._endpoint.where}: not a completion: {excerpt}") from error
 
     def _sample(self, choice: dict[str, Any]) -> Sample:
-        reason: FinishReason = "length" if choice["finish_reason"] == "length" else "stop"
+        told = choice["finish_reason"]
+        if told not in ("stop", "length"):  # "abort" or "content_filter": what it has given is no whole answer
+            raise RunError(f"{self._endpoint.where} ended a request with finish_reason = {told!r}")
+        reason: FinishReason = told
         ids = choice.get("token_ids")
         if ids is None:
             ids = self._tokenizer(str(choice["text"]), add_special_tokens=False)["input_ids"]
         ids = [int(i) for i in ids]
         if reason == "stop" and (not ids or ids[-1] not in self._stops):
-            told = choice.get("stop_reason")
-            ids.append(told if told in self._stops else self._stops[0])
+            token = choice.get("stop_reason")
+            ids.append(token if token in self._stops else self._stops[0])
         return Sample(ids, [math.nan] * len(ids), reason, 0)
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:

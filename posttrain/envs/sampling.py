@@ -77,7 +77,8 @@ class AgentSession:
         left = self._tokens_left(asked)
         most = left if request.max_tokens is None else min(left, max(1, request.max_tokens))
         if self._begun + request.n > self.cfg.max_turns:
-            self.exhausted = "max_turns"
+            if self._begun:
+                self.exhausted = "max_turns"
             raise Refused(400, f"the episode has had its {self.cfg.max_turns} turns (rollout.max_turns)")
         self._begun += request.n
         tasks = [asyncio.create_task(self._sample(asked, most)) for _ in range(request.n)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -206,6 +207,7 @@ class ResponseParts:
         """
         folder = parts_folder(out)
         with writing(folder, hint="choose another --out"):
+            shutil.rmtree(_gone(folder), ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
             lock = RunLock.take(folder)
         try:
@@ -313,8 +315,10 @@ class ResponseParts:
         return found
 
     def remove(self) -> None:
-        """Delete the folder, and with it the lock."""
-        shutil.rmtree(self.folder)
+        """Delete the folder, and with it the lock. Under its name it is whole, or is not there."""
+        gone = _gone(self.folder)
+        os.replace(self.folder, gone)
+        shutil.rmtree(gone)
         self._lock.release()
 
     def close(self) -> None:
@@ -325,3 +329,8 @@ class ResponseParts:
 def parts_folder(out: Path) -> Path:
     """Where the rows of ``out`` are until all are there."""
     return out.with_name(f"{out.name}.parts")
+
+
+def _gone(folder: Path) -> Path:
+    """Where a folder of parts is while it is deleted."""
+    return folder.with_name(f"{folder.name}.gone")

@@ -95,7 +95,8 @@ class StepBatch:
 
     @property
     def total_updates(self) -> int | None:
-        return None if self.steps is None else self.steps * self.updates
+        """Optimizer steps of the run; of RL with a critic those of the actor."""
+        return self.rates[-1][0] if self.rates else None
 
 
 def batch_of(cfg: Config, lengths: Lengths, steps: int | None, of_step: Sequence[int] | None = None) -> StepBatch:
@@ -229,7 +230,7 @@ def _rates(cfg: Config, steps: int | None, updates: int) -> tuple[tuple[int, flo
     """Learning rates of the first optimizer step, the first after warm-up, and the last."""
     if steps is None:
         return ()
-    total, optim = steps * updates, cfg.train.optim
+    total, optim = max(1, steps - cfg.critic.warmup_steps) * updates, cfg.train.optim
     warmup = round(optim.warmup_ratio * total) if optim.warmup_steps is None else optim.warmup_steps
     shown = dict.fromkeys((1, min(warmup + 1, total), total))
     return tuple((step, learning_rate(optim, step - 1, total)) for step in shown)

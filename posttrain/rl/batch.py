@@ -21,7 +21,8 @@ from posttrain.algos.episodes import Episodes
 from posttrain.algos.reduce import token_weights
 from posttrain.algos.segments import segment_ids, segment_sum
 from posttrain.algos.tokens import UpdateTokens
-from posttrain.core.errors import DataError, RunError
+from posttrain.core.errors import CodeError, DataError, RunError
+from posttrain.core.plugins import definition_of, with_place
 from posttrain.data.images import ImageError, RawImage
 from posttrain.data.pack import PackedBatch
 from posttrain.rl.metrics import spread
@@ -118,6 +119,9 @@ def fill_advantages(
         teacher_log_ratio=teacher_log_ratio,
     )
     result = estimator(episodes, cfg.algo.advantage_values)
+    if estimator.critic and result.returns is None:
+        what = f"advantage estimator {cfg.algo.advantage!r} has a critic, and gives no returns to train it on"
+        raise CodeError(with_place(what, definition_of(estimator.function)), hint="give token_advantages(..., returns)")
     batch.advantages, batch.returns = result.advantages, result.returns
     own = batch.loss_mask
     metrics = spread("critic/score", rewards) | spread("critic/rewards", episodes.scores())

@@ -65,7 +65,7 @@ class Learner:
         """Start the models that the algorithm needs."""
         cfg, algo, source = run.cfg, run.cfg.algo, run.source
         temperature, updates = cfg.rollout.temperature, run.total_steps * algo.updates_per_step
-        of_actor = max(1, run.total_steps - cfg.critic.warmup_steps) * algo.updates_per_step
+        of_actor = (run.total_steps - cfg.critic.warmup_steps) * algo.updates_per_step
         actor = await cluster.trainer("actor", source, temperature=temperature, total_steps=of_actor)
         run.describe(actor)
         if cfg.train.skip_zero_advantages and (others := cfg.trained_without_advantage):
@@ -148,6 +148,8 @@ class Learner:
         teacher = await self._teacher_log_ratio(batch, own)
         with self.run.tracker.phase("adv"):
             penalties, of_kl = self._kl_penalties(batch, own)
+            if of_kl and self._trains_actor:  # else it is at the reference's weights
+                self.kl.update(of_kl["actor/reward_kl_penalty"], sum(t.branch == 0 for t in kept))
             metrics |= of_kl | fill_advantages(
                 batch, kept, groups, self.run.cfg, penalties=penalties, baselines=baselines, teacher_log_ratio=teacher
             )
@@ -160,13 +162,18 @@ class Learner:
         parts = [minibatch(batch, members) for members in updates]
         if self.critic is not None:
             metrics |= await self._update_critic(self.critic, parts)
-        if self.critic is None or self.run.step >= self.run.cfg.critic.warmup_steps:
+        if self._trains_actor:
             metrics |= await self._update_actor(parts, version, own)
             if self.actor.before_update is not None:
                 metrics |= self._correct(batch, kept, version, self.actor.before_update)[1]
         metrics["perf/total_num_tokens"] = float(batch.num_tokens)
         metrics["actor/skipped_steps"] = float(self.run.skipped_steps)
         return kept, metrics
+
+    @property
+    def _trains_actor(self) -> bool:
+        """Return whether the current step trains the actor, and not the critic alone."""
+        return self.critic is None or self.run.step >= self.run.cfg.critic.warmup_steps
 
     # ------------------------------------------------------------------ before the updates
 
@@ -241,7 +248,7 @@ class Learner:
         return torch.zeros_like(stale) if decoupled else stale
 
     def _kl_penalties(self, batch: PackedBatch, own: Tensor | None) -> tuple[Tensor | None, dict[str, float]]:
-        """Return the KL penalty in the reward, [T], times its coefficient, which then adapts; and metrics."""
+        """Return the KL penalty in the reward, [T], times its coefficient; and metrics."""
         algo = self.run.cfg.algo
         if algo.kl_in != "reward":
             return None, {}
@@ -250,9 +257,7 @@ class Learner:
         kl = kl_penalty(own, batch.ref_logprobs, algo.kl_estimator) * batch.loss_mask
         mean = float(kl.double().sum() / batch.loss_mask.sum())
         metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": self.kl.value}
-        penalties = self.kl.value * kl
-        self.kl.update(mean, batch.num_sequences)
-        return penalties, metrics
+        return self.kl.value * kl, metrics
 
     async def _teacher_log_ratio(self, batch: PackedBatch, own: Tensor | None) -> Tensor | None:
         """Return the log-probability under the teacher, where there is one, less that under the actor, [T]."""

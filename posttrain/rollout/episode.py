@@ -159,6 +159,7 @@ class Episode:
             self.images = self.env.vision.locate(so_far.tokens, sized)
         self.messages = list(so_far.messages)
         self.turns, self.user_turns, self.tool_calls = so_far.turns, so_far.user_turns, so_far.tool_calls
+        self.tool_errors = list(so_far.tool_errors)
         self.seconds, self.tool_seconds = so_far.seconds, so_far.tool_seconds
         self.reward_parts = dict(so_far.reward_parts)
         self._tool_states = dict.fromkeys(self.env.tools)

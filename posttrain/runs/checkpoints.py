@@ -20,7 +20,7 @@ from posttrain.core.files import write_text, writing
 from posttrain.models.export import save_text_side, save_whole
 from posttrain.models.load import ModelSource, locate
 from posttrain.train import checkpoint
-from posttrain.train.checkpoint import Best
+from posttrain.train.checkpoint import Best, Wanted
 
 if TYPE_CHECKING:
     from posttrain.cluster.trainers import TrainerGroup
@@ -45,6 +45,8 @@ class RunCheckpoints:
     """Step -> value of `checkpoint.best`: of the last finished step, and of the one whose checkpoint is written."""
     _finished: int = 0
     """Step of the last complete checkpoint."""
+    _wanted: Wanted = field(default_factory=Wanted)
+    """The one that is being written may be abandoned by it."""
 
     async def begin(
         self, step: int, models: Mapping[str, TrainerGroup], states: Mapping[str, checkpoint.State]
@@ -63,7 +65,7 @@ class RunCheckpoints:
             folder = checkpoint.begin(self.checkpoints, step)
             for name, group in models.items():
                 await group.save(str(folder / name), background=self.cfg.checkpoint.background)
-        self.step = step
+        self.step, self._wanted = step, Wanted()
         self._writing = asyncio.create_task(self._finish(folder, step, models, states))
         if not self.cfg.checkpoint.background:
             await self.settle()
@@ -84,6 +86,7 @@ class RunCheckpoints:
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
+            self._wanted.abandon()  # its thread knows of no cancellation
 
     def scored(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the value of `checkpoint.best` of the last finished step, and compare it with the best once that step's
@@ -114,7 +117,7 @@ class RunCheckpoints:
         with _of_step(step):
             for name, group in models.items():
                 written |= {f"{name}/{file}": digest for file, digest in (await self._written(group)).items()}
-            await asyncio.to_thread(self._commit, folder, step, states, written)
+            await asyncio.to_thread(self._commit, folder, step, states, written, self._wanted)
         self._finished = step
         self._choose()
 
@@ -140,12 +143,14 @@ class RunCheckpoints:
         step: int,
         states: Mapping[str, checkpoint.State],
         written: Mapping[str, checkpoint.Digest],
+        wanted: Wanted,
     ) -> None:
+        wanted.check()
         texts = folder / "actor" / "huggingface"
         save_text_side(self.source, texts, reward_model=self.cfg.trains_reward_model)
         if self.cfg.checkpoint.save_hf:
             save_whole(locate(str(folder), trust_remote_code=self.source.trust_remote_code), texts)
-        checkpoint.commit(folder, step, states, self.cfg.checkpoint.keep, written)
+        checkpoint.commit(folder, step, states, self.cfg.checkpoint.keep, written, wanted)
 
     def _choose(self) -> None:
         """Record the last complete checkpoint as the best, if its value is."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from posttrain.algos import ADVANTAGES
 from posttrain.cluster.address import check_address
 from posttrain.config import Config
 from posttrain.config.presets import Resolved
@@ -127,15 +128,18 @@ def check_packages(cfg: Config) -> None:
         check_engine(engine_of(cfg).name)
         if cfg.rollout.keep_kv:
             check_keeps_kv(engine_of(cfg).name)
-    optim = cfg.train.optim
+    optims = {"train.optim": cfg.train.optim}
+    if cfg.command == "rl" and ADVANTAGES.get(cfg.algo.advantage).critic:
+        optims["critic.optim"] = cfg.critic.optim
     loggers = cfg.run.logger if cfg.command in ("sft", "prefer", "rl") else []
     wanted = {
         "run.logger = tensorboard": ("tensorboard", "tensorboard" in loggers),
         "run.logger = wandb": ("wandb", "wandb" in loggers),
         "run.logger = mlflow": ("mlflow", "mlflow" in loggers),
-        "train.optim.name = adamw_8bit": ("torchao", cfg.trains and optim.name == "adamw_8bit"),
-        "train.optim.stochastic_rounding": ("torchao", cfg.trains and optim.stochastic_rounding),
     }
+    for key, optim in optims.items():
+        wanted[f"{key}.name = adamw_8bit"] = ("torchao", cfg.trains and optim.name == "adamw_8bit")
+        wanted[f"{key}.stochastic_rounding"] = ("torchao", cfg.trains and optim.stochastic_rounding)
     for key, (package, used) in wanted.items():
         if used and find_spec(package) is None:
             raise ConfigError(
@@ -290,8 +294,14 @@ def check_algo(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
                 )
 
 
-def check_profile(cfg: Config, total_steps: int) -> None:
-    """Raise ``ConfigError`` where `run.profile` begins after the last step."""
+def check_steps(cfg: Config, total_steps: int) -> None:
+    """Raise ``ConfigError`` where `run.profile` begins after the last step, or a critic is trained alone until then."""
+    if cfg.critic.warmup_steps >= total_steps:
+        raise ConfigError(
+            f"critic.warmup_steps = {cfg.critic.warmup_steps}, and the run has {total_steps} steps: none trains the "
+            "policy",
+            hint="lower critic.warmup_steps",
+        )
     steps = cfg.run.profiled_steps
     if steps and steps.start > total_steps:
         raise ConfigError(

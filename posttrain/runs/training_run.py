@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -19,6 +19,7 @@ from posttrain.runs import probe
 from posttrain.runs.checkpoints import RunCheckpoints, check_disk_space
 from posttrain.runs.early_stop import EarlyStop
 from posttrain.runs.run import RunDir, StopSignal
+from posttrain.tracking.metrics import read_metrics
 from posttrain.tracking.report.background import Reporter
 from posttrain.tracking.tracker import Tracker
 from posttrain.train import checkpoint
@@ -54,7 +55,8 @@ class TrainingRun:
     step: int = 0
     skipped_steps: int = 0
     """Updates skipped so far because their gradient was not finite."""
-    skipped_in_a_row: int = 0
+    skipped_in_a_row: dict[str, int] = field(default_factory=dict)
+    """By model: a critic's updates come between the actor's."""
     unlogged: dict[str, float] | None = None
     """Metrics of ``step``, as far as its checkpoint knows them, where the run ended before it logged them: the loop
     does what is left of the step, and calls ``finished``."""
@@ -132,8 +134,13 @@ class TrainingRun:
         meta = found.read("meta.json")
         self.skipped_steps = int(meta["skipped_steps"])
         self.early_stop.restore(meta["early_stop"])
-        if found.path.parent == self.folder.checkpoints and not self.tracker.logged(found.step):
-            self.unlogged = meta.get("metrics")
+        if found.path.parent == self.folder.checkpoints:
+            if not self.tracker.logged(found.step):
+                self.unlogged = meta.get("metrics")
+            # The run may have ended between the checkpoint's completion and its comparison with the best.
+            rows = (row for row in read_metrics(self.folder.path) if row["step"] == found.step)
+            if (row := next(rows, None)) is not None and self.cfg.checkpoint.best in row:
+                self.checkpoints.scored(found.step, row)
         self.tracker.note(f"resuming after step {found.step} from {found.path}")
 
     def describe(self, actor: TrainerGroup) -> None:
@@ -173,19 +180,19 @@ class TrainingRun:
         await self.checkpoints.check()
         result = await actor.update(batch, loss)
         if not result["skipped"]:
-            self.skipped_in_a_row = 0
+            self.skipped_in_a_row[actor.role] = 0
             return result
         self.skipped_steps += 1
-        self.skipped_in_a_row += 1
+        in_a_row = self.skipped_in_a_row[actor.role] = self.skipped_in_a_row.get(actor.role, 0) + 1
         step, norm = self.step + 1, result["grad_norm"]
         names = await actor.nonfinite_gradients()
         where = f"not finite in {some(names)}" if names else "it overflows, and every part of it is finite"
         self.tracker.note(f"step {step}: update skipped, gradient norm {norm:g}: {where}")
-        if self.skipped_in_a_row >= self.cfg.train.max_skipped_steps:
+        if in_a_row >= self.cfg.train.max_skipped_steps:
             file = self.folder.path / f"nonfinite_step_{step}.pt"
             write_batch(file, batch)
             raise RunError(
-                f"{self.skipped_in_a_row} updates in a row were skipped, the last at step {step}: gradient norm "
+                f"{in_a_row} updates in a row were skipped, the last at step {step}: gradient norm "
                 f"{norm:g}, {where}; its batch is in {file}",
                 hint="look at the batch, lower train.optim.lr, or allow more with train.max_skipped_steps; the run can "
                 "go on from its last checkpoint",

@@ -235,8 +235,12 @@ class LocalSession:
         self._alive = False
 
     def run(self, code: str, *, deadline_s: float | None = None) -> RunResult:
-        self._alive = False  # until it is known
-        result = self._sandbox.run_cell(code, deadline_s or self._sandbox.cfg.deadline_s)
+        try:
+            result = self._sandbox.run_cell(code, deadline_s or self._sandbox.cfg.deadline_s)
+        except BaseException:
+            self._alive = False
+            self._sandbox.close()  # nobody knows what is left of the session: the slot's next user must not meet it
+            raise
         self._alive = not result.session_ended
         return result
 
@@ -251,7 +255,8 @@ def _message(job: dict[str, Any]) -> bytes:
 
 
 def _source(code: str) -> int:
-    return _memory_file("source", code.encode("utf-8", "surrogateescape"))
+    # Python says itself what is wrong with a program that is not UTF-8.
+    return _memory_file("source", code.encode("utf-8", "surrogatepass"))
 
 
 def _outputs() -> list[int]:

@@ -128,6 +128,8 @@ class PooledSession:
 
         def work(call: _Call) -> RunResult:
             with self._using:
+                if call.given_up:  # perhaps the session has been closed since: it must not take another sandbox
+                    raise SandboxError("the call was cancelled before it began")
                 if self._session is None:
                     self._sandbox = self._pool.take()
                     self._session = self._sandbox.session()

@@ -23,10 +23,12 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from posttrain.core.errors import UserError
@@ -74,19 +76,53 @@ def remove_unfinished(checkpoints: Path) -> None:
         remove(left)
 
 
+class Abandoned(Exception):
+    """Nobody wants the checkpoint any more that a thread commits."""
+
+
+class Wanted:
+    """Tells a thread that commits a checkpoint that nobody wants it any more. Its files may be removed then: it is
+    not put in its place later."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._abandoned = False
+
+    def check(self) -> None:
+        """Raise ``Abandoned`` if that has happened."""
+        if self._abandoned:
+            raise Abandoned
+
+    @contextmanager
+    def to_the_end(self) -> Iterator[None]:
+        """Put off ``abandon`` until the work inside is done. Raises ``Abandoned``."""
+        with self._lock:
+            self.check()
+            yield
+
+    def abandon(self) -> None:
+        """Have the thread give up, unless it is at the end of its work: then wait for that."""
+        with self._lock:
+            self._abandoned = True
+
+
 def commit(
     folder: Path,
     step: int,
     states: Mapping[str, State],
     keep: int,
     written: Mapping[str, Digest] | None = None,
+    wanted: Wanted | None = None,
 ) -> Checkpoint:
     """Finish a checkpoint whose shards are written: driver state, ``COMPLETE``, rename, ``latest``, remove old ones.
 
     Args:
         written: digests of files in it that are known already; the others are read.
+        wanted: asked between its parts. Raises ``Abandoned``.
     """
+    wanted = wanted or Wanted()
     for name, state in states.items():
+        wanted.check()
         if callable(state):
             state(folder / name)
             sync(folder / name)
@@ -94,16 +130,17 @@ def commit(
             write_text(folder / name, json.dumps(state, indent=1), synced=True)
     known = dict(written or {})
     files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
-    known |= _digests({name: path for name, path in files.items() if name not in known})
+    known |= _digests({name: path for name, path in files.items() if name not in known}, wanted)
     write_text(folder / "COMPLETE", _manifest(step, {name: known[name] for name in files}), synced=True)
     for place in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
         sync(place)
     final = folder.parent / f"global_step_{step}"
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(folder, final)
-    write_text(folder.parent / "latest", final.name, synced=True)
-    sync(folder.parent)
-    _drop_old(folder.parent, step, keep)
+    with wanted.to_the_end():
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(folder, final)
+        write_text(folder.parent / "latest", final.name, synced=True)
+        sync(folder.parent)
+        _drop_old(folder.parent, step, keep)
     return Checkpoint(final, step)
 
 
@@ -126,9 +163,14 @@ def digest(path: Path) -> Digest:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _digests(files: Mapping[str, Path]) -> dict[str, Digest]:
+def _digests(files: Mapping[str, Path], wanted: Wanted | None = None) -> dict[str, Digest]:
+    def read(path: Path) -> Digest:
+        if wanted is not None:
+            wanted.check()
+        return digest(path)
+
     with ThreadPoolExecutor(_READERS) as pool:
-        return dict(zip(files, pool.map(digest, files.values()), strict=True))
+        return dict(zip(files, pool.map(read, files.values()), strict=True))
 
 
 def _manifest(step: int, files: Mapping[str, Digest]) -> str:

@@ -347,7 +347,8 @@ def test_a_critic_trains_and_resumes(here, recorded):
     folder, whole = run(here, "whole", *sets, "train.steps=3", **flags)
     assert whole[0]["critic/values/max"] == whole[0]["critic/values/min"] == 0.0  # the head begins at 0
     assert whole[0]["critic/vf_loss"] > 0.0
-    assert "actor/pg_loss" not in whole[0]  # the critic's warm-up
+    assert "actor/pg_loss" not in whole[0]  # the critic's warm-up, in which the policy is the reference
+    assert [row["actor/reward_kl_penalty_coeff"] for row in whole[:2]] == [0.1, 0.1]
     assert whole[1]["critic/values/max"] > whole[1]["critic/values/min"]
     assert "actor/pg_loss" in whole[1]
     expected = {part: weights(folder, part) for part in ("actor", "critic")}

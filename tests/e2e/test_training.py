@@ -390,7 +390,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(alone, pair, start):
         asyncio.run(work(group))
 
 
-def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(alone, start, tmp_path, capsys):
+def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(alone, start, tmp_path, capsys, monkeypatch):
     _, group = alone
     batch = sft_batch()
     broken = replace(batch, loss_weights=torch.full_like(batch.loss_weights, torch.inf))
@@ -412,6 +412,9 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run(alone, st
             await run.save(run.step, {"actor": group}, {})
             await run.checkpoints.settle()  # as at the end of a run: it is written meanwhile
             assert await step(broken) == 1.0
+            with monkeypatch.context() as patch:  # another model's good updates do not hide it
+                patch.setattr(group, "role", "critic")
+                assert (await run.update(group, batch, LossSpec()))["skipped"] == 0.0
             with pytest.raises(RunError, match="2 updates in a row were skipped, the last at step 6") as error:
                 await step(broken)
             file = folder.path / "nonfinite_step_6.pt"

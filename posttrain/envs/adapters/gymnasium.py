@@ -62,7 +62,8 @@ class GymnasiumEnvironment(Environment):
     async def step(self, message: Message) -> Step:
         action: Any = message["content"].strip()
         if self.numbers:
-            numbers = [int(n) for n in re.findall(r"-?\d+", action) if self.first <= int(n) <= self.last]
+            written = re.findall(r"(?<!\d)-?\d{1,18}(?!\d)", action)  # of more than 4,300 digits Python makes no int
+            numbers = [int(n) for n in written if self.first <= int(n) <= self.last]
             if not numbers:
                 return Step([{"role": "user", "content": self.how}])
             action = numbers[-1]

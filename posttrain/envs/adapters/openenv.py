@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -82,7 +83,8 @@ class OpenEnvEnvironment(Environment):
         """Return the action that a turn has, or None."""
         if self.numbers:
             numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
-            return {self.field: float(numbers[-1])} if numbers else None
+            number = float(numbers[-1]) if numbers else math.inf
+            return {self.field: number} if math.isfinite(number) else None  # JSON has no infinity
         if self.field:
             return {self.field: text}
         try:

@@ -32,7 +32,7 @@ _PROMPT_IMAGES = "images"
 _PLACED = {
     "tokens", "loss_mask", "logprobs", "weight_version", "messages", "turns", "user_turns", "tool_calls", "stop_reason",
     "seconds", "tool_seconds", "reward", "correct", "extracted", "reward_parts", "error", "prompt_length", "branch",
-    "turn_rewards", "tool_images",
+    "turn_rewards", "tool_images", "tool_errors",
 }  # fmt: skip
 """Columns of a trajectory that the page shows in a way of their own; the others it lists by name and value."""
 MOST_CHARACTERS = 20_000

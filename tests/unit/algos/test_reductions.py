@@ -198,6 +198,10 @@ def test_adaptive_kl_by_hand():
         fixed.update(kl, 100)
         assert adaptive.value == pytest.approx(before * factor)
     assert fixed.value == 0.1
+    for _ in range(3):  # many episodes: it falls by half at most, and stays positive
+        before = adaptive.value
+        adaptive.update(0.0, 100_000)
+        assert adaptive.value == pytest.approx(before / 2)
     with pytest.raises(ValueError, match="target"):
         AdaptiveKl(0.1, target=0.0, horizon=1000)
 

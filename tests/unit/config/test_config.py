@@ -56,6 +56,33 @@ def test_a_kl_coefficient_that_adapts_stays_above_0():
         ("rl", {"algo": {"kl_coef": 0.1, "kl_in": "reward", "advantage": "gdpo"}}, "has no place for it"),
         ("rl", ADAPTS | {"data": {"batch_size": 100}, "rollout": {"n": 5}}, "raise algo.kl_horizon above 100"),
         ("rl", {"algo": {"advantage": "gae", "policy_loss": "gspo"}}, "has one ratio a sequence"),
+        (
+            "rl",
+            {"algo": {"advantage": "reinforce_plus_plus", "policy_loss": "gmpo", "gamma": 0.9}},
+            "an advantage for each token by algo.gamma below 1",
+        ),
+        (
+            "rl",
+            {"algo": {"advantage": "remax", "policy_loss": "gspo", "kl_in": "reward", "kl_coef": 0.1}},
+            "an advantage for each token by the KL in the reward",
+        ),
+        ("rl", {"algo": {"kl_coef": 0.1, "kl_in": "reward", "kl_horizon": 5}}, "has no effect without algo.kl_target"),
+        ("sft", {"train": {"optim": {"min_lr_ratio": 0.1}}}, "optim.min_lr_ratio has no effect with optim.schedule"),
+        (
+            "rl",
+            {"algo": {"advantage": "gae"}, "critic": {"optim": {"stochastic_rounding": True}}},
+            "critic.optim.stochastic_rounding rounds weights to bfloat16",
+        ),
+        (
+            "rl",
+            {
+                "algo": {"advantage": "gae"},
+                "critic": {"optim": {"name": "adamw_8bit"}},
+                "train": {"expert_parallel": 2},
+                "cluster": {"workers": 2},
+            },
+            "train.expert_parallel with critic.optim.name = 'adamw_8bit' has not been tested",
+        ),
         ("rl", {"algo": {"advantage": "distill"}}, "needs algo.teacher"),
         ("rl", {"algo": {"teacher": "builtin:tiny"}}, "it is of 'distill'"),
         ("rl", {"algo": {"clip_cov_low": 9.0, "policy_loss": "clip_cov"}}, "is not below"),

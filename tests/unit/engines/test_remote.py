@@ -84,6 +84,8 @@ async def test_ids_are_those_of_the_server_or_of_its_text(answer, expected):
         ((200, {}, "hello"), "not a completion: hello"),
         ((200, {}, '{"choices": []}'), "not a completion"),
         ((200, {}, '{"choices": [{"text": "x"}]}'), "not a completion"),
+        (choice("Yes", "abort", token_ids=[9]), "ended a request with finish_reason = 'abort'"),
+        (choice("Yes", None, token_ids=[9]), "ended a request with finish_reason = None"),
     ],
 )
 async def test_an_answer_that_is_none_fails_that_request(answer, message):

@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 async def played(name, options, *turns, task=None):
     world = open_world(name, options)
     env = dataclasses.replace(
-        environment(max_turns=12, max_response_tokens=4000), world=world, deltas=ChatDeltas(TOKENIZER)
+        environment(max_turns=12, max_response_tokens=9000), world=world, deltas=ChatDeltas(TOKENIZER)
     )
     return await run_episode(task or world.tasks("train")[0], ScriptedSampler(*turns), env)
 
@@ -35,7 +35,7 @@ async def played(name, options, *turns, task=None):
 async def test_a_game_of_gymnasium_is_won_by_numbers():
     pytest.importorskip("gymnasium")
     options = {"options": {"render_mode": "ansi", "is_slippery": False}, "count": 4}
-    turns = ("down: 1", "eh", "1", "7 or 2", "1", "2", "2")
+    turns = ("down: 1", "1" * 5000, "1", "7 or 2", "1", "2", "2")  # Python makes no int of more than 4,300 digits
     trajectory = await played("gymnasium:FrozenLake-v1", options, *turns)
     assert (trajectory.error, trajectory.stop_reason, trajectory.reward_parts) == (None, "stop", {"env": 1.0})
     said = [m["content"] for m in trajectory.messages if m["role"] == "user"]
@@ -274,7 +274,7 @@ async def test_a_server_of_openenv_takes_numbers_and_seeds_its_tasks(openenv):
     world = f"openenv:{openenv('Number')}"
     task = open_world(world, {}).tasks("train")[3]
     wanted = seed_of(3) % 10
-    trajectory = await played(world, {}, "none", f"{wanted + 1}", f"1.5 or 0{wanted}", task=task)
+    trajectory = await played(world, {}, "9" * 400, f"{wanted + 1}", f"1.5 or 0{wanted}", task=task)  # infinite
     assert (trajectory.error, trajectory.reward_parts) == (None, {"env": 1.0})
     said = [m["content"] for m in trajectory.messages]
     assert (said[0], said[2]) == ("Answer with a number.\n\nGuess.", "Answer with a number.")

@@ -174,6 +174,17 @@ async def test_an_agent_that_gives_up_at_a_limit_has_not_failed():
     assert trajectory.reward_parts["env"] == 0.0
 
 
+async def test_an_agent_whose_first_request_is_beyond_a_limit_has_failed():
+    async def agent(task):
+        async with httpx.AsyncClient(timeout=20) as client:
+            asked = {"messages": task.messages, "n": 3}
+            (await client.post(f"{task.openai_url}/chat/completions", json=asked)).raise_for_status()
+
+    [trajectory], _ = await play(agent, "one", "two", "three", max_turns=2)
+    assert trajectory.stop_reason == "error"
+    assert "HTTPStatusError" in trajectory.error
+
+
 PROGRAM = """
 import json, os, sys, urllib.request
 def post(url, body):

@@ -315,6 +315,8 @@ def test_existing_files_are_kept_unless_overwrite_is_given(tmp_path: Path) -> No
             assert (done.exit_code, path.read_text()) == (2, "keep"), done.output
             assert f"{path} exists" in done.output
             assert f"give --overwrite, or another {option}" in done.output
+    done = CliRunner().invoke(app, ["eval", file, "--out", str(tmp_path), "--overwrite"])
+    assert (done.exit_code, "is a folder" in done.output, "grading" in done.output) == (2, True, False), done.output
     done = CliRunner().invoke(app, ["eval", file, "--out", str(kept["--out"]), "--overwrite"])
     assert done.exit_code == 0, done.output
     assert "overall" in json.loads(kept["--out"].read_text())

@@ -213,6 +213,28 @@ def test_rows_are_found_again_and_put_in_order(data, tmp_path):
         assert table[name].to_pylist() == source[name].to_pylist()
 
 
+def test_parts_are_whole_or_gone(data, tmp_path, monkeypatch):
+    """However far a process comes that is killed while it deletes them."""
+    out = tmp_path / "out.parquet"
+    parts = opened(data, out)
+    parts.write([(i, group_of(i, "#### 8")) for i in range(6)])
+
+    def killed(folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("posttrain.generation.output.shutil.rmtree", killed)
+        parts.finish(data, out)
+    parts.close()
+    assert pq.read_table(out).num_rows == 6
+    assert not parts_folder(out).exists()
+    out.unlink()
+    again = opened(data, out)
+    assert not again.done.any()
+    again.close()
+    assert [p.name for p in tmp_path.glob("*.gone")] == []
+
+
 def test_parts_of_other_settings_are_refused_and_stay(data, tmp_path):
     out = tmp_path / "out.parquet"
     parts = opened(data, out)

@@ -590,3 +590,13 @@ def test_a_run_of_another_host_is_told_to_be_of_another(tmp_path, monkeypatch):
     assert done.exit_code == 0
     assert "note: the run was made on another machine, elsewhere, and this is" in done.stdout
     assert "--gpu names the run's" in done.stdout
+
+
+def test_rates_of_a_policy_begin_after_its_critic_was_alone():
+    optim = {"schedule": "linear", "warmup_steps": 60}
+    critic = {"warmup_steps": 50}
+    algo = {"advantage": "gae", "updates_per_step": 2}
+    cfg = config("rl", train={"optim": optim}, critic=critic, algo=algo, data={"batch_size": 8})
+    found = batch_of(cfg, Lengths(100.0, 200, 50.0, "known"), 100)
+    assert [step for step, _ in found.rates] == [1, 61, 100]
+    assert found.total_updates == 100

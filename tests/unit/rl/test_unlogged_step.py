@@ -168,3 +168,15 @@ async def test_the_checkpoint_of_a_run_that_the_user_stops_may_be_the_best(
         await trained(run, group, monkeypatch, stopped_at=2)
     assert checkpoint.find(run.folder.path).step == 2
     assert checkpoint.read_best(run.folder.checkpoints) == checkpoint.Best(2, "val/acc", 2.0)
+
+
+async def test_a_run_that_ended_before_it_compared_its_checkpoint_compares_it_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(tmp_path, "whole")
+    with new_trainer() as group:
+        await trained(run, group, monkeypatch)
+    checkpoint.write_best(run.folder.checkpoints, checkpoint.Best(STEPS - 1, "val/acc", STEPS - 1.0))
+    with new_trainer() as group:
+        await trained(run.again(), group, monkeypatch)
+    assert checkpoint.read_best(run.folder.checkpoints) == checkpoint.Best(STEPS, "val/acc", float(STEPS))

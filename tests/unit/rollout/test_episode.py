@@ -262,6 +262,14 @@ async def test_what_a_tool_says_cannot_end_its_turn():
     assert given.tolist().count(EOS) == 1
 
 
+async def test_half_a_surrogate_pair_is_read_as_a_question_mark():
+    """As JSON of a search result may hold it. UTF-8 cannot, and tokenizers refuse it."""
+    trajectory = await play(ScriptedSampler(call(name="probe"), "done"), environment(Probe(call="half \ud83d, Ä")))
+    assert (trajectory.error, trajectory.turns) == (None, 2)
+    given = trajectory.tokens[trajectory.prompt_length :][~trajectory.loss_mask[trajectory.prompt_length :]]
+    assert "half ?, Ä" in TOKENIZER.decode(given)
+
+
 async def test_a_tool_that_ignores_its_cancellation_is_left_behind():
     ended = asyncio.Event()
 
@@ -403,6 +411,32 @@ async def test_a_cancelled_episode_can_be_played_on():
     assert rest.prompts[0] == trajectory.tokens[: len(rest.prompts[0])].tolist()
     assert trajectory.seconds < 5.0
     assert trajectory.reward_parts == {"tool/calc_gsm8k_reward": 1.0}
+
+
+async def test_another_play_of_a_cancelled_episode_knows_its_tool_errors():
+    env = environment(Probe(call=ValueError("no")))
+    episode, waits = Episode(gsm8k_prompt(), env), asyncio.Event()
+
+    class Sampler(ScriptedSampler):
+        async def generate(self, *args, **options):
+            if not self.turns:
+                waits.set()
+                await asyncio.sleep(60)
+            return await super().generate(*args, **options)
+
+    task = asyncio.create_task(episode.play(Sampler(call(name="probe"))))
+    async with asyncio.timeout(20):
+        await waits.wait()
+    stands = episode._trajectory("stop", None)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    again = Episode(gsm8k_prompt(), env)
+    again.go_on(stands)
+    trajectory = await again.play(ScriptedSampler("done"))
+    assert (trajectory.tool_calls, len(trajectory.tool_errors)) == (1, 1)
+    assert "probe failed: ValueError: no" in trajectory.tool_errors[0]
+    await episode.release()
 
 
 async def test_an_episode_that_is_cancelled_in_a_tool_cannot():

@@ -1,7 +1,9 @@
 """Batches of graded trajectories, and what becomes of episodes and graders that fail."""
 
 import asyncio
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from pydantic import ValidationError
 
 from posttrain.algos import ADVANTAGES
 from posttrain.config import AlgoConfig, Config, RewardConfig
-from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.errors import CodeError, ConfigError, RunError
 from posttrain.core.statistics import bootstrap, majority, wilson
 from posttrain.core.types import ON_POLICY, Sampling, Score
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
@@ -207,6 +209,19 @@ async def test_every_estimator_takes_an_episode_that_counts_as_zero(moody_grader
     if ADVANTAGES.get(advantage).parts:
         first, second = (batch.advantages[end - 1] for end in batch.cu_seqlens[1:].tolist())
         assert first > 0 > second
+
+
+async def test_an_estimator_with_a_critic_and_without_returns_is_refused(monkeypatch):
+    """The critic would have nothing to be trained on."""
+
+    def mine(episodes):
+        return episodes.token_advantages(torch.zeros(int(episodes.mask.sum())))
+
+    estimator = dataclasses.replace(ADVANTAGES.get("gae"), name="mine", function=mine)
+    monkeypatch.setattr("posttrain.rl.batch.ADVANTAGES", SimpleNamespace(get=lambda name: estimator))
+    groups = await source(ScriptedSampler("#### 8", "#### 9")).sample(prompts(1), 2)
+    with pytest.raises(CodeError, match=r"gives no returns to train it on \(.*test_source.py, line"):
+        prepared(groups)
 
 
 async def test_an_episode_without_policy_tokens_is_left_out_of_its_group():

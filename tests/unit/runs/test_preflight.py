@@ -25,6 +25,7 @@ from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import (
     check_machine,
     check_packages,
+    check_steps,
     check_supported,
     engine_note,
     open_model,
@@ -438,3 +439,10 @@ def test_a_run_whose_newest_checkpoint_is_broken_is_refused_and_the_one_before_n
     assert str(older) in error.value.hint
     source, _ = open_model(config(model={"path": str(older)}))
     assert source.shards == str(older / "actor" / "model")
+
+
+def test_a_critic_that_is_alone_to_the_end_is_refused():
+    cfg = Config.model_validate({"command": "rl", "algo": {"advantage": "gae"}, "critic": {"warmup_steps": 4}})
+    check_steps(cfg, 5)
+    with pytest.raises(ConfigError, match=r"critic\.warmup_steps = 4, and the run has 4 steps"):
+        check_steps(cfg, 4)

@@ -239,6 +239,32 @@ async def test_a_call_that_is_cancelled_while_it_waits_never_runs():
         assert (await other("x")).text == "1"
 
 
+async def test_a_cell_that_is_given_up_takes_no_sandbox_after_its_session_was_closed():
+    async with opened(session=True, max_concurrent=1) as tool:
+        session = tool._pool.session()
+        await session.run("x = 1")
+        with session._using:  # as the thread of a cancelled cell holds it
+            closing = asyncio.create_task(session.close())
+            cell = asyncio.create_task(session.run("x = 2"))
+            await asyncio.sleep(0.1)  # both wait for it, the one that closes first
+            cell.cancel()
+            await asyncio.wait([cell])
+        await closing
+        async with asyncio.timeout(20):  # the one sandbox is there for the next session
+            assert (await tool._pool.session().run("print(5)")).stdout == "5\n"
+        assert session._sandbox is None
+
+
+async def test_code_that_is_no_utf8_leaves_no_session_to_the_next_episode():
+    async with opened(session=True, max_concurrent=1) as tool:
+        async with episode(tool) as say:
+            await say("secret = 42")
+            assert "surrogates not allowed" in (await say("print('\ud83d')")).text
+            assert (await say("print(secret)")).text == "42"
+        async with episode(tool) as say:
+            assert "NameError" in (await say("print(secret)")).text
+
+
 async def test_closing_ends_what_runs():
     tool = CodeInterpreter(session=True)
     state = await tool.create(PROMPT)

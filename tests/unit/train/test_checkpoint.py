@@ -1,6 +1,8 @@
 import json
 import math
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -22,11 +24,15 @@ STATES = {"loader.json": {"position": 24}, "meta.json": {"step": 3, "world_size"
 
 def write(root, step, keep=10, states=STATES):
     """A checkpoint whose shards are plain files: what the driver does with them does not depend on their content."""
+    return checkpoint.commit(begun(root, step), step, states, keep)
+
+
+def begun(root, step):
     folder = checkpoint.begin(root, step)
     for name in ("actor/model/__0_0.distcp", "actor/model/.metadata", "actor/optim/__0_0.distcp"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(f"{name} of step {step}".encode() * 50)
-    return checkpoint.commit(folder, step, states, keep)
+    return folder
 
 
 def names(root):
@@ -248,6 +254,43 @@ def test_rejects_checkpoint_under_another_steps_name(tmp_path):
     write(tmp_path, 3)
     (tmp_path / "global_step_3").rename(tmp_path / "global_step_9")
     assert "it is the checkpoint of step 3" in checkpoint.newest(tmp_path)[1][0]
+
+
+def test_what_is_abandoned_is_not_put_in_its_place(tmp_path):
+    """Whichever of its parts the thread is at; one at its end comes to it first."""
+    write(tmp_path, 3)
+    for after in ("a file of the driver", "the digests"):
+        wanted, folder = checkpoint.Wanted(), begun(tmp_path, 6)
+        files = {
+            file: checkpoint.digest(folder / file) for file in ("actor/model/__0_0.distcp", "actor/model/.metadata")
+        }
+
+        def state(file, wanted=wanted):
+            file.write_bytes(b"")
+            wanted.abandon()
+
+        states = {"first.bin": state, "second.json": {}} if after == "a file of the driver" else {"last.bin": state}
+        with pytest.raises(checkpoint.Abandoned):
+            checkpoint.commit(folder, 6, states, 10, files, wanted)
+        checkpoint.remove_unfinished(tmp_path)
+        assert names(tmp_path) == ["global_step_3", "latest"]
+
+    wanted, inside, leave = checkpoint.Wanted(), threading.Event(), threading.Event()
+
+    def last(*_):
+        with wanted.to_the_end():
+            inside.set()
+            leave.wait(20)
+            return "done"
+
+    with ThreadPoolExecutor(2) as pool:
+        end = pool.submit(last)
+        assert inside.wait(20)
+        given_up = pool.submit(wanted.abandon)
+        assert not given_up.done()
+        leave.set()
+        assert end.result(20) == "done"
+        given_up.result(20)
 
 
 def test_keeps_the_best(tmp_path):
