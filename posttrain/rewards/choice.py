@@ -21,6 +21,8 @@ _ENGLISH = r"(?i:(?:answer|option|choice)s?\s*+(?:is|are|:))"
 _CHINESE = r"答案\s*+(?:应?(?:是|为|选)|:)|正确(?:的)?选项\s*+(?:是|为|:)|(?<!不)选(?!项)择?\s*+(?:是|为|:)?"
 _NAMED = rf"(?:{_BEFORE}(?i:(?:the\s++)?(?:option|choice)s?+)(?![A-Za-z]))?"
 _SAID = re.compile(rf"(?:{_ENGLISH}|{_CHINESE})\s*+:?{_NAMED}" + _CHOICE)
+_FORMULA = re.compile(r"\\[()\[\]]")
+"""The marks of formulas that are no dollar signs."""
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*+\{([^{}]*+)\}")
 _BOX = re.compile(r"\s*+\(?\s*+(" + _LETTERS + r")(?![A-Za-z])\s*+(?:[).:,}\\].*)?", re.DOTALL)
 _LONE = re.compile(r"[\s\"'*$(\[]*+(" + _LETTERS + r")[\s\"'*$)\].]*+")
@@ -58,7 +60,7 @@ def truth_letters(ground_truth: Any) -> str:
 
 def chosen_letters(response: str) -> str | None:
     """The letters that a response chooses, sorted, or None if it chooses none."""
-    text = unicodedata.normalize("NFKC", response)
+    text = _FORMULA.sub("$", unicodedata.normalize("NFKC", response))
     box = last_boxed(text)
     match = _BOX.fullmatch(_WRAPPED.sub(r" \1 ", box)) if box else None
     if match is None:

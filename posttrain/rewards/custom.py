@@ -100,7 +100,8 @@ async def _wait(result: Any) -> Any:
 
 def to_score(result: Any) -> Score:
     """A ``Score`` as it is; a number; or a mapping with ``score``, and perhaps ``acc`` or ``correct``, ``pred`` or
-    ``extracted``, and other numbers, which become parts. Without ``acc``, correct is a score of at least 1.
+    ``extracted``, and other numbers, which become parts. Without ``acc``, correct is a score of at least 1. A number
+    alone has no ``extracted``.
 
     Raises:
         TypeError, ValueError: it is something else.
@@ -117,7 +118,8 @@ def to_score(result: Any) -> Score:
         parts = {key: float(value) for key, value in rest.items() if isinstance(value, bool | int | float)}
         return Score(score, correct, None if extracted is None else str(extracted), parts)
     score = _number(result)
-    return Score(score, score >= 1.0, extracted=str(result))
+    # It does not say which answer was found: there is none to vote on, but none is missing either.
+    return Score(score, score >= 1.0, parts={"format": 1.0})
 
 
 def _number(value: Any) -> float:

@@ -16,6 +16,7 @@ import logging
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Literal
 
 from posttrain.rewards.boxed import answer_phrase, last_boxed, nesting, truth_text
@@ -33,6 +34,21 @@ _SCALED = re.compile(
     r"(?<![\w.,])(\d[\d,]*(?:\.\d+)?)(\s*\$|\s*\\\))?\s*(?:\\text\s*\{\s*)?(hundred|thousand|million|billion|trillion)\b\}?"
 )
 _POWER_OF_TEN = re.compile(r"(?<![\w.,])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])")
+_REPEATING = re.compile(
+    r"(?<![\d.])(?!(?<=\d,)\d{3}\.)(\d{0,200}+)\.(\d{0,200}+)"
+    r"(?:\\(?:overline|bar)\s*+\{\s*+(\d{1,200})\s*+\}|\\dot\s*+(\{)?(\d)(?(4)\})(?:(\d{0,200}+)\\dot\s*+(\{)?(\d)(?(7)\}))?)"
+    r"(?!\s*+(?:\d|_|\\dot))"
+)
+"""``0.1\\overline{6}``, or with dots over the first and the last digit that repeat."""
+_MONEY = re.compile(r"(?<!\\)\\\$(?=\.?[0-9])")
+_CHINESE = r"[\u3001-\u303f\u3400-\u9fff，：；！？（）]"
+_GLUED = re.compile(
+    rf"(?:(?<={_CHINESE})|(?<={_CHINESE}:))(?<![0-9]，)(?=(?:\*\*)?-?\.?[0-9])|(?<=[0-9)])(?!，[0-9])(?={_CHINESE})"
+)
+_NAMED = re.compile(
+    r"(?=[^=]*[A-Z])m?(?:\\[a-zA-Z]++|[^a-z=+<>\\-])++=|(?:[A-Z]\s*\^\s*\{-1\}|[a-z]\s*\^\s*\{-1\}\s*\([a-z]\))\s*="
+)
+"""An equation for a quantity: ``AB =``, ``\\angle A =``, ``f^{-1}(x) =``. The parser has products and powers there."""
 _LATE_PERIOD = re.compile(r"(?<=\S)[ \t]+\.(?!\d)")
 _MARKED = re.compile(
     r"(?<!\\)(?:\$\$((?:[^$\\]|\\.)+)\$\$|\$((?:[^$\\]|\\.)+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\))%?", re.DOTALL
@@ -45,7 +61,7 @@ _DISPLAY = re.compile(r"(?<!\\)\\(?:(\[)|\])")
 _INLINE = re.compile(r"(?<!\\)\\(?:(\()|\))")
 _COMMAND = re.compile(r"\\[a-zA-Z]|[\^_=]")
 _COMPUTED = re.compile(r"\\[dt]?binom\s*\{\s*\d{5}|\\(?:gcd|lcm)(?![a-zA-Z])[^a-zA-Z]{0,40}[a-zA-Z]")
-_END = re.compile(r"(?:[.,;:]|\\[,;:! ])+$")
+_END = re.compile(r"(?:[.,;:]|\*\*|\\[,;:! ])+$")
 _MODULUS = re.compile(r"(?:\\(?:pmod|bmod|mod)|\(\s*(?:\\text\{)?mod)[\s{}]*([^{}()]*)[{})\s]*$")
 _FACTORS = (
     (re.compile(r"((?:^|(?<=[^\w.^\\]))-?\d+(?:\.\d+)?)\s*\("), r"\1 \\cdot ("),
@@ -162,6 +178,8 @@ def equal(gold: Answer, answer: Answer) -> bool:
     Numbers agree to six decimals and to one in ten thousand; an answer with more decimals than the gold one may instead
     round to it. Words are compared as words, not as products of letters.
     """
+    if _says_more(gold, answer):
+        return False
     if same_answer(gold.text, answer.text):
         return True
     gold_word, word = as_word(gold.text), as_word(answer.text)
@@ -200,8 +218,22 @@ def _equal_values(gold: Any, value: Any) -> bool:
     return bool(same) and numbers_agree(gold, value) and (not equations or _same_equation(gold, value))
 
 
-def _is_equation(value: Any) -> bool:
+def _says_more(gold: Answer, answer: Answer) -> bool:
+    """Return whether the ground truth is an equation that says more than what a name is, and the answer is none: the
+    library would compare 3 with the right side of ``x + y = 3``."""
     import sympy  # type: ignore[import-untyped]
+    from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
+    from sympy.core.relational import Relational  # type: ignore[import-untyped]
+
+    relation = Relational | sympy.Set | sympy.logic.boolalg.Boolean
+    if not answer.values or any(isinstance(value, relation) for value in answer.values) or _NAMED.match(gold.text):
+        return False
+    name = sympy.Symbol | AppliedUndef | sympy.Derivative | sympy.Tuple
+    return bool(gold.values) and all(_is_equation(value) and not isinstance(value.lhs, name) for value in gold.values)
+
+
+def _is_equation(value: Any) -> bool:
+    import sympy
 
     return isinstance(value, sympy.Eq)
 
@@ -226,7 +258,7 @@ def _solved(gold: Any, value: Any) -> Any:
     In "5x = 30 and x = 6" it is 6: the other equations are steps, for only one says what a variable is.
     """
     import sympy
-    from sympy.core.relational import Relational  # type: ignore[import-untyped]
+    from sympy.core.relational import Relational
 
     if isinstance(gold, Relational | sympy.Set | sympy.logic.boolalg.Boolean):
         return value
@@ -260,7 +292,7 @@ def _read(text: str, mode: Literal["first_match", "any_match"]) -> Answer | None
     repaired = _repaired(source) if mode == "first_match" else source
     if repaired != source:
         values, _ = _parse(rf"\boxed{{{repaired}}}", "first_match")
-    return Answer(source, () if _APART.search(repaired) else values)
+    return Answer(_without_end(source), () if _APART.search(repaired) else values)
 
 
 def _parse(text: str, mode: Literal["first_match", "any_match"]) -> tuple[tuple[Any, ...], str | None]:
@@ -275,7 +307,7 @@ def _repaired(source: str) -> str:
 
     The parser reads an integer beside a number as a mixed number: ``2(3)`` would be 5.
     """
-    text = _END.sub("", source.strip()) or source
+    text = _without_end(source)
     text = text if r"\equiv" in text else _MODULUS.sub("", text).rstrip() or text
     text = without_units(_UNIT_NAME.sub("", text.translate(SYMBOLS)))
     if _GROUPS.fullmatch(text):
@@ -285,11 +317,29 @@ def _repaired(source: str) -> str:
     return text
 
 
+def _without_end(source: str) -> str:
+    """Without the full stop of its sentence and the asterisks of bold type in Markdown: 7 for ``7**.``."""
+    text = _END.sub("", source.strip())
+    return text.removeprefix("**") or source
+
+
 def _plain_numbers(text: str) -> str:
-    """``5 million`` and ``4.5e33`` written out, which the library reads as 5 and as 4.5 times Euler's number."""
+    r"""Numbers as the library reads them: ``5 million`` and ``4.5e33`` written out, which it takes for 5 and for 4.5
+    times Euler's number; repeating decimals as fractions; ``\$5`` without its sign; a space where a number touches
+    Chinese."""
+    text = _REPEATING.sub(_fraction, text)
+    text = _GLUED.sub(" ", _MONEY.sub("", text))
     text = _LATE_PERIOD.sub(".", text.replace("\u2212", "-"))
     text = _SCALED.sub(lambda match: _written_out(match[1], _SCALES[match[3]]) + (match[2] or ""), text)
     return _POWER_OF_TEN.sub(lambda match: _written_out(match[1], int(match[2])), text)
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    whole, once, barred, _, first, between, _, last = decimal.groups(default="")
+    again = barred or first + between + last
+    wanted = int(whole + once + again) - int(whole + once or "0")
+    value = Fraction(wanted, (10 ** len(again) - 1) * 10 ** len(once))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _written_out(number: str, exponent: int) -> str:

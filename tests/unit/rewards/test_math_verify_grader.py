@@ -72,6 +72,23 @@ EQUAL = [
     ("10!", "3628800"),
     (r"-2+7i", "-2 + 7i."),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
+    ("7", "**7**"),
+    ("y=2x+1", "2x+1"),
+    ("x+y=3", "y=3-x"),
+    ("(p,q)=(3,2)", "(3,2)"),
+    ("f^{-1}(x)=x+1", "1+x"),
+    (r"AB=12+12\sqrt{3}", r"12(1+\sqrt{3})"),
+    (r"\angle A=30^\circ", r"\frac{60}{2}"),
+    (r"\frac{AB}{CD}=2", "2.0"),
+    (r"A^{-1}=\begin{pmatrix}1&0\\0&2\end{pmatrix}", r"\begin{pmatrix}1&0\\0&2\end{pmatrix}"),
+    (r"\frac{4}{11}", r"0.\overline{36}"),
+    (r"0.\overline{36}", r"\frac{4}{11}"),
+    (r"\frac{1}{6}", r"0.1\overline{6}"),
+    (r"$-0.\bar{3}$", r"-\frac13"),
+    (r"1.\dot3", r"\frac{4}{3}"),
+    (r"\frac17", r"0.\dot{1}4285\dot{7}"),
+    (r"2,\frac13", r"2,0.\overline{3}"),
+    (r"0.\overline{3}", "0.333333"),
 ]
 
 UNEQUAL = [
@@ -112,6 +129,17 @@ UNEQUAL = [
     ("5", r"42\text{ or }5"),
     (r"\frac13", r"\int_0^1 x^2 dx"),
     ("5", ""),
+    ("7", "**8**"),
+    ("x+y=3", "3"),
+    ("x+y=0", "0"),
+    ("xy=3", "3"),
+    ("3=x+y", "3"),
+    (r"\sin x=1", "1"),
+    ("x^2+y^2=4", "4"),
+    ("x+y=3", "x=3"),
+    (r"\frac{4}{11}", r"0.\overline{37}"),
+    (r"0.\overline{36}", r"0.3\overline{6}"),
+    (r"0.\overline{3}", "0.33"),
 ]
 
 
@@ -140,7 +168,7 @@ def test_unequal_values(truth, answer):
         ),
         (r"\boxed{5} or \boxed{6}", "6", False, "5,6"),
         ("The answer is 42.", "42", True, "42"),
-        ("Final Answer: The final answer is $5.$ I hope it is correct.", "5", True, "5."),
+        ("Final Answer: The final answer is $5.$ I hope it is correct.", "5", True, "5"),
         ("We get $x = 2 + 3 = 5$", "5", True, "x = 2 + 3 = 5"),
         ("3+2", "5", True, "3+2"),
         ("The answer is **Yes**.", "Yes", True, "Yes"),
@@ -151,6 +179,23 @@ def test_unequal_values(truth, answer):
         (r"We get \[ x = 5", "5", False, None),
         ("We get \\begin{align*} x &= 5 \\\\", "5", False, None),
         ("It costs $5", "5", True, "5"),
+        ("Answer: **7**", "7", True, "7"),
+        ("The answer is **7**.", "7", True, "7"),
+        ("**42**", "42", True, "42"),
+        ("so x = **5**", "5", True, "5"),
+        ("**Answer: 7**", "7", True, "7"),
+        ("**8**", "7", False, "8"),
+        ("2**3", "8", True, "2**3"),
+        (r"The answer is \$5.", "5", True, "5"),
+        (r"It costs \$5 million.", "5000000", True, "5000000"),
+        (r"The tax is $\$3$, so that it costs $\$15$.", "15", True, "15"),
+        ("答案是5", "5", True, "5"),
+        ("所以答案是:5。", "5", True, "5"),
+        ("答案：**-5**。", "-5", True, "-5"),
+        ("每人2个，一共有3+2个苹果。", "5", True, "3+2"),
+        ("所以结果为12.5元", "12.5", True, "12.5"),
+        ("所以$x=5$，答案是$5$。", "5", True, "5"),
+        (r"The answer is 0.\overline{3}.", r"\frac13", True, r"\frac{1}{3}"),
         ("no answer", "5", False, None),
         ("", "5", False, None),
     ],
@@ -190,6 +235,7 @@ HUGE += [
     r"\sum_{k=1}^{100000000} \frac{1}{k^2+k+1}",
     r"\int_0^1 e^{x^2} \sin(x^7) dx",
 ]
+HUGE += ["0." + "1" * 100_000 + r"\overline{3}", r"0.\overline{" + "9" * 100_000 + "}"]
 HUGE += ["(" * 99 + "5" + ")" * 99, "{" * 10_000 + "5" + "}" * 10_000, r"\frac{1}{1+" * 30 + "5" + "}" * 30]
 
 
