@@ -290,6 +290,12 @@ async def test_validation_counts_what_was_graded():
         "rollout/val_failed": 1.0,
     }
     assert {p.temperature for p in sampler.params} == {0.5}
+    for episode in (t for group in groups for t in group):
+        episode.extracted = None  # as with a reward function that returns a number
+    assert list(accuracy_metrics(groups, 2, resamples=0, seed=0)) == [
+        "val-core/openai/gsm8k/acc/mean@2",
+        "val-core/openai/gsm8k/acc/best@2",
+    ]
 
 
 # ---------------------------------------------------------------------- the parts of a reward
