@@ -139,7 +139,7 @@ def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int, *, resample
 
     The names are ``val-core/<source>/acc/mean@n``, which is pass@1, with the ends of its interval, and for n > 1
     ``best@n``, whether any episode of a prompt is correct, and ``maj@n``, whether the answer that most of its episodes
-    give is correct; a source of which no episode has an answer has no ``maj@n``.
+    give is correct, unless the grader finds right ones and tells no answers.
 
     Args:
         resamples: of the bootstrap of the interval; 0: no interval.
@@ -160,7 +160,8 @@ def accuracy_metrics(groups: Sequence[Sequence[Trajectory]], n: int, *, resample
             metrics |= {f"{key}/mean@{n}{end}": value for end, value in zip(INTERVAL, ends, strict=True)}
         if n > 1:
             metrics[f"{key}/best@{n}"] = float(np.mean([any(t.correct for t in group) for group in of_source]))
-            if any(t.extracted is not None for group in of_source for t in group):
+            told = any(t.extracted is not None for group in of_source for t in group)
+            if told or not shares.any():
                 votes = [majority([t.extracted for t in group], [t.correct for t in group]) for group in of_source]
                 metrics[f"{key}/maj@{n}"] = float(np.mean(votes))
     return metrics
