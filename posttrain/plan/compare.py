@@ -83,9 +83,8 @@ def compare(plan: Plan, rows: Sequence[Row]) -> list[Pair]:
         pair("actor/updates", float(plan.batch.updates))
     if not plan.question.machine.memory:
         return found
-    trains = (
-        computed_of(rows) > 0
-    )  # else most steps had no episode to learn from, and updates were the optimizer's alone
+    # Where most steps had nothing to learn from, updates were the optimizer's alone.
+    trains = computed_of(rows) > 0
     updates = [m for m in plan.moments if m.name in ("update", "update_actor") and trains]
     for moment in updates:
         pair("perf/memory_gib", moment.allocated / GIB)

@@ -296,7 +296,7 @@ def check_algo(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def check_steps(cfg: Config, total_steps: int) -> None:
     """Raise ``ConfigError`` where `run.profile` begins after the last step, or a critic is trained alone until then."""
-    if cfg.critic.warmup_steps >= total_steps:
+    if 0 < total_steps <= cfg.critic.warmup_steps:
         raise ConfigError(
             f"critic.warmup_steps = {cfg.critic.warmup_steps}, and the run has {total_steps} steps: none trains the "
             "policy",
