@@ -46,7 +46,7 @@ _GLUED = re.compile(
     rf"(?:(?<={_CHINESE})|(?<={_CHINESE}:))(?<![0-9]，)(?=(?:\*\*)?-?\.?[0-9])|(?<=[0-9)])(?!，[0-9])(?={_CHINESE})"
 )
 _NAMED = re.compile(
-    r"(?=[^=]*[A-Z])m?(?:\\[a-zA-Z]++|[^a-z=+<>\\-])++=|(?:[A-Z]\s*\^\s*\{-1\}|[a-z]\s*\^\s*\{-1\}\s*\([a-z]\))\s*="
+    r"(?=[^=]*[A-Z])m?(?:\\[a-zA-Z]++|[^a-z=+<>\\-])+=|(?:[A-Z]\s*\^\s*\{-1\}|[a-z]\s*\^\s*\{-1\}\s*\([a-z]\))\s*="
 )
 """An equation for a quantity: ``AB =``, ``\\angle A =``, ``f^{-1}(x) =``. The parser has products and powers there."""
 _LATE_PERIOD = re.compile(r"(?<=\S)[ \t]+\.(?!\d)")

@@ -210,7 +210,9 @@ async def test_a_killed_engine_fails_its_requests_and_is_named(samplers):
     await asyncio.sleep(0.3)
     sampler.actor.__ray_call__.remote(lambda self: __import__("os")._exit(1))
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
-    assert [type(r) for r in results] == [WorkerError] * 3
-    assert "sampler 0 died" in str(results[0])
+    failed = [r for r in results if isinstance(r, WorkerError)]  # a fast machine may have ended one before
+    assert failed
+    assert all(r.finish_reason == "stop" for r in results if r not in failed)
+    assert all("sampler 0 died" in str(error) for error in failed)
     with pytest.raises(WorkerError, match="sampler 0 died"):
         await asyncio.wait_for(sampler.generate(prompt(8), SamplingParams(5)), 30)
