@@ -172,8 +172,8 @@ class TrainConfig(Section):
     """Mixtures of experts: coefficient of the auxiliary loss that balances the load of the experts, over the whole
     batch (experts.md). Above 0 an update takes a forward pass more. 0: none, whatever the model's config says."""
     max_skipped_steps: PositiveInt = 3
-    """Maximum consecutive updates skipped because of a gradient that is not finite; at this count the run ends and
-    keeps the last batch in its folder (`nonfinite_step_N.pt`)."""
+    """Maximum consecutive updates of a model skipped because of a gradient that is not finite; at this count the run
+    ends and keeps the last batch in its folder (`nonfinite_step_N.pt`)."""
     optim: OptimConfig = OptimConfig()
     lora: LoraConfig = LoraConfig()
     early_stop: EarlyStopConfig = EarlyStopConfig()

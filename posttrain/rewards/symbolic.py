@@ -223,13 +223,18 @@ def _says_more(gold: Answer, answer: Answer) -> bool:
     library would compare 3 with the right side of ``x + y = 3``."""
     import sympy  # type: ignore[import-untyped]
     from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
-    from sympy.core.relational import Relational  # type: ignore[import-untyped]
 
-    relation = Relational | sympy.Set | sympy.logic.boolalg.Boolean
-    if not answer.values or any(isinstance(value, relation) for value in answer.values) or _NAMED.match(gold.text):
+    if not answer.values or any(map(_is_relation, answer.values)) or _NAMED.match(gold.text):
         return False
     name = sympy.Symbol | AppliedUndef | sympy.Derivative | sympy.Tuple
     return bool(gold.values) and all(_is_equation(value) and not isinstance(value.lhs, name) for value in gold.values)
+
+
+def _is_relation(value: Any) -> bool:
+    import sympy
+    from sympy.core.relational import Relational  # type: ignore[import-untyped]
+
+    return isinstance(value, Relational | sympy.Set | sympy.logic.boolalg.Boolean)
 
 
 def _is_equation(value: Any) -> bool:
@@ -258,9 +263,8 @@ def _solved(gold: Any, value: Any) -> Any:
     In "5x = 30 and x = 6" it is 6: the other equations are steps, for only one says what a variable is.
     """
     import sympy
-    from sympy.core.relational import Relational
 
-    if isinstance(gold, Relational | sympy.Set | sympy.logic.boolalg.Boolean):
+    if _is_relation(gold):
         return value
     parts = getattr(value, "_unsorted_args", (value,))
     equations = [part for part in parts if isinstance(part, sympy.Eq)]

@@ -275,6 +275,19 @@ def test_closing_the_sandbox_ends_its_session():
     session.close()
 
 
+def test_a_cell_that_fails_on_our_side_leaves_no_session(sandbox, monkeypatch):
+    session = sandbox.session()
+    assert session.run("secret = 42").status == "ok"
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "run_cell", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            session.run("secret")
+    session.close()
+    other = sandbox.session()
+    assert "NameError" in other.run("secret").stderr
+    other.close()
+
+
 def test_abort_ends_what_runs_and_nothing_else():
     sandbox = LocalSandbox(SandboxConfig(deadline_s=30.0))
     try:
