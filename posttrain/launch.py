@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.cluster.early import start_early
 from posttrain.config.presets import Resolved
 from posttrain.core.registry import load_plugins
 from posttrain.models.load import ModelSource
@@ -21,6 +22,7 @@ from posttrain.runs.preflight import check_steps, with_engine
 from posttrain.runs.recording import open_tracker, recorded
 from posttrain.runs.run import RunTarget, StopSignal
 from posttrain.runs.training_run import Loop, TrainingRun, train
+from posttrain.tracking.log import LOGS
 from posttrain.tracking.tracker import Tracker
 
 
@@ -60,19 +62,20 @@ def run(resolved: Resolved, prepare: Prepare) -> Path:
     resolved = with_engine(resolved)
     cfg = resolved.config
     target = RunTarget.find(resolved)
-    job = prepare(resolved)
-    check_steps(cfg, job.steps)
-    target.check_steps(job.steps)
-    folder = target.open()
-    with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, job.steps) as tracker:
-        for note in job.notes():
-            tracker.note(note)
-        if (warning := memory_warning(cfg)) is not None:
-            tracker.note(warning)
-        with job.opened(tracker) as loop:
-            train(TrainingRun(cfg, folder, job.source, tracker, stop, job.steps, reporter), loop)
-        if (line := plan.closing_line(cfg, folder.path)) is not None:
-            tracker.note(line)
+    with start_early(cfg, target.path / LOGS) as ahead:
+        job = prepare(resolved)
+        check_steps(cfg, job.steps)
+        target.check_steps(job.steps)
+        folder = target.open()
+        with recorded(cfg, folder) as reporter, StopSignal() as stop, open_tracker(cfg, folder, job.steps) as tracker:
+            for note in job.notes():
+                tracker.note(note)
+            if (warning := memory_warning(cfg)) is not None:
+                tracker.note(warning)
+            with job.opened(tracker) as loop:
+                train(TrainingRun(cfg, folder, job.source, tracker, stop, job.steps, reporter, ahead), loop)
+            if (line := plan.closing_line(cfg, folder.path)) is not None:
+                tracker.note(line)
     return folder.path
 
 

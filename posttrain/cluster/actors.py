@@ -68,12 +68,11 @@ class Process:
     @classmethod
     def current(cls, stacks: int) -> Process:
         """Return this process."""
-        stderr = os.readlink("/proc/self/fd/2")
         return cls(
             str(ray.get_runtime_context().get_node_id()),
             os.getpid(),
             psutil.Process().create_time(),
-            stderr if os.path.isfile(stderr) else None,
+            _stderr(),
             stacks,
             _oom_kills(),
             ray.util.get_node_ip_address(),
@@ -160,6 +159,18 @@ class Supervised:
         if self._process.log is not None:
             shorten(Path(self._process.log))
         return self._process
+
+    def write_to(self, log: str) -> Process:
+        """Redirect output to a log of the run, whose folder may not have been there when this process started."""
+        take_over(Path(log))
+        self._process = replace(self._process, log=_stderr())
+        return self._process
+
+
+def _stderr() -> str | None:
+    """Return the file that the stderr of this process goes to, if it is one."""
+    file = os.readlink("/proc/self/fd/2")
+    return file if os.path.isfile(file) else None
 
 
 def actor_class(cls: type[Supervised]) -> Any:

@@ -136,7 +136,7 @@ class Cluster:
             await self._init_ray()
         take_back_sigterm()
         try:
-            self.device = _device(self.cfg)
+            self.device = device_of(self.cfg)
         except RunError:
             await self.__aexit__(None, None, None)
             raise
@@ -253,7 +253,8 @@ class Cluster:
             return
         await self._options("trainers", cfg.cluster.workers, 0)  # reserves their GPUs, on which engines may be put
         for index in range(cfg.rollout.replicas):
-            self._prepared[index] = await self._sampler_process(index)
+            if index not in self._prepared:
+                self._prepared[index] = await self._sampler_process(index)
 
     async def samplers(
         self, source: ModelSource, stop_token_ids: list[int], *, weights_follow: bool = False
@@ -291,7 +292,7 @@ class Cluster:
             frozen_tower=cfg.train.vision_tower == "frozen",
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
         )
-        await sampler.start(spec, cfg.cluster.start_deadline_s)
+        await sampler.start(spec, cfg.cluster.start_deadline_s, self.context.of_actor(sampler.name).log)
         self._samplers[index] = sampler
         return sampler
 
@@ -303,7 +304,7 @@ class Cluster:
         engine = choose_engine(cfg.rollout.engine, gpu=self.device == "cuda").name
         if engine != "hf":  # it may want torch imported under variables, and in an order, of its own
             options = not_forked(options)
-        actor = actor_class(SamplerActor).options(**options).remote(self.context.of_actor(name), engine)
+        actor = actor_class(SamplerActor).options(**options).remote(self.context, engine)
         return RemoteSampler(
             self._handle(name, actor),
             deadline_s=cfg.cluster.step_deadline_s,
@@ -435,7 +436,7 @@ def _threads(processes: int) -> int:
     return int(asked) if asked.isdigit() and int(asked) else max(1, (os.cpu_count() or 1) // processes)
 
 
-def _device(cfg: Config) -> str:
+def device_of(cfg: Config) -> str:
     """Return the device of the run, cpu or cuda. Raises ``RunError`` where the config wants a GPU and Ray has none."""
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if cfg.cluster.device == "cuda" and gpus == 0:

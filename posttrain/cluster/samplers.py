@@ -167,9 +167,15 @@ class RemoteSampler:
         self.max_concurrent = 0
         """Most requests that the engine runs at once, when it has started."""
 
-    async def start(self, spec: EngineSpec, deadline_s: float) -> None:
-        """Load the engine. Raises ``ModelError``, ``ConfigError``, ``WorkerError`` or ``DeadlineError``."""
+    async def start(self, spec: EngineSpec, deadline_s: float, log: str | None = None) -> None:
+        """Load the engine. Raises ``ModelError``, ``ConfigError``, ``WorkerError`` or ``DeadlineError``.
+
+        Args:
+            log: gets its output from now on; None: Ray keeps it.
+        """
         await wait_until_up([self.handle], deadline_s)
+        if log is not None:
+            self.handle.process = await answer(self.actor.write_to.remote(log), self.handle, "start", deadline_s)
         self.max_concurrent = await answer(self.actor.start.remote(spec), self.handle, "start", deadline_s)
 
     @property

@@ -95,7 +95,7 @@ async def train(run: TrainingRun, start: Start) -> None:
     cfg, tracker = run.cfg, run.tracker
     async with AsyncExitStack() as closing:
         with tracker.phase("start"):
-            cluster = await closing.enter_async_context(Cluster(cfg, run.folder.logs))
+            cluster = await closing.enter_async_context(run.ahead or Cluster(cfg, run.folder.logs))
             await closing.enter_async_context(run)
             await cluster.prepare_samplers()
             learner = await Learner.open(cluster, run)  # actor; critic, reference, teacher where the algorithm has them

@@ -231,7 +231,7 @@ async def sample_only(run: TrainingRun, task: Task) -> None:
     sampling, order = sampling_of(cfg.rollout), task.order(run)
     async with AsyncExitStack() as closing:
         with tracker.phase("start"):
-            cluster = await closing.enter_async_context(Cluster(cfg, run.folder.logs))
+            cluster = await closing.enter_async_context(run.ahead or Cluster(cfg, run.folder.logs))
             await open_player(task, closing)
             engines = await cluster.samplers(run.source, task.stop_token_ids)
             restart = partial(cluster.sampler, run.source, task.stop_token_ids)

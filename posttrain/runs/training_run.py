@@ -26,6 +26,7 @@ from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
+    from posttrain.cluster.cluster import Cluster
     from posttrain.cluster.trainers import TrainerGroup
     from posttrain.data.pack import PackedBatch
     from posttrain.train.spec import LossSpec
@@ -52,6 +53,8 @@ class TrainingRun:
     total_steps: int
     reporter: Reporter | None = None
     """Keeps the run's report up to date; None: `run.report` is off."""
+    ahead: Cluster | None = None
+    """The cluster that has been started ahead for the first attempt."""
     step: int = 0
     skipped_steps: int = 0
     """Updates skipped so far because their gradient was not finite."""

@@ -1,0 +1,99 @@
+"""Ray and the engines' processes start while a run is checked, and end where the check fails."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.early import EarlyCluster, start_early
+from posttrain.config import Config
+from posttrain.core.errors import DataError, RunError
+from posttrain.models.builtin import builtin_tokenizer
+from posttrain.models.load import ModelSource
+
+
+def config(**parts):
+    rollout = {"engine": "hf", "kv_tokens": 2048} | parts.pop("rollout", {})
+    return Config.model_validate({"command": "rl", "rollout": rollout, "cluster": {"device": "cpu"} | parts})
+
+
+def engines() -> list[psutil.Process]:
+    """Processes of engines that this one has started."""
+    return [p for p in psutil.Process().children(recursive=True) if "SamplerActor" in _name(p)]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def wait_for_engine() -> None:
+    deadline = time.monotonic() + 120
+    while not engines():
+        assert time.monotonic() < deadline, "no engine's process came"
+        time.sleep(0.05)
+
+
+def test_engines_are_there_before_the_run_has_been_checked(tmp_path: Path):
+    logs = tmp_path / "run" / "logs"
+    with EarlyCluster(config(), logs) as ahead:
+        wait_for_engine()
+        assert not logs.parent.exists()  # nothing is written before the checks are over
+        logs.mkdir(parents=True)
+
+        async def run() -> None:
+            async with ahead as cluster:
+                before = {p.pid for p in engines()}
+                tokenizer = builtin_tokenizer("tiny")
+                [sampler] = await cluster.samplers(ModelSource("builtin:tiny"), [tokenizer.eos_token_id])
+                assert sampler.handle.process.pid in before
+                # Its output goes to the run from here on, and so does the diagnosis of its death look there.
+                assert sampler.handle.process.log == str(logs / "sampler-0.log")
+                assert f"process {sampler.handle.process.pid}" in (logs / "sampler-0.log").read_text()
+
+        asyncio.run(run())
+        assert not ray.is_initialized()
+    assert not ray.is_initialized()
+
+
+def test_a_check_that_fails_ends_what_has_started(tmp_path: Path):
+    with pytest.raises(DataError, match="no such file"), EarlyCluster(config(), tmp_path / "logs"):
+        wait_for_engine()
+        started = engines()
+        raise DataError("data: no such file")
+    assert not ray.is_initialized()
+    psutil.wait_procs(started, timeout=20)
+    assert not engines()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_meanwhile_is_told_when_the_run_enters(tmp_path: Path):
+    async def run(cluster: Cluster) -> None:
+        async with cluster:
+            pytest.fail("entered")
+
+    with (
+        pytest.raises(RunError, match="cluster.device = cuda, but Ray sees no GPU"),
+        EarlyCluster(config(device="cuda"), tmp_path) as ahead,
+    ):
+        asyncio.run(run(ahead))
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("parts", "early"),
+    [
+        ({"rollout": {"engine": "vllm"}}, True),
+        ({"rollout": {"engine": "hf"}}, False),  # it imports nothing that the run does not
+        ({"rollout": {"engine": "vllm", "replay": "earlier"}}, False),
+        ({"rollout": {"engine": "vllm"}, "address": "10.0.0.1:6379"}, False),
+    ],
+)
+def test_only_engines_on_this_machine_that_are_slow_to_import_start_early(parts, early, tmp_path: Path):
+    assert isinstance(start_early(config(**parts), tmp_path), EarlyCluster) == early
