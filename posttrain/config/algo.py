@@ -76,6 +76,11 @@ class CriticConfig(Section):
     """Initial RL steps in which only the critic is trained."""
     optim: OptimConfig = OptimConfig()
 
+    @model_validator(mode="after")
+    def _coherent(self) -> CriticConfig:
+        self.optim.check("critic.optim")
+        return self
+
 
 class AlgoConfig(Section):
     """The RL algorithm. `--algo NAME` sets a coherent bundle; `--set` changes single fields of it."""

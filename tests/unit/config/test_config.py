@@ -67,7 +67,17 @@ def test_a_kl_coefficient_that_adapts_stays_above_0():
             "an advantage for each token by the KL in the reward",
         ),
         ("rl", {"algo": {"kl_coef": 0.1, "kl_in": "reward", "kl_horizon": 5}}, "has no effect without algo.kl_target"),
-        ("sft", {"train": {"optim": {"min_lr_ratio": 0.1}}}, "optim.min_lr_ratio has no effect with optim.schedule"),
+        ("sft", {"train": {"optim": {"min_lr_ratio": 0.1}}}, "train.optim.min_lr_ratio = 0.1 has no effect with train"),
+        (
+            "rl",
+            {"algo": {"advantage": "gae"}, "critic": {"optim": {"min_lr_ratio": 0.1}}},
+            "critic.optim.min_lr_ratio = 0.1 has no effect with critic.optim.schedule = 'constant': set it to 0",
+        ),
+        (
+            "rl",
+            {"algo": {"advantage": "gae"}, "critic": {"optim": {"warmup_steps": 5, "warmup_ratio": 0.1}}},
+            "critic.optim.warmup_steps and critic.optim.warmup_ratio exclude each other",
+        ),
         (
             "rl",
             {"algo": {"advantage": "gae"}, "critic": {"optim": {"stochastic_rounding": True}}},
