@@ -76,6 +76,11 @@ class CriticConfig(Section):
     """Initial RL steps in which only the critic is trained."""
     optim: OptimConfig = OptimConfig()
 
+    @model_validator(mode="after")
+    def _coherent(self) -> CriticConfig:
+        self.optim.check("critic.optim")
+        return self
+
 
 class AlgoConfig(Section):
     """The RL algorithm. `--algo NAME` sets a coherent bundle; `--set` changes single fields of it."""
@@ -196,6 +201,8 @@ class AlgoConfig(Section):
                     raise self._no_effect(name, key, readers)
         if self.kl_in == "reward" and not self.kl_coef:
             raise ValueError("algo.kl_in = 'reward' has no effect with algo.kl_coef = 0")
+        if "kl_estimator" in given and not self.kl_coef:
+            raise ValueError(f"algo.kl_estimator = {self.kl_estimator!r} has no effect with algo.kl_coef = 0")
         if self.clip_cov_low >= self.clip_cov_high:
             raise ValueError("algo.clip_cov_low is not below algo.clip_cov_high")
         return self

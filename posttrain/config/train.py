@@ -47,13 +47,15 @@ class OptimConfig(Section):
         """Return whether torchao's optimizers are used instead of torch's."""
         return self.name != "adamw" or self.stochastic_rounding
 
-    @model_validator(mode="after")
-    def _coherent(self) -> OptimConfig:
+    def check(self, key: str) -> None:
+        """Raise ``ValueError`` where settings of the optimizer ``key`` exclude each other or have no effect."""
         if self.warmup_steps is not None and self.warmup_ratio > 0:
-            raise ValueError("train.optim.warmup_steps and train.optim.warmup_ratio exclude each other")
+            raise ValueError(f"{key}.warmup_steps and {key}.warmup_ratio exclude each other")
         if self.min_lr_ratio and self.schedule == "constant":
-            raise ValueError("optim.min_lr_ratio has no effect with optim.schedule = 'constant': it is of the others")
-        return self
+            raise ValueError(
+                f"{key}.min_lr_ratio = {self.min_lr_ratio:g} has no effect with {key}.schedule = 'constant': set it to "
+                "0, or the schedule to 'cosine' or 'linear'"
+            )
 
 
 class EarlyStopConfig(Section):
@@ -213,6 +215,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _optimizer_fits(self) -> TrainConfig:
+        self.optim.check("train.optim")
         self.check_optimizer(self.optim, "train.optim")
         return self
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from posttrain.algos import ADVANTAGES
 from posttrain.config import Config, LoraConfig, TrainConfig
 from posttrain.core.machines import Machine
-from posttrain.core.sizes import SENT_BUCKET_BYTES, bucket_bytes
+from posttrain.core.sizes import GIB, SENT_BUCKET_BYTES, bucket_bytes
 from posttrain.engines.choice import EngineChoice
 from posttrain.plan.batch import Lengths, StepBatch, patches_at_most
 from posttrain.plan.calibration import CONTEXT_BYTES, FRAGMENTATION
@@ -92,7 +93,16 @@ def lay_out(
         name = kernels.auto_engine.name if cfg.rollout.engine == "auto" else cfg.rollout.engine
         if name == "sglang" and colocated and shared == 1 and counted:  # a share of what is free when it starts
             counted -= sum(total(trainer.fresh()) + trainer.beside() for trainer in trainers)
-        engine = EngineMemory(shapes.actor, cfg.rollout, kernels.itemsize, counted, name)
+        engine = EngineMemory(
+            shapes.actor,
+            cfg.rollout,
+            kernels.itemsize,
+            counted,
+            name,
+            on_gpu=shared,
+            step_tokens=_step_tokens(cfg, machine) if name == "vllm" else 0,
+            episodes=_episodes_of_engine(cfg) if cfg.command == "rl" else 0,
+        )
     return Layout(
         cfg,
         machine,
@@ -103,6 +113,21 @@ def lay_out(
         shapes.reward,
         kernels.itemsize,
     )
+
+
+def _step_tokens(cfg: Config, machine: Machine) -> int:
+    """Return the most tokens of a step of vLLM: what it takes itself for work in bulk, or what the user gives."""
+    if isinstance(given := cfg.rollout.engine_options.get("max_num_batched_tokens"), int):
+        return given
+    if machine.gpu is None:
+        return 0
+    return 16384 if machine.memory >= 70 * GIB and "A100" not in machine.gpu.match else 8192
+
+
+def _episodes_of_engine(cfg: Config) -> int:
+    """Return the most episodes of a step on one engine, as ``Cluster.sampler`` counts them."""
+    batches = 1 + cfg.rollout.over_sample_rate + cfg.rollout.staleness
+    return math.ceil(cfg.data.batch_size * cfg.rollout.n * batches / cfg.rollout.replicas)
 
 
 def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: StepBatch, lengths: Lengths) -> Iterable[Trainer]:

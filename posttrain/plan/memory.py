@@ -309,6 +309,12 @@ class EngineMemory:
     """That `rollout.memory_fraction` is a share of"""
     name: EngineName
     """The engine that `rollout.engine` stands for"""
+    on_gpu: int = 1
+    """Engines of its GPU, with this one"""
+    step_tokens: int = 0
+    """Most tokens of a step of vLLM; 0: another engine, whose steps are not counted"""
+    episodes: int = 0
+    """Most episodes of a training step on this engine; 0: any number, as in `generate`"""
 
     def requests(self, episodes: int) -> int:
         """Return the most requests that it would run at once with any memory, where a step gives it so many
@@ -354,9 +360,37 @@ class EngineMemory:
         return 2.0 * self.shape.layers * heads * self.shape.head_dim * itemsize
 
     @property
-    def cache(self) -> float:
-        """Bytes of the KV cache. Less than 0: the weights alone are too large."""
+    def _unless_steps(self) -> float:
+        """Bytes of `rollout.memory_fraction` that the weights leave."""
         return self.rollout.memory_fraction * self.gpu_bytes - self.weights
+
+    @property
+    def step(self) -> float:
+        """Bytes that a step of vLLM computes with: the most of a layer over its tokens, or of the sampler over its
+        requests, which has their logits in the compute type, and in float32 logits, log-probabilities, probabilities
+        and random numbers."""
+        if not self.step_tokens:
+            return 0.0
+        b, hidden, tensor_parallel = self.itemsize, self.shape.hidden, self.rollout.tensor_parallel
+        fitting = max(0.0, self._unless_steps) / self.of_token
+        requests = concurrent_requests(self.name, self.rollout, fitting, self.episodes)
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        tokens = min(self.step_tokens, requests * longest)
+        in_layer = activations.forward_only(self.shape, Policy(itemsize=b)) - 2 * b * hidden
+        layer = tokens * (2 * b * hidden + in_layer / tensor_parallel)
+        sampler = tokens * b * hidden + min(requests, tokens) * self.shape.vocabulary * (b + 4.0 * _FLOAT32)
+        return max(layer, sampler)
+
+    @property
+    def beside_cache(self) -> float:
+        """Bytes of `rollout.memory_fraction` that are not for the KV cache: weights, and what vLLM measures that a
+        step takes, unless engines that share a GPU are given the size of their caches."""
+        return self.weights + (self.step if self.on_gpu == 1 else 0.0)
+
+    @property
+    def cache(self) -> float:
+        """Bytes of the KV cache. Less than 0: what is beside it is too large."""
+        return self.rollout.memory_fraction * self.gpu_bytes - self.beside_cache
 
     @property
     def tokens(self) -> int:
@@ -373,4 +407,4 @@ class EngineMemory:
 
     def awake(self) -> Terms:
         """It samples."""
-        return self.loading() | {"KV cache": max(0.0, self.cache)}
+        return self.loading() | {"engine steps": self.step, "KV cache": max(0.0, self.cache)}

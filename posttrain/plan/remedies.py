@@ -151,7 +151,7 @@ def cache(plan: Plan, tokens: int) -> Iterator[Settings]:
     """Settings that leave an engine a KV cache of so many tokens."""
     engine, cfg = plan.layout.engine, plan.question.cfg
     assert engine is not None
-    wanted = engine.weights + tokens * engine.of_token
+    wanted = engine.beside_cache + tokens * engine.of_token
     fraction = math.ceil(100 * wanted / max(1.0, engine.gpu_bytes) + 1) / 100
     if fraction * plan.layout.engines_per_gpu < 1.0:
         yield {"rollout.memory_fraction": fraction}

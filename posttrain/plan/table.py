@@ -17,7 +17,7 @@ _COLUMNS = {
     "activations": ("activations", "images", "in flight", "left of the sync check"),
     "logits": ("logits",),
     "buckets": ("buckets",),
-    "engine": ("engine weights", "engine process"),
+    "engine": ("engine weights", "engine process", "engine steps"),
     "KV cache": ("KV cache",),
 }
 """Columns of the memory table: what is added up in each; all else is in `other`."""

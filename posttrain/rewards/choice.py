@@ -62,7 +62,7 @@ def chosen_letters(response: str) -> str | None:
     """The letters that a response chooses, sorted, or None if it chooses none."""
     text = _FORMULA.sub("$", unicodedata.normalize("NFKC", response))
     box = last_boxed(text)
-    match = _BOX.fullmatch(_WRAPPED.sub(r" \1 ", box)) if box else None
+    match = _BOX.fullmatch(_WRAPPED.sub(r" \1 ", box.replace("$", " "))) if box else None
     if match is None:
         said = list(_SAID.finditer(text))
         match = said[-1] if said else _LONE.fullmatch(text.strip().rpartition("\n")[2])

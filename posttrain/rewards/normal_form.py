@@ -22,8 +22,16 @@ SYMBOLS = str.maketrans(
 )
 """Symbols of text -> LaTeX."""
 
+_CHINESE_UNIT = (
+    "平方|立方|每|毫米|厘米|分米|千米|公里|米|毫升|升|毫克|克|千克|公斤|斤|吨|公顷|亩|年|岁|个月|月|星期|周|天|日|小时|时|分钟|分|秒钟|秒|"
+    "元钱|元|块钱|角|度|个|只|条|本|张|支|枝|把|件|辆|台|人|名|位|朵|棵|颗|粒|块|片|箱|盒|袋|瓶|杯|桶|份|组|队|对|双|套|间|层|排|行|列|"
+    "页|题|道|次|遍|下|种|倍|头|匹|根|株|盆|架|艘|筐|串|段|节|包|捆|碗|盘|幅|项|句|字|首|座|所|户|家|班|枚|封|级|圈"
+)
+"""Units and counting words. Not among them: numbers (万, 千, 百), and what changes one (以上, 左右, 折)."""
 _UNIT = (
-    r"(?:square|cubic|sq\.?|cu\.?|per|cm|mm|km|ft|kg|gm|mph|kph|lbs?|oz|mi|degrees?|dollars?|cents?|euros?|pounds?|USD|"
+    r"(?:"
+    + _CHINESE_UNIT
+    + r"|square|cubic|sq\.?|cu\.?|per|cm|mm|km|ft|kg|gm|mph|kph|lbs?|oz|mi|degrees?|dollars?|cents?|euros?|pounds?|USD|"
     r"units?|inch(?:es)?|foot|feet|yards?|miles?|meters?|metres?|centimeters?|kilometers?|grams?|acres?|gallons?|liters?|"
     r"seconds?|min|minutes?|hours?|hr|days?|weeks?|months?|years?|percent|ways?|points?|pieces?|values?|distinct|integers?|"
     r"digits?|solutions?|students?|people|teachers?|tickets?|children|multiples?|edges?|boxes|meals?|right|triangles?)"

@@ -49,6 +49,11 @@ _NAMED = re.compile(
     r"(?=[^=]*[A-Z])m?(?:\\[a-zA-Z]++|[^a-z=+<>\\-])+=|(?:[A-Z]\s*\^\s*\{-1\}|[a-z]\s*\^\s*\{-1\}\s*\([a-z]\))\s*="
 )
 """An equation for a quantity: ``AB =``, ``\\angle A =``, ``f^{-1}(x) =``. The parser has products and powers there."""
+_EMPHASIS = re.compile(
+    r"(?<![0-9A-Za-z)}\]$\\*_^])(?<![0-9)}\]] )(\*(?:\*\*)?|_)"
+    r"([-+]?(?:\\?\$)?[0-9][0-9,./]{0,40}+%?)\1(?! ?[0-9({\\^])(?![A-Za-z*_$])"
+)
+"""A number in italics of Markdown, which is no factor: ``*7*``, but not ``2*3*4``, ``2 *3* 4``."""
 _LATE_PERIOD = re.compile(r"(?<=\S)[ \t]+\.(?!\d)")
 _MARKED = re.compile(
     r"(?<!\\)(?:\$\$((?:[^$\\]|\\.)+)\$\$|\$((?:[^$\\]|\\.)+)\$|\\\[(.+?)\\\]|\\\((.+?)\\\))%?", re.DOTALL
@@ -330,8 +335,8 @@ def _without_end(source: str) -> str:
 def _plain_numbers(text: str) -> str:
     r"""Numbers as the library reads them: ``5 million`` and ``4.5e33`` written out, which it takes for 5 and for 4.5
     times Euler's number; repeating decimals as fractions; ``\$5`` without its sign; a space where a number touches
-    Chinese."""
-    text = _REPEATING.sub(_fraction, text)
+    Chinese; numbers in italics of Markdown (``*7*``) without their marks."""
+    text = _REPEATING.sub(_fraction, _EMPHASIS.sub(r"\2", text))
     text = _GLUED.sub(" ", _MONEY.sub("", text))
     text = _LATE_PERIOD.sub(".", text.replace("\u2212", "-"))
     text = _SCALED.sub(lambda match: _written_out(match[1], _SCALES[match[3]]) + (match[2] or ""), text)

@@ -112,6 +112,10 @@ def _kl(view: ScriptValues, draft: Draft) -> None:
     coef, kind = loss_keys if in_loss else reward_keys[:2]
     value = float(view[coef])
     draft.set("algo.kl_coef", value, view.origin(coef))
+    if not value:
+        for key in loss_keys[1:] if in_loss else reward_keys[1:]:
+            draft.pass_over(view, key, "a KL with the coefficient 0 has no effect")
+        return
     name = str(view[kind])
     base, plus = name.removesuffix("+"), "+" if name.endswith("+") else ""
     estimator = _ESTIMATORS.get(base)
@@ -120,7 +124,7 @@ def _kl(view: ScriptValues, draft: Draft) -> None:
         draft.refuse(view, kind, f"there is no estimator {name!r}")
     else:
         draft.set("algo.kl_estimator", estimator, view.origin(kind))
-    if in_reward and value:
+    if in_reward:
         draft.set("algo.kl_in", "reward", view.origin(G + "use_kl_in_reward"))
         if view[G + "kl_ctrl.type"] == "adaptive":
             draft.set("algo.kl_target", float(view[G + "kl_ctrl.target_kl"]), view.origin(G + "kl_ctrl.target_kl"))

@@ -51,6 +51,7 @@ def test_a_kl_coefficient_that_adapts_stays_above_0():
         ("rl", {"algo": {"dual_clip": 3.0, "policy_loss": "cispo"}}, "it is of 'clipped'"),
         ("rl", {"algo": {"norm_length": 100}}, "it is of 'seq-mean-token-sum-norm'"),
         ("rl", {"algo": {"kl_in": "reward"}}, "no effect with algo.kl_coef = 0"),
+        ("rl", {"algo": {"kl_estimator": "k1"}}, "algo.kl_estimator = 'k1' has no effect with algo.kl_coef = 0"),
         ("rl", {"algo": {"kl_coef": 0.1, "kl_target": 0.1}}, "algo.kl_target has no effect with algo.kl_in = 'loss'"),
         ("rl", {"algo": {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k3+"}}, "a KL in the reward has none"),
         ("rl", {"algo": {"kl_coef": 0.1, "kl_in": "reward", "advantage": "gdpo"}}, "has no place for it"),
@@ -67,7 +68,17 @@ def test_a_kl_coefficient_that_adapts_stays_above_0():
             "an advantage for each token by the KL in the reward",
         ),
         ("rl", {"algo": {"kl_coef": 0.1, "kl_in": "reward", "kl_horizon": 5}}, "has no effect without algo.kl_target"),
-        ("sft", {"train": {"optim": {"min_lr_ratio": 0.1}}}, "optim.min_lr_ratio has no effect with optim.schedule"),
+        ("sft", {"train": {"optim": {"min_lr_ratio": 0.1}}}, "train.optim.min_lr_ratio = 0.1 has no effect with train"),
+        (
+            "rl",
+            {"algo": {"advantage": "gae"}, "critic": {"optim": {"min_lr_ratio": 0.1}}},
+            "critic.optim.min_lr_ratio = 0.1 has no effect with critic.optim.schedule = 'constant': set it to 0",
+        ),
+        (
+            "rl",
+            {"algo": {"advantage": "gae"}, "critic": {"optim": {"warmup_steps": 5, "warmup_ratio": 0.1}}},
+            "critic.optim.warmup_steps and critic.optim.warmup_ratio exclude each other",
+        ),
         (
             "rl",
             {"algo": {"advantage": "gae"}, "critic": {"optim": {"stochastic_rounding": True}}},

@@ -126,6 +126,16 @@ def test_bad_settings_name_the_key_and_help(setting: str, message: str, hint: st
     assert hint is None or (caught.value.hint is not None and hint in caught.value.hint)
 
 
+def test_a_value_of_the_preset_that_loses_its_effect_is_named_with_what_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"train\.optim\.schedule = 'constant': set it to 0, or") as caught:
+        resolve("rl", "smollm2-135m-gsm8k", ["train.optim.schedule=constant"])
+    assert caught.value.hint == (
+        "train.optim.min_lr_ratio is set by: preset smollm2-135m-gsm8k; train.optim.schedule is set by: --set"
+    )
+    changed = ["train.optim.schedule=constant", "train.optim.min_lr_ratio=0"]
+    assert resolve("rl", "smollm2-135m-gsm8k", changed).config.train.optim.min_lr_ratio == 0.0
+
+
 def test_one_line_per_wrong_value() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve("sft", "tiny-multiturn", ["train.steps=ten"], {"run.seed": "x"})

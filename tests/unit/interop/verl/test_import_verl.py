@@ -65,6 +65,22 @@ def test_gsm8k_grpo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "where",
+    [
+        {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": 0.0,
+         "actor_rollout_ref.actor.kl_loss_type": "kl"},
+        {"actor_rollout_ref.actor.use_kl_loss": False, "algorithm.use_kl_in_reward": True,
+         "algorithm.kl_ctrl.kl_coef": 0.0, "algorithm.kl_penalty": "abs", "algorithm.kl_ctrl.type": "adaptive"},
+    ],
+)  # fmt: skip
+def test_a_kl_with_the_coefficient_0_is_none(where: dict[str, Any], tmp_path: Path) -> None:
+    found = read("gsm8k_grpo.sh", *(f"{key}={value}" for key, value in where.items()))
+    algo = config_of(found, tmp_path).algo
+    assert (algo.kl_coef, algo.kl_in, algo.kl_estimator, algo.kl_target) == (0.0, "loss", "low_var_kl", None)
+    assert fate(found)[list(where)[-1]] is Outcome.NO_NEED
+
+
+@pytest.mark.parametrize(
     ("mode", "ours", "outcome"),
     [("R3", "R3", Outcome.MAPPED), ("R2", "off", Outcome.NOT_MAPPED), ("disabled", "off", Outcome.NO_NEED)],
 )
