@@ -22,7 +22,7 @@ from posttrain.cluster.actors import ActorContext, ActorHandle, actor_class
 from posttrain.cluster.calls import gather
 from posttrain.cluster.forkserver import not_forked
 from posttrain.cluster.head import Head
-from posttrain.cluster.placement import check_total, placement_timeout, spread
+from posttrain.cluster.placement import check_total, device_of, on_one_node, placement_timeout, spread
 from posttrain.cluster.reward_models import RemoteRewardModel, RewardActor, RewardModelSpec
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 from posttrain.cluster.start import init_ray, shutdown_ray
@@ -125,6 +125,8 @@ class Cluster:
         self._samplers: dict[int, RemoteSampler] = {}
         self._prepared: dict[int, RemoteSampler] = {}
         """Processes for engines that have not started."""
+        self._starting: asyncio.Task[list[RemoteSampler]] | None = None
+        """Engines that start ahead of ``samplers``."""
         self.groups: dict[str, PlacementGroup] = {}
         self._gpus: dict[str, list[tuple[str, str]]] = {}
         self.owns_ray = False
@@ -154,6 +156,9 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self._head.unwatch()
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
         for handle in self.handles:
             with contextlib.suppress(Exception):  # it may be dead already
                 ray.kill(handle.actor)
@@ -249,17 +254,24 @@ class Cluster:
         """Start the processes of the engines that sample for a run, ahead of its trainers: each imports its engine, and
         ``sampler`` starts it."""
         cfg = self.cfg
-        if cfg.rollout.replay:
-            return
         await self._options("trainers", cfg.cluster.workers, 0)  # reserves their GPUs, on which engines may be put
         for index in range(cfg.rollout.replicas):
             if index not in self._prepared:
                 self._prepared[index] = await self._sampler_process(index)
 
+    async def start_samplers(self, source: ModelSource, stop_token_ids: list[int]) -> None:
+        """Begin what ``samplers`` does for a training run, which then waits for it. An engine that takes a share of the
+        memory that its trainers have left on a GPU begins then."""
+        await self.prepare_samplers()
+        if self.device == "cpu" or not self._colocated or self._shares_gpu:
+            self._starting = asyncio.create_task(self.samplers(source, stop_token_ids, weights_follow=True))
+
     async def samplers(
         self, source: ModelSource, stop_token_ids: list[int], *, weights_follow: bool = False
     ) -> list[RemoteSampler]:
         """Start ``rollout.replicas`` engines, each as ``sampler`` does."""
+        if self._starting is not None and self._starting is not asyncio.current_task():
+            return await self._starting
         engines = range(self.cfg.rollout.replicas)
         return await asyncio.gather(
             *(self.sampler(source, stop_token_ids, index, weights_follow=weights_follow) for index in engines)
@@ -358,7 +370,7 @@ class Cluster:
         if pool not in self._gpus:
             self._gpus[pool] = await self._find_gpus(pool)
         gpus = self._gpus[pool]
-        engines = _on_one_node([node for node, _ in gpus], ranks)
+        engines = on_one_node([node for node, _ in gpus], ranks)
         if not engines:
             raise RunError(
                 f"rollout.tensor_parallel = {ranks}, and no node has so many of the {len(gpus)} GPUs of {pool}",
@@ -419,30 +431,8 @@ class Cluster:
             raise placement_timeout(count, pool, deadline_s) from None
 
 
-def _on_one_node(nodes: Sequence[str], ranks: int) -> list[list[int]]:
-    """Return the bundles of as many engines of ``ranks`` GPUs as fit, each on one node; ``nodes`` are those of the
-    bundles."""
-    engines = []
-    for node in dict.fromkeys(nodes):
-        here = [bundle for bundle, other in enumerate(nodes) if other == node]
-        engines += [here[i : i + ranks] for i in range(0, len(here) - ranks + 1, ranks)]
-    return engines
-
-
 def _threads(processes: int) -> int:
     """Return the CPU threads of each of several processes that work at the same time: OMP_NUM_THREADS, if it is set.
     (The variable may be a list, one number for each level of nesting; the first counts.)"""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(asked) if asked.isdigit() and int(asked) else max(1, (os.cpu_count() or 1) // processes)
-
-
-def device_of(cfg: Config) -> str:
-    """Return the device of the run, cpu or cuda. Raises ``RunError`` where the config wants a GPU and Ray has none."""
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    if cfg.cluster.device == "cuda" and gpus == 0:
-        raise RunError(
-            "cluster.device = cuda, but Ray sees no GPU", hint="run `nvidia-smi`, or set cluster.device = 'cpu'"
-        )
-    if cfg.cluster.device != "auto":
-        return cfg.cluster.device
-    return "cuda" if gpus else "cpu"

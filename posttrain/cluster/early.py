@@ -15,7 +15,8 @@ from types import TracebackType
 
 import ray
 
-from posttrain.cluster.cluster import Cluster, device_of
+from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.placement import device_of
 from posttrain.cluster.start import init_ray
 from posttrain.config import Config
 

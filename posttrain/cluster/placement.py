@@ -1,4 +1,5 @@
-"""Where processes go: whether a Ray cluster has enough GPUs and CPUs, and the nodes of processes without GPUs."""
+"""Where processes go: the device of a run, whether a Ray cluster has enough GPUs and CPUs, and the nodes of processes
+without GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.cluster.head import answers
-from posttrain.core.errors import ConfigError, DeadlineError
+from posttrain.config import Config
+from posttrain.core.errors import ConfigError, DeadlineError, RunError
 
 
 def check_total(wanted: int, what: str, held: int = 0, *, alone: bool = False) -> None:
@@ -72,6 +74,28 @@ async def spread(count: int, index: int, after: int = 0) -> dict[str, Any]:
 def node_of(nodes: Sequence[str], count: int, index: int, after: int = 0) -> str:
     """Return the node of process ``index`` of ``count`` after ``after`` others; as ``spread``."""
     return nodes[(min(after, len(nodes)) + index % count * len(nodes) // count) % len(nodes)]
+
+
+def on_one_node(nodes: Sequence[str], ranks: int) -> list[list[int]]:
+    """Return the bundles of as many engines of ``ranks`` GPUs as fit, each on one node; ``nodes`` are those of the
+    bundles."""
+    engines = []
+    for node in dict.fromkeys(nodes):
+        here = [bundle for bundle, other in enumerate(nodes) if other == node]
+        engines += [here[i : i + ranks] for i in range(0, len(here) - ranks + 1, ranks)]
+    return engines
+
+
+def device_of(cfg: Config) -> str:
+    """Return the device of the run, cpu or cuda. Raises ``RunError`` where the config wants a GPU and Ray has none."""
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if cfg.cluster.device == "cuda" and gpus == 0:
+        raise RunError(
+            "cluster.device = cuda, but Ray sees no GPU", hint="run `nvidia-smi`, or set cluster.device = 'cpu'"
+        )
+    if cfg.cluster.device != "auto":
+        return cfg.cluster.device
+    return "cuda" if gpus else "cpu"
 
 
 def _bundles(count: int) -> str:

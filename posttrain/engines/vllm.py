@@ -131,15 +131,14 @@ class VLLMEngine:
                 max_model_len=context_length(spec, spare=_SPARE),
                 max_num_seqs=self.max_concurrent,
                 tensor_parallel_size=spec.rollout.tensor_parallel,
-                distributed_executor_backend="mp"
-                if spec.rollout.tensor_parallel > 1
-                else "uni",  # vLLM would choose Ray where it finds one
                 logprobs_mode="processed_logprobs",  # of the distribution that it samples from
                 worker_extension_cls="posttrain.weight_sync.vllm_worker.BucketLoader",
                 disable_log_stats=True,
                 **memory_arguments(spec),
             )
             defaults = _fp8_kernels(spec) | graph_arguments(spec, self.max_concurrent)
+            # vLLM would choose Ray where it finds one.
+            defaults |= {"distributed_executor_backend": "mp" if spec.rollout.tensor_parallel > 1 else "uni"}
             if not self.keeps:  # with kept requests vLLM notes which weights sampled what it hands on at each step
                 ours |= {"scheduler_cls": f"{__package__}.vllm_scheduler.ChunkScheduler"}
             if self.images.reader is not None:

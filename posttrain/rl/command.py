@@ -134,8 +134,8 @@ class RlJob(TrainingJob):
         """Open the graders, which all attempts share."""
         cfg = self.resolved.config
         with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
-            task = sampling.Task(self.env, self.prompts, self.val, graders, self.recorded)
+            task = sampling.Task(self.env, self.prompts, self.val, graders, self.budget_gib, self.recorded)
             if cfg.rollout.only:
                 yield partial(sampling.sample_only, task=task)
             else:
-                yield partial(train, start=partial(sampling.start, task=task, budget_gib=self.budget_gib))
+                yield partial(train, source=task)

@@ -7,7 +7,7 @@ them from rollout files; ``rl.learner`` turns the rollouts of a step into update
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -37,21 +37,17 @@ class Engines(Protocol):
     @property
     def version(self) -> int | None:
         """Version of the weights that sample; None: weights of another run did."""
-        ...
 
     async def start(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
         """Send the weights that the run goes on with as ``version``, and check them as ``publish`` does, on prompts
         where ``check`` is empty."""
-        ...
 
     async def to_trainers(self) -> None:
         """Let the trainers work, until ``publish``."""
-        ...
 
     async def publish(self, version: int, check: Sequence[Ids]) -> dict[str, float]:
         """Send the actor's weights to every engine as ``version``, and compare log-probabilities of the sequences
         ``check``; returns metrics. Raises ``WeightSyncError``."""
-        ...
 
 
 class Rollouts(Protocol):
@@ -59,34 +55,33 @@ class Rollouts(Protocol):
 
     def resume(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Continue after ``step``; ``state``: of its checkpoint, if there is one. Raises ``DataError``."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data, as JSON."""
-        ...
 
     def files(self) -> dict[str, State]:
         """Return what a checkpoint keeps of episodes that are not trained on yet."""
-        ...
 
     async def next_batch(self, step: int) -> RolloutBatch | None:
         """Return the rollouts of a step, or None if the user asks to stop first."""
-        ...
 
     async def trained(self, step: int, groups: Groups) -> None:
         """Record the advantages that the rollouts of a step were trained with."""
-        ...
 
     async def validate(self, step: int) -> dict[str, float]:
         """Return metrics of the validation that is due after ``step``; none where none is due."""
-        ...
 
 
-Start = Callable[[Cluster, TrainingRun, Learner, AsyncExitStack], Awaitable[tuple[Engines, Rollouts]]]
-"""Starts the engines of a run and its source of rollouts; the stack closes both."""
+class Source(Protocol):
+    """Starts the engines of a run and its rollouts, which the stack closes, and begins ahead what needs no trainer."""
+
+    async def begin(self, cluster: Cluster, run: TrainingRun) -> None: ...
+    async def start(
+        self, cluster: Cluster, run: TrainingRun, learner: Learner, closing: AsyncExitStack
+    ) -> tuple[Engines, Rollouts]: ...
 
 
-async def train(run: TrainingRun, start: Start) -> None:
+async def train(run: TrainingRun, source: Source) -> None:
     """Train from the run's last checkpoint to its last step, or until the user asks to stop.
 
     Raises:
@@ -97,10 +92,10 @@ async def train(run: TrainingRun, start: Start) -> None:
         with tracker.phase("start"):
             cluster = await closing.enter_async_context(run.ahead or Cluster(cfg, run.folder.logs))
             await closing.enter_async_context(run)
-            await cluster.prepare_samplers()
+            await source.begin(cluster, run)
             learner = await Learner.open(cluster, run)  # actor; critic, reference, teacher where the algorithm has them
         with tracker.phase("engines"):
-            engines, rollouts = await start(cluster, run, learner, closing)
+            engines, rollouts = await source.start(cluster, run, learner, closing)
             state = await run.resume(learner.trained)
 
         if state is not None:

@@ -73,9 +73,12 @@ class ReplayJob(TrainingJob):
 
     @contextmanager
     def opened(self, tracker: Tracker) -> Iterator[Loop]:
-        yield partial(train, start=self._start)
+        yield partial(train, source=self)
 
-    async def _start(
+    async def begin(self, cluster: Cluster, run: TrainingRun) -> None:
+        """Files need nothing."""
+
+    async def start(
         self, cluster: Cluster, run: TrainingRun, learner: Learner, closing: AsyncExitStack
     ) -> tuple[NoEngines, RecordedRollouts]:
         return NoEngines(), RecordedRollouts(run, self.files)

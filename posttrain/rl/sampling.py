@@ -63,12 +63,14 @@ IN_FLIGHT = "in_flight.parquet"
 
 @dataclass(frozen=True)
 class Task:
-    """The prompts of a run, and what plays and grades their episodes."""
+    """The prompts of a run, and what plays and grades their episodes: a ``Source`` of the loop."""
 
     env: EpisodeContext
     prompts: Sequence[Prompt]
     val: Sequence[Prompt]
     graders: GraderPool
+    budget_gib: float | None = None
+    """Memory that a weight update may take of a GPU; None: not known."""
     recorded: Recorded | None = None
     """The schedule that the run repeats."""
 
@@ -92,33 +94,26 @@ class Task:
             return log
         return Replay(self.recorded, cfg.run.seed, log, cfg.rollout.episode_deadline_s)
 
+    async def begin(self, cluster: Cluster, run: TrainingRun) -> None:
+        """Begin to start the engines."""
+        await cluster.start_samplers(run.source, self.stop_token_ids)
 
-async def start(
-    cluster: Cluster,
-    run: TrainingRun,
-    learner: Learner,
-    closing: AsyncExitStack,
-    *,
-    task: Task,
-    budget_gib: float | None,
-) -> tuple[SyncedEngines, SampledRollouts]:
-    """Start the engines of a run, its tools and graders; ``closing`` closes them.
-
-    Args:
-        budget_gib: memory that a weight update may take of a GPU; None: not known.
-    """
-    await open_player(task, closing)
-    weights = SyncedSamplers(cluster, learner.actor, learner.models)
-    pool = await weights.start(run.source, task.stop_token_ids)
-    first = [task.env.prompt_ids(prompt) for prompt in task.prompts[:SYNC_CHECK_SEQUENCES]]
-    schedule = task.schedule(run)
-    engines = SyncedEngines(weights, first, MemoryBudget(budget_gib, run.tracker.note), run.tracker, schedule)
-    source = await open_source(cluster, pool, run, task, closing, seed=schedule.seed)
-    n, sampling = run.cfg.rollout.n, sampling_of(run.cfg.rollout)
-    batches = TrainingBatches(source, task.prompts, task.order(run), n=n, sampling=sampling, schedule=schedule)
-    closing.push_async_callback(batches.close)
-    writer = await closing.enter_async_context(open_writer(run, task.env))
-    return engines, SampledRollouts(run, task, source, batches, writer)
+    async def start(
+        self, cluster: Cluster, run: TrainingRun, learner: Learner, closing: AsyncExitStack
+    ) -> tuple[SyncedEngines, SampledRollouts]:
+        """Start the engines of a run, its tools and graders; ``closing`` closes them."""
+        await open_player(self, closing)
+        weights = SyncedSamplers(cluster, learner.actor, learner.models)
+        pool = await weights.start(run.source, self.stop_token_ids)
+        first = [self.env.prompt_ids(prompt) for prompt in self.prompts[:SYNC_CHECK_SEQUENCES]]
+        schedule, memory = self.schedule(run), MemoryBudget(self.budget_gib, run.tracker.note)
+        engines = SyncedEngines(weights, first, memory, run.tracker, schedule)
+        source = await open_source(cluster, pool, run, self, closing, seed=schedule.seed)
+        n, sampling = run.cfg.rollout.n, sampling_of(run.cfg.rollout)
+        batches = TrainingBatches(source, self.prompts, self.order(run), n=n, sampling=sampling, schedule=schedule)
+        closing.push_async_callback(batches.close)
+        writer = await closing.enter_async_context(open_writer(run, self.env))
+        return engines, SampledRollouts(run, self, source, batches, writer)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Ray and the engines' processes start while a run is checked, and end where the check fails."""
+"""Ray and the engines' processes start while a run is checked, and engines beside trainers; what fails ends them."""
 
 import asyncio
 import time
@@ -8,12 +8,14 @@ import psutil
 import pytest
 import ray
 
-from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.cluster.early import EarlyCluster, start_early
 from posttrain.config import Config
-from posttrain.core.errors import DataError, RunError
+from posttrain.core.errors import DataError, ModelError, RunError
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
+
+SOURCE = ModelSource("builtin:tiny")
 
 
 def config(**parts):
@@ -51,7 +53,7 @@ def test_engines_are_there_before_the_run_has_been_checked(tmp_path: Path):
             async with ahead as cluster:
                 before = {p.pid for p in engines()}
                 tokenizer = builtin_tokenizer("tiny")
-                [sampler] = await cluster.samplers(ModelSource("builtin:tiny"), [tokenizer.eos_token_id])
+                [sampler] = await cluster.samplers(SOURCE, [tokenizer.eos_token_id])
                 assert sampler.handle.process.pid in before
                 # Its output goes to the run from here on, and so does the diagnosis of its death look there.
                 assert sampler.handle.process.log == str(logs / "sampler-0.log")
@@ -84,6 +86,34 @@ def test_what_fails_meanwhile_is_told_when_the_run_enters(tmp_path: Path):
     ):
         asyncio.run(run(ahead))
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "cluster", "ahead"),
+    [
+        ({}, {}, False),  # it takes a share of what the trainer has left
+        ({"replicas": 2, "memory_fraction": 0.3}, {}, True),  # their caches have sizes of their own
+        ({}, {"placement": "separate"}, True),
+    ],
+)
+async def test_engines_start_beside_trainers_where_these_take_no_memory_from_them(rollout, cluster, ahead):
+    ray.init(num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        async with Cluster(config(rollout=rollout, device="cuda", **cluster)) as made:
+            await made.start_samplers(SOURCE, [0])
+            assert (made._starting is not None) == ahead
+    finally:
+        ray.shutdown()
+
+
+async def test_what_fails_of_an_engine_that_starts_ahead_is_told_to_whom_waits_for_it():
+    missing = ModelSource("builtin:none")
+    with local_ray():
+        async with Cluster(config()) as cluster:
+            await cluster.start_samplers(missing, [0])
+            await cluster.trainer("actor", SOURCE)  # goes on beside it
+            with pytest.raises(ModelError, match="none"):
+                await cluster.samplers(missing, [0], weights_follow=True)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,6 @@ class NoCluster:
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def prepare_samplers(self) -> None: ...
-
 
 @contextmanager
 def local_trainer(spec: WorkerSpec, tokens_per_microbatch: int = 16384) -> Iterator[LocalGroup]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from posttrain.cluster.cluster import _on_one_node, _threads
-from posttrain.cluster.placement import node_of
+from posttrain.cluster.cluster import _threads
+from posttrain.cluster.placement import node_of, on_one_node
 from posttrain.config import RolloutConfig
 from posttrain.core.errors import ConfigError
 from posttrain.engines.base import EngineSpec
@@ -22,7 +22,7 @@ from posttrain.models.load import ModelSource
     ],
 )
 def test_an_engine_stays_on_one_node(nodes, ranks, expected):
-    assert _on_one_node(nodes, ranks) == expected
+    assert on_one_node(nodes, ranks) == expected
 
 
 @pytest.mark.parametrize(("asked", "expected"), [("3", 3), ("4,2", 4), ("", 2), ("0", 2), ("many", 2)])

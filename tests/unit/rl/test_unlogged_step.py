@@ -93,25 +93,28 @@ async def trained(
     async def opened(cluster: object, run: TrainingRun) -> Learner:
         return Learner(run, group, None, None, None, kl_in_reward(run.cfg.algo))
 
-    async def start(*_: object) -> tuple[Engines, Rollouts]:
-        rollouts = Rollouts(fails)
+    class Source:
+        async def begin(self, *_: object) -> None: ...
 
-        def validated(step: int) -> None:
-            run.stop.requested = run.stop.requested or step == stopped_at
+        async def start(self, *_: object) -> tuple[Engines, Rollouts]:
+            rollouts = Rollouts(fails)
 
-        monkeypatch.setattr(rollouts, "validated", validated)
-        return Engines(), rollouts
+            def validated(step: int) -> None:
+                run.stop.requested = run.stop.requested or step == stopped_at
+
+            monkeypatch.setattr(rollouts, "validated", validated)
+            return Engines(), rollouts
 
     monkeypatch.setattr(loop, "Cluster", NoCluster)
     monkeypatch.setattr(loop.Learner, "open", opened)
     if stopped_at is not None:
         with pytest.raises(Interrupted):
-            await loop.train(run, start)
+            await loop.train(run, Source())
     elif fails is None:
-        await loop.train(run, start)
+        await loop.train(run, Source())
     else:
         with pytest.raises(RunError, match="validation failed"):
-            await loop.train(run, start)
+            await loop.train(run, Source())
     rows = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
 
