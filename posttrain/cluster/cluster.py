@@ -158,7 +158,7 @@ class Cluster:
         self._head.unwatch()
         if self._starting is not None:
             self._starting.cancel()
-            await asyncio.wait([self._starting])
+            await asyncio.gather(self._starting, return_exceptions=True)
         for handle in self.handles:
             with contextlib.suppress(Exception):  # it may be dead already
                 ray.kill(handle.actor)

@@ -75,6 +75,19 @@ def test_a_check_that_fails_ends_what_has_started(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_starts_again_makes_a_cluster_of_its_own(tmp_path: Path):
+    async def start(cluster: Cluster) -> int:
+        async with cluster:
+            group = await cluster.trainer("actor", SOURCE)
+            return group.handles[0].process.pid
+
+    cfg = config()
+    with EarlyCluster(cfg, tmp_path) as ahead:
+        first = asyncio.run(start(ahead))
+        assert asyncio.run(start(Cluster(cfg, tmp_path))) != first
+    assert not ray.is_initialized()
+
+
 def test_what_fails_meanwhile_is_told_when_the_run_enters(tmp_path: Path):
     async def run(cluster: Cluster) -> None:
         async with cluster:
