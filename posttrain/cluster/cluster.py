@@ -251,15 +251,16 @@ class Cluster:
         return self.device == "cuda" and engines > len(self.groups[self._engine_pool].bundle_specs)
 
     async def prepare_samplers(self) -> None:
-        """Start the processes of the engines that sample for a run, ahead of its trainers: each imports its engine, and
-        ``sampler`` starts it."""
+        """Start the processes of the engines that sample for a run, ahead of its trainers where it has any: each imports
+        its engine, and ``sampler`` starts it."""
         cfg = self.cfg
-        await self._options("trainers", cfg.cluster.workers, 0)  # reserves their GPUs, on which engines may be put
+        if cfg.trains:
+            await self._options("trainers", cfg.cluster.workers, 0)  # reserves their GPUs, on which engines may be put
         for index in range(cfg.rollout.replicas):
             if index not in self._prepared:
                 self._prepared[index] = await self._sampler_process(index)
 
-    async def start_samplers(self, source: ModelSource, stop_token_ids: list[int]) -> None:
+    async def begin_samplers(self, source: ModelSource, stop_token_ids: list[int]) -> None:
         """Begin what ``samplers`` does for a training run, which then waits for it. An engine that takes a share of the
         memory that its trainers have left on a GPU begins then."""
         await self.prepare_samplers()

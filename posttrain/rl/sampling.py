@@ -96,7 +96,7 @@ class Task:
 
     async def begin(self, cluster: Cluster, run: TrainingRun) -> None:
         """Begin to start the engines."""
-        await cluster.start_samplers(run.source, self.stop_token_ids)
+        await cluster.begin_samplers(run.source, self.stop_token_ids)
 
     async def start(
         self, cluster: Cluster, run: TrainingRun, learner: Learner, closing: AsyncExitStack

@@ -113,8 +113,20 @@ async def test_engines_start_beside_trainers_where_these_take_no_memory_from_the
     ray.init(num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
     try:
         async with Cluster(config(rollout=rollout, device="cuda", **cluster)) as made:
-            await made.start_samplers(SOURCE, [0])
+            await made.begin_samplers(SOURCE, [0])
             assert (made._starting is not None) == ahead
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(("only", "groups"), [(True, {"samplers": 2}), (False, {"trainers": 1})])
+async def test_engines_of_a_run_that_trains_nothing_spread_over_the_gpus(only, groups):
+    ray.init(num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        rollout = {"replicas": 2, "memory_fraction": 0.3, "only": only}
+        async with Cluster(config(rollout=rollout, device="cuda")) as made:
+            await made.prepare_samplers()
+            assert {pool: len(group.bundle_specs) for pool, group in made.groups.items()} == groups
     finally:
         ray.shutdown()
 
@@ -123,7 +135,7 @@ async def test_what_fails_of_an_engine_that_starts_ahead_is_told_to_whom_waits_f
     missing = ModelSource("builtin:none")
     with local_ray():
         async with Cluster(config()) as cluster:
-            await cluster.start_samplers(missing, [0])
+            await cluster.begin_samplers(missing, [0])
             await cluster.trainer("actor", SOURCE)  # goes on beside it
             with pytest.raises(ModelError, match="none"):
                 await cluster.samplers(missing, [0], weights_follow=True)
