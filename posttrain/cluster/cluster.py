@@ -251,8 +251,8 @@ class Cluster:
         return self.device == "cuda" and engines > len(self.groups[self._engine_pool].bundle_specs)
 
     async def prepare_samplers(self) -> None:
-        """Start the processes of the engines that sample for a run, ahead of its trainers where it has any: each imports
-        its engine, and ``sampler`` starts it."""
+        """Start the processes of the engines that sample for a run, ahead of its trainers where it has any: each
+        imports its engine, and ``sampler`` starts it."""
         cfg = self.cfg
         if cfg.trains:
             await self._options("trainers", cfg.cluster.workers, 0)  # reserves their GPUs, on which engines may be put
