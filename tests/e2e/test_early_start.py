@@ -110,7 +110,7 @@ def test_what_fails_meanwhile_is_told_when_the_run_enters(tmp_path: Path):
     ],
 )
 async def test_engines_start_beside_trainers_where_these_take_no_memory_from_them(rollout, cluster, ahead):
-    ray.init(num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
     try:
         async with Cluster(config(rollout=rollout, device="cuda", **cluster)) as made:
             await made.begin_samplers(SOURCE, [0])
@@ -121,7 +121,7 @@ async def test_engines_start_beside_trainers_where_these_take_no_memory_from_the
 
 @pytest.mark.parametrize(("only", "groups"), [(True, {"samplers": 2}), (False, {"trainers": 1})])
 async def test_engines_of_a_run_that_trains_nothing_spread_over_the_gpus(only, groups):
-    ray.init(num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
     try:
         rollout = {"replicas": 2, "memory_fraction": 0.3, "only": only}
         async with Cluster(config(rollout=rollout, device="cuda")) as made:

@@ -228,7 +228,7 @@ async def test_a_node_that_has_just_died_gets_no_worker(far):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines would start")
 async def test_engines_without_trainers_share_a_gpu(ray_here):
     ray.shutdown()
-    ray.init(num_cpus=3, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=3, num_gpus=1, include_dashboard=False, log_to_driver=False)
     for fraction, expected in ((0.3, "CUDA"), (0.5, "samplers want 3 GPUs")):
         rollout = {"engine": "hf", "replicas": 3, "memory_fraction": fraction}
         cfg = Config.model_validate({"command": "generate", "cluster": {"device": "cuda"}, "rollout": rollout})
@@ -243,7 +243,7 @@ async def test_engines_without_trainers_share_a_gpu(ray_here):
 
 async def test_a_cluster_without_capacity_says_so(ray_here):
     ray.shutdown()
-    ray.init(num_cpus=3, num_gpus=3, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=3, num_gpus=3, include_dashboard=False, log_to_driver=False)
     held = ray.util.placement_group([{"GPU": 2.0, "CPU": 1.0}])
     await held.ready()
     async with Cluster(config(device="cuda", workers=4)) as cluster:
