@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import math
 import os
 import signal
 import threading
@@ -285,8 +284,6 @@ class Cluster:
         as version 0, or with ``weights_follow`` perhaps none before the first update."""
         cfg = self.cfg
         count = cfg.rollout.replicas
-        batches = 1 + cfg.rollout.over_sample_rate + cfg.rollout.staleness
-        episodes = math.ceil(cfg.data.batch_size * cfg.rollout.n * batches / count)
         if (dead := self._samplers.pop(index, None)) is not None:
             await dead.handle.kill()  # a process that only hangs would hold its memory
         sampler = self._prepared.pop(index, None) or await self._sampler_process(index)
@@ -300,7 +297,7 @@ class Cluster:
             threads=_threads(count),
             replica=index,
             shares_gpu=self._shares_gpu,
-            episodes=episodes if cfg.command == "rl" else 0,
+            episodes=cfg.episodes_of_engine,
             weights_follow=weights_follow,
             frozen_tower=cfg.train.vision_tower == "frozen",
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),

@@ -19,6 +19,7 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.placement import device_of
 from posttrain.cluster.start import init_ray
 from posttrain.config import Config
+from posttrain.core.errors import DeadlineError
 
 
 def start_early(cfg: Config, logs: Path) -> contextlib.AbstractContextManager[Cluster | None]:
@@ -72,7 +73,15 @@ class EarlyCluster(Cluster):
             self._over.set()
 
     async def __aenter__(self) -> Cluster:
-        await asyncio.wrap_future(self._started)
+        deadline_s = self.cfg.cluster.start_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.wrap_future(self._started)
+        except TimeoutError as error:
+            late = f"Ray did not start on this machine within cluster.start_deadline_s = {deadline_s:g} s"
+            raise DeadlineError(
+                late, hint="`posttrain doctor` tries it; Ray's logs are in its temporary folder"
+            ) from error
         cluster = await super().__aenter__()
         self._entered = True
         return cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -129,6 +130,14 @@ class Config(Section):
     def samples(self) -> bool:
         """Return whether the command has engines."""
         return self.command not in ("sft", "prefer") and not self.rollout.replay
+
+    @property
+    def episodes_of_engine(self) -> int:
+        """Return the most episodes of a training step on one engine; 0: any number, as in `generate`."""
+        if self.command != "rl":
+            return 0
+        batches = 1 + self.rollout.over_sample_rate + self.rollout.staleness
+        return math.ceil(self.data.batch_size * self.rollout.n * batches / self.rollout.replicas)
 
     @property
     def correction(self) -> CorrectionConfig:

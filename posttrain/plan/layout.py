@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -101,7 +100,7 @@ def lay_out(
             name,
             on_gpu=shared,
             step_tokens=_step_tokens(cfg, machine) if name == "vllm" else 0,
-            episodes=_episodes_of_engine(cfg) if cfg.command == "rl" else 0,
+            episodes=cfg.episodes_of_engine,
         )
     return Layout(
         cfg,
@@ -122,12 +121,6 @@ def _step_tokens(cfg: Config, machine: Machine) -> int:
     if machine.gpu is None:
         return 0
     return 16384 if machine.memory >= 70 * GIB and "A100" not in machine.gpu.match else 8192
-
-
-def _episodes_of_engine(cfg: Config) -> int:
-    """Return the most episodes of a step on one engine, as ``Cluster.sampler`` counts them."""
-    batches = 1 + cfg.rollout.over_sample_rate + cfg.rollout.staleness
-    return math.ceil(cfg.data.batch_size * cfg.rollout.n * batches / cfg.rollout.replicas)
 
 
 def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: StepBatch, lengths: Lengths) -> Iterable[Trainer]:

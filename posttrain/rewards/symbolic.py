@@ -237,9 +237,8 @@ def _says_more(gold: Answer, answer: Answer) -> bool:
 
 def _is_relation(value: Any) -> bool:
     import sympy
-    from sympy.core.relational import Relational  # type: ignore[import-untyped]
 
-    return isinstance(value, Relational | sympy.Set | sympy.logic.boolalg.Boolean)
+    return isinstance(value, sympy.Rel | sympy.Set | sympy.logic.boolalg.Boolean)
 
 
 def _is_equation(value: Any) -> bool:

@@ -1,17 +1,22 @@
 """Ray and the engines' processes start while a run is checked, and engines beside trainers; what fails ends them."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 import ray
 
+from posttrain import launch
+from posttrain.cluster import early
 from posttrain.cluster.cluster import Cluster, local_ray
 from posttrain.cluster.early import EarlyCluster, start_early
 from posttrain.config import Config
-from posttrain.core.errors import DataError, ModelError, RunError
+from posttrain.config.presets import Resolved, resolve
+from posttrain.core.errors import DataError, DeadlineError, ModelError, RunError
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
 
@@ -73,6 +78,32 @@ def test_a_check_that_fails_ends_what_has_started(tmp_path: Path):
     psutil.wait_procs(started, timeout=20)
     assert not engines()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_with_such_an_engine_starts_it_before_its_checks(tmp_path: Path):
+    def prepare(resolved: Resolved) -> NoReturn:
+        wait_for_engine()
+        raise DataError("data: no such file")
+
+    sets = ["rollout.engine='vllm'", f"run.dir='{tmp_path}'"]
+    with pytest.raises(DataError, match="no such file"):
+        launch.run(resolve("rl", "tiny-arith", sets), prepare)
+    assert not ray.is_initialized()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ray_that_does_not_start_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(early, "init_ray", hangs.wait)
+
+    async def run(cluster: Cluster) -> None:
+        async with cluster:
+            pytest.fail("entered")
+
+    late = pytest.raises(DeadlineError, match=r"Ray did not start .* cluster.start_deadline_s = 0.2 s")
+    with late, EarlyCluster(config(start_deadline_s=0.2), tmp_path) as ahead:
+        asyncio.run(run(ahead))
+    hangs.set()
 
 
 def test_a_run_that_starts_again_makes_a_cluster_of_its_own(tmp_path: Path):
@@ -142,7 +173,7 @@ async def test_what_fails_of_an_engine_that_starts_ahead_is_told_to_whom_waits_f
 
 
 @pytest.mark.parametrize(
-    ("parts", "early"),
+    ("parts", "starts"),
     [
         ({"rollout": {"engine": "vllm"}}, True),
         ({"rollout": {"engine": "hf"}}, False),  # it imports nothing that the run does not
@@ -150,5 +181,5 @@ async def test_what_fails_of_an_engine_that_starts_ahead_is_told_to_whom_waits_f
         ({"rollout": {"engine": "vllm"}, "address": "10.0.0.1:6379"}, False),
     ],
 )
-def test_only_engines_on_this_machine_that_are_slow_to_import_start_early(parts, early, tmp_path: Path):
-    assert isinstance(start_early(config(**parts), tmp_path), EarlyCluster) == early
+def test_only_engines_on_this_machine_that_are_slow_to_import_start_early(parts, starts, tmp_path: Path):
+    assert isinstance(start_early(config(**parts), tmp_path), EarlyCluster) == starts
