@@ -28,6 +28,7 @@ from posttrain.cluster.start import init_ray, shutdown_ray
 from posttrain.cluster.trainers import TrainActor, TrainerGroup
 from posttrain.config import Config, RewardModelConfig, TrainConfig, tolerance
 from posttrain.core.errors import ConfigError, DeadlineError, RunError
+from posttrain.engines.ahead import processes_ahead
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.choice import choose_engine
 from posttrain.models.load import ModelSource
@@ -311,10 +312,12 @@ class Cluster:
         cfg = self.cfg
         options, bundles = await self._engine_options(index)
         name = f"sampler {index}"
-        engine = choose_engine(cfg.rollout.engine, gpu=self.device == "cuda").name
+        on_gpu = self.device == "cuda"
+        engine = choose_engine(cfg.rollout.engine, gpu=on_gpu).name
         if engine != "hf":  # it may want torch imported under variables, and in an order, of its own
             options = not_forked(options)
-        actor = actor_class(SamplerActor).options(**options).remote(self.context, engine)
+        ahead = processes_ahead(engine, cfg.rollout, _threads(cfg.rollout.replicas)) if on_gpu else ()
+        actor = actor_class(SamplerActor).options(**options).remote(self.context, engine, ahead)
         return RemoteSampler(
             self._handle(name, actor),
             deadline_s=cfg.cluster.step_deadline_s,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,13 @@ from posttrain.cluster.actors import ActorContext, ActorHandle, Supervised
 from posttrain.cluster.calls import answer, wait_until_up
 from posttrain.config import EngineName
 from posttrain.core.errors import PosttrainError, RunError
+from posttrain.core.spawn_ahead import AheadProcess, end_unused, spawn_ahead
 from posttrain.core.types import Ids, Sample, SamplingParams
 from posttrain.data.images import PlacedImage
-from posttrain.engines.base import EngineSpec
-from posttrain.engines.start import import_engine, open_engine
-from posttrain.weight_sync.buckets import Bucket
-from posttrain.weight_sync.sender import HostBuffer
+
+if TYPE_CHECKING:  # the process of an engine imports torch later than this
+    from posttrain.engines.base import EngineSpec
+    from posttrain.weight_sync.buckets import Bucket
 
 _COLLECT_S = 5.0
 """An engine without an answer replies after this time, so that a longer silence means a failure."""
@@ -47,11 +48,16 @@ class SamplerActor(Supervised):
 
     Args:
         engine: the engine that ``start`` will open; its packages are imported meanwhile.
+        ahead: processes that it will start, and which import meanwhile too.
     """
 
-    def __init__(self, context: ActorContext, engine: EngineName) -> None:
+    def __init__(self, context: ActorContext, engine: EngineName, ahead: Sequence[AheadProcess] = ()) -> None:
         super().__init__(context)
-        self.importing = threading.Thread(target=import_engine, args=(engine,), name="import-engine", daemon=True)
+        spawn_ahead(ahead)
+        from posttrain.engines import start  # with torch, which takes seconds: not before the others have begun
+
+        self.engines = start
+        self.importing = threading.Thread(target=start.import_engine, args=(engine,), name="import-engine", daemon=True)
         self.importing.start()
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.answers: list[Answer] = []
@@ -64,7 +70,10 @@ class SamplerActor(Supervised):
         """Load the engine; returns the most requests that it runs at once."""
         self.loop = asyncio.get_running_loop()  # for code that __ray_call__ runs here in another thread
         await asyncio.to_thread(self.importing.join)  # two threads amid one import may see half of a module
-        self.engine = await open_engine(spec)
+        try:
+            self.engine = await self.engines.open_engine(spec)
+        finally:
+            end_unused()
         return self.engine.max_concurrent
 
     async def submit(self, requests: Sequence[Request]) -> None:
@@ -120,6 +129,8 @@ class SamplerActor(Supervised):
         if data is None:
             await self.engine.load_bucket(bucket)
             return
+        from posttrain.weight_sync.sender import HostBuffer
+
         buffer = HostBuffer()
         try:
             buffer.allocate(data.size).numpy()[:] = data

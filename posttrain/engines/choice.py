@@ -160,3 +160,12 @@ def _installed(package: str) -> str | None:
 
 def _supported(kind: EngineKind, version: str) -> bool:
     return SpecifierSet(kind.versions).contains(version, prereleases=True)
+
+
+def vllm_executor(rollout: RolloutConfig) -> str:
+    """Return which of vLLM's executors has the model: "uni" in the scheduler's process, "mp" in one for each GPU. Told
+    nothing it would choose Ray where it finds one."""
+    chosen: str = rollout.engine_options.get(
+        "distributed_executor_backend", "mp" if rollout.tensor_parallel > 1 else "uni"
+    )
+    return chosen

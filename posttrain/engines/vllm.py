@@ -16,7 +16,7 @@ from posttrain.core.errors import RunError, WeightSyncError, WorkerError
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
 from posttrain.data.images import PlacedImage
 from posttrain.engines.base import EngineSpec
-from posttrain.engines.choice import concurrent_requests
+from posttrain.engines.choice import concurrent_requests, vllm_executor
 from posttrain.engines.external import (
     arguments,
     cache_bytes,
@@ -44,6 +44,9 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run's other processes use these cores too
 }
 """Variables that vLLM reads when it is imported. Those that the user has set stay."""
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
 _GRAPHS_TO, _GRAPH_STEP = 512, 16
 """The largest batch that vLLM captures a CUDA graph of by itself, and the step between large ones: it takes the next
 smaller multiple of it as the largest."""
@@ -55,8 +58,6 @@ sample."""
 
 async def open_engine(spec: EngineSpec) -> VLLMEngine:
     """Start vLLM with the weights of ``spec.source`` as version 0. Raises ``RunError``, ``ModelError``."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     if spec.rollout.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if spec.threads:
@@ -137,8 +138,7 @@ class VLLMEngine:
                 **memory_arguments(spec),
             )
             defaults = _fp8_kernels(spec) | graph_arguments(spec, self.max_concurrent)
-            # vLLM would choose Ray where it finds one.
-            defaults |= {"distributed_executor_backend": "mp" if spec.rollout.tensor_parallel > 1 else "uni"}
+            defaults |= {"distributed_executor_backend": vllm_executor(spec.rollout)}
             if not self.keeps:  # with kept requests vLLM notes which weights sampled what it hands on at each step
                 ours |= {"scheduler_cls": f"{__package__}.vllm_scheduler.ChunkScheduler"}
             if self.images.reader is not None:

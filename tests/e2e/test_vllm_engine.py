@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -158,6 +159,27 @@ async def test_greedy_is_the_most_likely_token(sampler):
     with torch.no_grad():
         rows = MODELS[0](torch.tensor([[*ids, *sample.ids]])).logits[0, 29:-1]
     assert sample.ids == rows.argmax(-1).tolist()
+
+
+async def test_processes_that_began_ahead_are_vllms_own(sampler):
+    """In the environment that vLLM has given its own: on a CPU it has libraries loaded before all others."""
+    ids = prompt(30, seed=3)
+    expected = await sampler.generate(ids, SamplingParams(8, 0.0))
+    [core] = [p for p in psutil.Process(sampler.handle.process.pid).children() if "EngineCore" in _title(p)]
+    environment = core.environ()
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.vllm_ahead", environment["OMP_NUM_THREADS"], json.dumps(ids)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    said = json.loads(found.stdout.splitlines()[-1])
+    assert said["ids"] == expected.ids
+    assert set(said["waited"]) <= set(said["processes"])
+    assert said["left"] == 0
+    assert "starts anew" not in found.stderr
 
 
 async def test_a_request_that_cannot_fit_is_refused_and_names_why(sampler):
