@@ -91,7 +91,7 @@ def test_process_that_began_otherwise_is_not_taken(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     waiting = begin(**options)
-    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv(name, "17")
     process, pipe = start()
     pid, imported, _, _ = pipe.recv()
     assert pid == process.pid != waiting.pid
