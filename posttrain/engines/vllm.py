@@ -42,6 +42,11 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run's other processes use these cores too
+    # DeepGEMM's kernels are compiled as sizes come. Where it is installed vLLM spends minutes at its start on all that
+    # might come, even if it computes by others.
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    # Scales stay as they are sent. Else vLLM would round those that it has at its start, and not those of updates.
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
 }
 """Variables that vLLM reads when it is imported. Those that the user has set stay."""
 for _name, _value in _ENVIRONMENT.items():
@@ -296,7 +301,7 @@ def _of_each(found: Any, tokens: int) -> list[float]:
 
 def _fp8_kernels(spec: EngineSpec) -> dict[str, Any]:
     """Return the kernels for weights in FP8, unless the user names others: those that read weights and scales as they
-    are sent. Kernels that lay them out otherwise, DeepGEMM's and Marlin's, cannot take new ones."""
+    are sent. Kernels that lay them out otherwise, Marlin's and on Blackwell DeepGEMM's, cannot take new ones."""
     quantized = fp8_of(spec)
     if quantized is None or spec.device == "cpu":
         return {}

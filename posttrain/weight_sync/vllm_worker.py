@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.kernels import linear as kernels
-from vllm.model_executor.kernels.linear.scaled_mm import BlockScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm import BlockScaledMMLinearKernel, deep_gemm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import fp8 as fp8_quantization
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -65,7 +65,7 @@ def _keep_parameters() -> None:
 
         return replace_if_other
 
-    for module in (BlockScaledMMLinearKernel, fp8_quantization):
+    for module in (BlockScaledMMLinearKernel, deep_gemm, fp8_quantization):
         module.replace_parameter = patched(module.replace_parameter)
 
 
@@ -159,5 +159,5 @@ def _check_kernels(model: nn.Module) -> None:
         if quantized and not isinstance(weight, BasevLLMParameter):
             raise RuntimeError(
                 f"vLLM's kernel for FP8 has laid out the weights of {name} anew, and cannot take new ones; "
-                "rollout.engine_options: linear_backend = cutlass or triton do not"
+                "rollout.engine_options: linear_backend = cutlass or triton do not, nor deep_gemm on Hopper"
             )

@@ -114,3 +114,17 @@ def test_tensors_that_are_not_sent_or_not_loaded_are_told_of(found):
     assert "1 parameters of the engine were not sent" in found["not sent"]
     assert f"did not reach all of {WEIGHT}" in found[WEIGHT]
     assert f"did not reach all of {WEIGHT}_scale_inv" in found[WEIGHT + "_scale_inv"]
+
+
+def test_weights_that_a_kernel_reads_as_they_came_stay_what_they_are():
+    """DeepGEMM on Hopper returns views of weights and scales; on Blackwell it lays scales out anew."""
+    from vllm.model_executor.kernels.linear.scaled_mm import deep_gemm
+
+    import posttrain.weight_sync.vllm_worker  # noqa: F401
+
+    layer = torch.nn.Module()
+    layer.scale = loaded = torch.nn.Parameter(torch.ones(2, 3))
+    deep_gemm.replace_parameter(layer, "scale", loaded.data[None].squeeze(0))
+    assert layer.scale is loaded
+    deep_gemm.replace_parameter(layer, "scale", loaded.data.t().contiguous().t())
+    assert layer.scale is not loaded
