@@ -9,6 +9,7 @@ driver for something when it is imported.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
@@ -107,8 +108,9 @@ def end_unused() -> None:
 
 def _end(waiting: _Waiting) -> None:
     waiting.socket.close()
-    os.kill(waiting.pid, signal.SIGKILL)
-    os.waitpid(waiting.pid, 0)
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # where the kernel buries the dead by itself
+        os.kill(waiting.pid, signal.SIGKILL)
+        os.waitpid(waiting.pid, 0)
 
 
 def _start(process: BaseProcess) -> popen_fork.Popen:
