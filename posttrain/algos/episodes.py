@@ -60,6 +60,8 @@ class Episodes:
     """[T] the critic's values (``critic``)"""
     teacher_log_ratio: Tensor | None = None
     """[T] log-probability under the teacher less that under the policy (``teacher``)"""
+    played: Tensor | None = None
+    """[B] int, equal for branches of one episode of an agent; None: each is an episode of its own"""
 
     @property
     def segment_ids(self) -> Tensor:
@@ -81,6 +83,15 @@ class Episodes:
     def by_group(self) -> Groups:
         """Return the statistics of the groups."""
         return Groups(self.groups)
+
+    def without_branches(self) -> tuple[Tensor, Tensor, Groups]:
+        """Return the best score [E] of each episode that was played, the episode [B] of each branch, and the groups of
+        the E episodes."""
+        scores = self.scores()
+        played = torch.arange(len(scores)) if self.played is None else self.played
+        numbers, episode = played.unique(return_inverse=True)
+        best = scores.new_full((len(numbers),), -torch.inf).scatter_reduce(0, episode, scores, "amax")
+        return best, episode, Groups(self.groups.new_empty(len(numbers)).scatter(0, episode, self.groups))
 
     def following(self, values: Tensor) -> Tensor:
         """Return the value [P] of the next policy token of the episode; 0 after the last."""

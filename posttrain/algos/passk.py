@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 )
 def grpo_passk(episodes: Episodes, *, normalize_by_std: bool) -> Advantages:
     """Return advantages for the best of k episodes (arXiv:2503.19595): only the best of a group has one, the distance
-    to the second best, over the standard deviation as in ``grpo``. Two that are best have none."""
-    scores, group = episodes.scores(), episodes.by_group()
+    to the second best, over the standard deviation as in ``grpo``. Two that are best have none. Branches of an
+    agent's episode count as the one that they are, with the best score of theirs, and all have its advantage."""
+    scores, episode, group = episodes.without_branches()
     # By group, and within it from best to worst.
     order = scores.argsort(descending=True, stable=True)
     order = order[group.member[order].argsort(stable=True)]
@@ -29,7 +30,7 @@ def grpo_passk(episodes: Episodes, *, normalize_by_std: bool) -> Advantages:
     lead = (scores[best] - scores[second]).where(group.size > 1, 0.0)
     if normalize_by_std:
         lead = lead / (group.std(scores) + EPS)
-    return episodes.advantages(scores.new_zeros(len(scores)).index_copy_(0, best, lead))
+    return episodes.advantages(scores.new_zeros(len(scores)).index_copy_(0, best, lead)[episode])
 
 
 bundle("passk", advantage="grpo_passk", loss_agg="token-mean")

@@ -134,6 +134,8 @@ def _parse_sets(sets: Sequence[str]) -> Values:
         key, equals, raw = text.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"--set {text!r} is not of the form key=value", hint="for example --set train.steps=20")
+        if quote := next((char for char in key if char in "\"'"), None):
+            raise ConfigError(f"--set {text!r} has a {quote} in its key", hint="write the key's parts without quotes")
         given.pop(key.strip(), None)  # the last one wins, also over a section that was set in between
         given[key.strip()] = _toml_value(raw.strip())
     return flatten_known(given, "--set", dotted=True)

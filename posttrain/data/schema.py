@@ -81,6 +81,10 @@ class MessageField(TypedDict):
     """The text; `<image>` where an image belongs. A typed list of parts is joined to one text."""
     reasoning_content: NotRequired[str | None]
     """Assistant only: its thoughts, for templates that show them apart."""
+    reasoning: NotRequired[str | None]
+    """Another name of `reasoning_content`."""
+    thinking: NotRequired[str | None]
+    """Another name of `reasoning_content`."""
     tool_calls: NotRequired[list[ToolCallField] | None]
     """Assistant only: the calls it makes."""
     tool_call_id: NotRequired[str | None]
@@ -94,7 +98,7 @@ class MessageField(TypedDict):
 def typed_message(given: MessageField) -> Message:
     """Return a message as the rest of posttrain knows it: without absent fields, and its content always a text."""
     message: Message = {"role": given["role"], "content": given.get("content") or ""}
-    if thoughts := given.get("reasoning_content"):
+    if thoughts := given.get("reasoning_content") or given.get("reasoning") or given.get("thinking"):
         message["reasoning_content"] = thoughts
     if calls := given.get("tool_calls"):
         message["tool_calls"] = [_call(call) for call in calls]

@@ -52,17 +52,26 @@ class AssistantSpans:
                 message in such a way that it is not certain which characters are sampled.
         """
         traced = self.template.traced(messages, tools)
-        if hidden := hidden_tools(traced.text, tools or ()):
+        hidden = hidden_tools(traced.text, tools or ())
+        # What the messages say too may be all that is shown of a name.
+        said = [] if hidden else hidden_tools(traced.text, tools or (), messages)
+        if hidden or (said and self.template.text(messages) == traced.text):
             raise DataError(
-                f"the chat template does not show the tools of the conversation: {some(hidden)}",
+                f"the chat template does not show the tools of the conversation: {some(hidden or said)}",
                 hint="use a template that does, or remove the rows' tools",
             )
         marked = _marked_parts(traced, messages) if traced.generated else None
         spans: list[Span] = []
         for i, message in enumerate(messages):
+            regions = traced.regions.get(i, [])
+            if message["role"] == "tool" and marked is None and not regions and message.get("content"):
+                raise DataError(
+                    f"message {i}: the chat template writes it nowhere of its own: what a tool has said may be in the "
+                    "turn before it",
+                    hint="put {% generation %} marks into the template, around what the assistant writes",
+                )
             if message["role"] != "assistant":
                 continue
-            regions = traced.regions.get(i, [])
             _check_calls(traced.text, regions, i, message)
             parts = marked[i] if marked is not None else [_one(regions, i)]
             if message.get("train", True):
@@ -122,8 +131,16 @@ class AssistantSpans:
                     raise
                 self._openings[before] = self._opening("user")  # the template knows no tools
             else:
-                self._openings[before] = asked[len(_common_start([asked, silent])) :]
+                self._openings[before] = asked[self._before_token(asked, len(_common_start([asked, silent]))) :]
         return self._openings[before]
+
+    def _before_token(self, text: str, position: int) -> int:
+        """Return the position, or the start of the special token that it is in: two such tokens may begin alike."""
+        for token in self._ends:
+            start = text.rfind(token, max(0, position - len(token) + 1), position + len(token) - 1)
+            if 0 <= start < position < start + len(token):
+                return start
+        return position
 
     def _header(self, before: str) -> str:
         """Return the start of the generation prompt that every turn has, also those of the past: what turns of other
@@ -185,6 +202,9 @@ def _check_calls(text: str, regions: list[Span], i: int, message: Mapping[str, A
     """Raise for a template that leaves tool calls out without an error: the model would learn to stop in their
     place."""
     written = "".join(text[slice(*span)] for span in regions)
+    for key in ("content", "reasoning_content"):  # which may have a tool's name as a word
+        if isinstance(said := message.get(key), str) and said.strip():
+            written = written.replace(said.strip(), "", 1)
     for call in message.get("tool_calls", ()):
         if regions and call["function"]["name"] not in written:
             raise DataError(

@@ -94,7 +94,14 @@ class ChatTemplate:
     def _shown(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None) -> list[dict[str, Any]]:
         """Return messages as the template takes them: without what is ours, and in parts where it shows only these."""
         shown = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-        if shows_parts_alone(self.source(tools)):
+        source = self.source(tools)
+        if ".thinking" in source:  # gpt-oss reads thoughts under this name, and refuses them beside words and calls
+            for message in shown:
+                if (thoughts := message.get("reasoning_content")) and not (
+                    message.get("content") and message.get("tool_calls")
+                ):
+                    message["thinking"] = thoughts
+        if shows_parts_alone(source):
             for message in shown:
                 if isinstance(text := message.get("content"), str):
                     message["content"] = [{"type": "text", "text": text}]
@@ -140,10 +147,12 @@ class ChatTemplate:
             raise DataError("the chat template cannot show images", hint="use the template of a vision-language model")
 
 
-def hidden_tools(text: str, tools: Sequence[ToolSchema]) -> list[str]:
-    """Return the names of tools that a rendered conversation does not show."""
+def hidden_tools(text: str, tools: Sequence[ToolSchema], messages: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """Return the names of tools that a rendered conversation does not show, or not more often than its ``messages``
+    have them."""
     names = [str(tool["function"]["name"]) for tool in tools]
-    return [name for name in names if name not in text]
+    said = "\n".join(str(value) for message in messages for value in message.values())
+    return [name for name in names if text.count(name) <= said.count(name)]
 
 
 @lru_cache(maxsize=32)

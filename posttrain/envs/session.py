@@ -133,6 +133,7 @@ class _Turn:
     """Its end-of-turn token was sampled."""
     calls: tuple[str, ...]
     """Ids of its calls."""
+    thoughts: str | None
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class TokenSession:
         branch.tool_calls += len(calls)
         self.turns += 1
         self.last = branch
-        turn = _Turn(branch, len(branch.record), self.renderer.ended(ids), calls)
+        turn = _Turn(branch, len(branch.record), self.renderer.ended(ids), calls, message.get("reasoning_content"))
         self._turns.setdefault(_next(asked.digest, message), []).append(turn)
         return message
 
@@ -235,11 +236,15 @@ class TokenSession:
         return branch
 
     def _find(self, message: Message, digest: bytes) -> _Turn | None:
-        """Return the sampled turn that a message shows: of several that read alike the one with its calls' ids, else
-        the last."""
+        """Return the sampled turn that a message shows: of several that read alike those with its calls' ids, of these
+        those with its thoughts, and of these the last."""
         turns = self._turns.get(digest, ())
         ids = tuple(call.get("id", "") for call in message.get("tool_calls", ()))
-        return next((t for t in turns if t.calls == ids), None) or (turns[-1] if turns else None)
+        alike = [turn for turn in turns if turn.calls == ids] or turns
+        # Agents may send a turn back without its thoughts.
+        thoughts = message.get("reasoning_content")
+        same = [turn for turn in alike if thoughts and turn.thoughts == thoughts]
+        return next(reversed(same or alike), None)
 
 
 def _checked(messages: Sequence[AnyMessage]) -> list[Message]:

@@ -141,7 +141,7 @@ def _summary(
 
 def _natural(text: str) -> tuple[int, int, str]:
     """Numbers in their order, before and within text: `Level 2` before `Level 10`."""
-    digits = "".join(c for c in text if c.isdigit())
+    digits = "".join(c for c in text if c.isdecimal())[:18]
     return (0 if text == digits else 1, int(digits or 0), text)
 
 

@@ -66,8 +66,8 @@ _MOST_ROWS, _MOST_TOKENS = 512, 4 << 20
 """Rows, and response tokens of them, that may wait."""
 _AHEAD = 1.25
 """Episodes at once, by what the engines run at once: while one waits for a tool, another one samples."""
-_MOST_FAILED = 100
-"""So many episodes that fail in a row are no trouble of theirs."""
+_MOST_FAILED, _MOST_GROUPS = 100, 4
+"""So many episodes that fail in a row, of so many prompts, are no trouble of theirs."""
 
 _SETTINGS = ("model.", "rollout.", "tools.", "plugins", "run.seed", "data.enable_thinking", "data.template_kwargs")
 _NO_MATTER = frozenset(
@@ -236,7 +236,7 @@ async def _play(window: Window, pool: SamplerPool, recorder: Recorder, stop: Sto
             if any(t.error is None for t in group):
                 recorder.add(held)
                 held = []
-            elif sum(map(len, held)) >= _MOST_FAILED:
+            elif len(held) >= _MOST_GROUPS and sum(map(len, held)) >= _MOST_FAILED:
                 raise RunError(
                     f"the last {sum(map(len, held))} episodes failed, the last with: {failure}",
                     hint="rows before them are kept; when the cause is gone, the same command goes on from there",

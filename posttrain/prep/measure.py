@@ -60,7 +60,7 @@ def duplicates(questions: Sequence[str], texts: Sequence[str]) -> tuple[int, lis
     """How many texts an earlier one says already.
 
     Args:
-        questions: a part of each text; where it differs, the whole does, and need not be looked at.
+        questions: what each text answers; where it differs, the row does, and the text need not be looked at.
         texts: the whole texts.
 
     Returns:
@@ -69,9 +69,9 @@ def duplicates(questions: Sequence[str], texts: Sequence[str]) -> tuple[int, lis
     keys = [normalised(question) for question in questions]
     often = {key for key, count in Counter(keys).items() if count > 1}
     alike = [row for row, key in enumerate(keys) if key in often]
-    first: dict[bytes, int] = {}
-    pairs = [(row, first.setdefault(normalised(texts[row]), row)) for row in alike]
-    exact = len(alike) - len({texts[row] for row in alike})
+    first: dict[tuple[bytes, bytes], int] = {}
+    pairs = [(row, first.setdefault((keys[row], normalised(texts[row])), row)) for row in alike]
+    exact = len(alike) - len({(questions[row], texts[row]) for row in alike})
     return exact, [(row, earlier) for row, earlier in pairs if row != earlier]
 
 

@@ -11,7 +11,8 @@ from posttrain.core.types import Score
 from posttrain.rewards import cheap
 from posttrain.rewards.boxed import last_boxed
 
-_LETTERS = r"[A-J](?>(?:\s*+(?:(?:,|、|和|及|与|或|\band\b|\bor\b|&)\s*+)?[A-J])*)"
+# Of one line, and no first letter of a word.
+_LETTERS = r"[A-J](?>(?:[^\S\n]*+(?:(?:,|、|和|及|与|或|\band\b|\bor\b|&)[^\S\n]*+)?[A-J](?![a-z]))*)"
 _OPENING = r"(?:\\(?:text|textbf|mathrm|mathbf)\s*+\{\s*+)?\(?\s*+"
 _BEFORE = r"[\s\"'*$(\[{]*+"
 # "the answer is A good one" has the article, "the answer is I think" the pronoun: no word but a reason may follow.

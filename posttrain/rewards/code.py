@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +28,8 @@ _ANSWERS = 0.9
 look like a slow program."""
 _FIRST = 10
 """Tests that PRIME's share is of."""
-_FENCE = re.compile(r"^[ \t]*```([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"```([\w+-]*)[^\n`]*\n((?:(?!^[ \t]*```).)*?)^[ \t]*```(?![\w+-])", re.DOTALL | re.MULTILINE)
+"""It may open after words, and closes at the start of a line. One that another opens before it closes is none."""
 _PYTHON = ("python", "python3", "py")
 _COMMON_IMPORTS = """\
 import bisect, collections, functools, heapq, itertools, json, math, operator, os, random, re, string, sys
@@ -46,8 +48,9 @@ import math
 def extract_code(response: str) -> str | None:
     """The last block fenced as Python, else the last fenced without a language (beside a program that is its output),
     or the whole response where there is no fence at all; None when it is empty or the fences hold other languages
-    only."""
-    blocks = _FENCE.findall(response)
+    only. Thoughts that have ended are not looked at. A block in a list has its indentation taken off."""
+    response = response.rpartition("</think>")[2]
+    blocks = [(language, textwrap.dedent(body)) for language, body in _FENCE.findall(response)]
     if not blocks:
         body = response.split("```")[0] if response.count("```") == 1 and response.strip().endswith("```") else response
         return body if body.strip() and "```" not in body else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 
 from posttrain.config import RewardConfig
@@ -77,6 +78,9 @@ class Rewarder:
         missing = [name for name in self.cfg.weights if name not in parts]
         if missing:
             return f"reward.weights names {', '.join(missing)}, and the episode has {', '.join(sorted(parts))}"
+        # An environment, a tool or a simulated user may have given it; advantages of the whole group would be lost.
+        if wrong := [name for name, value in parts.items() if not math.isfinite(value)]:
+            return f"the part {wrong[0]} of the reward is {parts[wrong[0]]}"
         episode.reward_parts = parts
         episode.correct, episode.extracted = verdict.correct, verdict.extracted
         episode.reward = sum(weight * parts[name] for name, weight in self.cfg.weights.items())

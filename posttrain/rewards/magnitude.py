@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["left_to_do", "numbers_agree", "too_large"]
+__all__ = ["left_to_do", "numbers_agree", "rounded_alike", "too_large"]
 
 MOST_BITS = 2.0**20
 """Largest number, in bits, that may be computed on the way."""
@@ -16,6 +16,8 @@ MOST_EXPANDED = 100
 """Exponent of a sum with symbols, ``(x+1)^n``, which is multiplied out."""
 AGREE = 1e-4
 """Largest relative difference of numbers that count as equal."""
+ROUNDED = 1e-12
+"""Largest relative difference that computing with floats makes."""
 
 
 def too_large(value: Any) -> bool:
@@ -90,6 +92,17 @@ def numbers_agree(one: Any, other: Any) -> bool:
         return True
     scales = (1, 100) if _is_percentage(one) or _is_percentage(other) else (1,)
     return any(_apart(a, scale * b) <= AGREE for scale in scales for a, b in ((first, second), (second, first)))
+
+
+def rounded_alike(one: Any, other: Any) -> bool:
+    """Return whether two numbers, one of them with a decimal point, are the same but for how floats are computed:
+    ``8.7 * 10**8`` is 869999999.99999993, which the library does not take for 870000000."""
+    import sympy
+
+    if not any(isinstance(value, sympy.Expr) and value.has(sympy.Float) for value in (one, other)):
+        return False
+    first, second = _number(one), _number(other)
+    return first is not None and second is not None and _apart(first, second) <= ROUNDED
 
 
 def _apart(one: Any, other: Any) -> float:

@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from posttrain.rewards.boxed import answer_phrase, last_boxed, nesting, truth_text
-from posttrain.rewards.magnitude import AGREE, left_to_do, numbers_agree, too_large
+from posttrain.rewards.magnitude import AGREE, left_to_do, numbers_agree, rounded_alike, too_large
 from posttrain.rewards.normal_form import LONGEST, SYMBOLS, same_answer, without_units
 
 __all__ = ["Answer", "as_word", "equal", "find_answer", "read_answer", "read_gold"]
@@ -77,6 +77,11 @@ _UNIT_NAME = re.compile(
     r"(?<=[\d})])\s*\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{\s*+"
     r"(?!(?:and|or|if|mod|i|dozen|squared|cubed|factorial|halves|thirds)\b)[A-Za-z. ]+\}\s*$"
 )
+_SIDE = re.compile(
+    r"\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{[^{}]*?(?i:\b([ap]\.?\s?m|bce?|b\.c|ad|a\.d|north|south|east|west|"
+    r"loss|gain|below|above|left|right))\b[^{}]*\}\s*$"
+)
+"""A word beside a number that is dropped as a unit is, and whose opposite makes it another answer."""
 _APART = re.compile(r"(?<![\w.^{])\d+\s+\d")
 _GROUPS = re.compile(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _DECIMALS = re.compile(r"-?\d{1,15}\.\d{1,12}")
@@ -192,6 +197,8 @@ def equal(gold: Answer, answer: Answer) -> bool:
         return gold_word == (word or answer.text.lower())
     if _differ(_BASE, gold.text, answer.text) or _differ(_MODULUS, gold.text, answer.text):
         return False
+    if _opposite(gold.text, answer.text):
+        return False
     if _rounds_to(gold.text, answer.text):
         return True
     return any(_equal_values(one, other) for one in gold.values for other in answer.values)
@@ -219,6 +226,8 @@ def _equal_values(gold: Any, value: Any) -> bool:
     equations = _is_equation(gold) and _is_equation(value)
     if equations and gold.lhs == value.lhs:  # solving them could take minutes
         return _equal_values(gold.rhs, value.rhs)
+    if rounded_alike(gold, value):
+        return True
     same = _library().verify(gold, value, timeout_seconds=None, allow_set_relation_comp=True)
     return bool(same) and numbers_agree(gold, value) and (not equations or _same_equation(gold, value))
 
@@ -285,6 +294,12 @@ def _differ(note: re.Pattern[str], gold: str, answer: str) -> bool:
     it."""
     one, other = note.search(gold), note.search(answer)
     return one is not None and other is not None and not same_answer(one[1], other[1])
+
+
+def _opposite(gold: str, answer: str) -> bool:
+    """Return whether both answers name a side, and not the same: 11 p.m. and 11 a.m.; their values are without it."""
+    sides = [re.sub(r"[.\s]", "", match[1]).lower() for text in (gold, answer) if (match := _SIDE.search(text))]
+    return len(sides) == 2 and sides[0] != sides[1]
 
 
 def _unparsable(text: str) -> bool:

@@ -117,6 +117,7 @@ def fill_advantages(
         baselines=None if baselines is None else torch.tensor([baselines[t.prompt.index] for t in kept]),
         values=batch.values,
         teacher_log_ratio=teacher_log_ratio,
+        played=torch.tensor([t.branch == 0 for t in kept]).cumsum(0),
     )
     result = estimator(episodes, cfg.algo.advantage_values)
     if estimator.critic and result.returns is None:

@@ -25,9 +25,11 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig) -> torch.optim.Optimizer
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (decay if parameter.ndim >= 2 and parameter not in embeddings else plain).append(parameter)
+            # Biases of experts have a row for each.
+            matrix = parameter.ndim >= 2 and parameter not in embeddings and not name.endswith("bias")
+            (decay if matrix else plain).append(parameter)
     groups = [
         {"params": params, "weight_decay": rate}
         for all_params, rate in ((decay, cfg.weight_decay), (plain, 0.0))

@@ -139,6 +139,16 @@ def test_two_that_are_best_have_no_lead():
     assert result.advantages.tolist() == [0.0, 0.0, 0.0]
 
 
+def test_branches_of_the_best_episode_are_no_second_best():
+    """An agent's episode of two branches, and two of one."""
+    batch = episodes([[1]] * 4, [1.0, 1.0, 0.25, 0.0], [4] * 4, played=torch.tensor([1, 1, 2, 3]))
+    assert estimate("grpo_passk", batch, normalize_by_std=False).advantages.tolist() == [0.75, 0.75, 0.0, 0.0]
+    # Of the three episodes: mean 5/12, squares 49/144 + 4/144 + 25/144 over two.
+    expected = 0.75 / (math.sqrt(78 / 144 / 2) + 1e-6)
+    check_all = estimate("grpo_passk", batch).advantages.tolist()
+    assert check_all == pytest.approx([expected, expected, 0.0, 0.0])
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if ADVANTAGES.get(name).group])
 def test_groups_without_signal_get_exactly_zero(name):
     # 0.1 is no binary fraction, so that the mean of equal ones may differ from them in the last place.

@@ -106,6 +106,9 @@ def test_tools_that_the_template_leaves_out_are_refused(qwen):
     with pytest.raises(DataError, match="does not show the tools of the conversation: ") as error:
         render_chat(chat, qwen("qwen2_5_vl"), TOOLS)
     assert "remove the rows' tools" in error.value.hint
+    name = TOOLS[0]["function"]["name"]
+    with pytest.raises(DataError, match="does not show the tools"):  # though somebody has the word
+        render_chat([user(f"Please {name}."), assistant(f"I {name}.")], qwen("qwen2_5_vl"), TOOLS[:1])
     assert render_chat(chat, qwen("qwen2_5_vl")).ids
     assert render_chat(chat, qwen("qwen2_5"), TOOLS).ids
 

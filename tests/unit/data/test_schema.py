@@ -324,3 +324,9 @@ def test_rows_share_the_schemas_that_they_share(tmp_path) -> None:  # type: igno
     first, _, last = read_conversations(path)
     assert first.tools[0]["function"] is last.tools[0]["function"]
     assert first.tools is not last.tools
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_are_read_by_each_of_their_names(name: str) -> None:
+    row = sft(user(), {**assistant(), name: "why"})
+    assert parse_row(SftRow, row).typed(0).messages[1]["reasoning_content"] == "why"

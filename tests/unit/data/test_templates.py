@@ -97,6 +97,33 @@ BY_NUMBER = """\
 {%- if add_generation_prompt %}{{ '<assistant after ' + messages[-1].role + '>' }}{% endif %}"""
 
 
+# The generation prompt and the end of a conversation begin with the same two characters.
+PHI3 = """\
+{% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"""
+
+# What a tool says is written in the round of the assistant that called it.
+LOOKS_AHEAD = """\
+{%- for message in messages %}{% set i = loop.index0 %}
+    {%- if message.role != 'tool' %}
+        {{- '<' + message.role + '>' + message.content }}
+        {%- for call in message.tool_calls or [] %}{{ '<call>' + call.function.name + '</call>' }}{% endfor %}
+        {%- if not loop.last and messages[i + 1].role == 'tool' %}{{ '<said>' + messages[i + 1].content }}{% endif %}
+        {{- '</s>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+
+# gpt-oss has another name for thoughts, and none beside words and calls.
+THINKING = """\
+{%- for message in messages %}{{ '<' + message.role + '>' }}
+    {%- if message.thinking %}{{ '<t>' + message.thinking + '</t>' }}{% endif %}{{ message.content }}
+    {%- for call in message.tool_calls or [] %}{{ '<call>' + call.function.name + '</call>' }}{% endfor %}
+    {{- '</s>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+
+
 def with_template(template, *special, eos="</s>"):
     """The built-in tokenizer with a template, and the control tokens that it needs."""
     tokenizer = builtin_tokenizer("builtin:tiny")
@@ -127,6 +154,11 @@ WRITTEN = {
         ["<call>add</call></s>", "It is 3.</s>", "Done.</s>"],
     ),
     "by number": (with_template(BY_NUMBER), TALK, ["b</s>", "d</s>"]),
+    "phi3": (
+        with_template(PHI3, "<|user|>", "<|assistant|>", "<|end|>", eos="<|endoftext|>"),
+        TALK[1:],
+        ["b<|end|>", "d<|end|>"],
+    ),
 }
 
 
@@ -250,3 +282,23 @@ def test_a_slow_tokenizer():
     slow.chat_template = MISTRAL
     with pytest.raises(ModelError, match="ByT5Tokenizer is a slow tokenizer"):
         render_chat(TALK, slow)
+
+
+def test_what_a_tool_says_in_the_assistants_round_is_refused():
+    with pytest.raises(DataError, match="message 2: the chat template writes it nowhere of its own"):
+        render_chat(CALLS, with_template(LOOKS_AHEAD, "<assistant>"))
+    assert render_chat([user("a"), assistant("b")], with_template(LOOKS_AHEAD, "<assistant>")).ids
+
+
+@pytest.mark.parametrize("said", ["I will add them.", "add"])
+def test_a_call_is_not_shown_by_the_word_that_its_tool_has_for_a_name(said):
+    hides = with_template(BY_NUMBER)
+    with pytest.raises(DataError, match="message 1: the chat template leaves out its call of 'add'"):
+        render_chat([user("Please add 1."), assistant(said, call(a=1)), tool("3"), assistant("3")], hides)
+
+
+def test_thoughts_are_shown_under_the_name_that_the_template_has_for_them():
+    tokenizer = with_template(THINKING, "<assistant>")
+    thought = {"reasoning_content": "why"}
+    talk = [user("a"), assistant("", call(a=1)) | thought, tool("3"), assistant("b") | thought]
+    assert masked_runs(render_chat(talk, tokenizer), tokenizer) == ["<t>why</t><call>add</call></s>", "<t>why</t>b</s>"]

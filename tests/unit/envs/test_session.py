@@ -132,6 +132,18 @@ def test_samples_of_one_request_are_branches_and_the_ids_of_calls_say_which_goes
         assert set(parent.branch.record.columns()["weight_version"].tolist()) == {-1, version}
 
 
+@pytest.mark.parametrize(("echoed", "goes_on"), [("one", 0), ("two", 1), (None, 1)])
+def test_of_turns_that_read_alike_the_one_with_the_thoughts_sent_back_goes_on_else_the_last(echoed, goes_on):
+    s = session("qwen3_coder")
+    said = [turn(s, [user("hi")], f"<think>\n{thought}\n</think>\n\nok", TOOLS)[2] for thought in ("one", "two")]
+    assert [message["reasoning_content"].strip() for message in said] == ["one", "two"]
+    back = {"role": "assistant", "content": "ok"}
+    if echoed is not None:
+        back = said[goes_on]
+    asked = s.asked([user("hi"), back, user("more")], TOOLS)
+    assert asked.parent.branch is s.branches[goes_on]
+
+
 def test_a_turn_that_was_cut_off_goes_on_after_an_end_that_is_given():
     s = session()
     a, one, said = turn(s, [user("hi")], "one", end=False)

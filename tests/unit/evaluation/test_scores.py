@@ -33,6 +33,7 @@ from posttrain.evaluation import command
 from posttrain.evaluation.command import PAGER, evaluate, run, run_comparison, sample, with_run_name
 from posttrain.evaluation.compare import compare, match
 from posttrain.evaluation.grading import GradedProblem
+from posttrain.evaluation.tables import _natural
 from posttrain.rewards.grade import GradeItem, GraderPool
 
 GSM = "openai/gsm8k"
@@ -183,6 +184,7 @@ def test_all_scores_by_hand(tmp_path: Path) -> None:
     assert found["maj@4"] == pytest.approx((1 + 0 + 0.5 + 1) / 4)
     assert (found["problems"], found["responses"], found["generation_errors"]) == (4, 15, 1)
     assert list(report.levels[GSM]) == ["Level 2", "Level 10"]
+    assert sorted(["x²", "①", "Level 10", "3", "1" * 5000, "Level 2"], key=_natural)[0] == "3"  # and none is an error
     assert report.levels[GSM]["Level 10"]["mean@4"] == 0.5
     assert report.levels[GSM]["Level 2"]["maj@4"] == pytest.approx((0 + 0.5 + 1) / 3)
     for name in ("pass@1", "pass@2", "mean@4", "maj@4"):

@@ -11,6 +11,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -318,6 +319,7 @@ def sampled(url, data, out, **more):
 
 def test_a_server_that_goes_away_stops_the_run_and_what_was_done_is_kept(data, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "_MOST_FAILED", 6)
+    monkeypatch.setattr(generate, "_MOST_GROUPS", 2)
     broken = lambda nth, body: reply(nth, body) if nth <= 4 else (500, {}, "I am ill")  # noqa: E731
     out = tmp_path / "out.parquet"
     with serve(broken) as endpoint, pytest.raises(RunError, match=r"the last \d+ episodes failed.*I am ill"):
@@ -330,6 +332,32 @@ def test_a_server_that_goes_away_stops_the_run_and_what_was_done_is_kept(data, t
         sampled(endpoint.url, data, tmp_path / "calm.parquet")
         assert before < len(endpoint.requests) == 12
     assert pq.read_table(out).equals(pq.read_table(tmp_path / "calm.parquet"))
+
+
+async def test_one_prompt_that_always_fails_stops_no_run_however_many_answers_it_has():
+    class Played:
+        def __init__(self, *outcomes):
+            self.outcomes = list(outcomes)
+
+        over = property(lambda self: not self.outcomes)
+
+        async def finished(self, wait_s):
+            error = None if self.outcomes.pop(0) else "the tool fails"
+            return [[SimpleNamespace(error=error) for _ in range(128)]]
+
+    class Recorder(list):
+        def add(self, groups):
+            self.extend(groups)
+
+        async def write_if_due(self):
+            pass
+
+    pool, stop = SimpleNamespace(samplers=[1]), SimpleNamespace(requested=False)
+    recorder = Recorder()
+    await generate._play(Played(True, False, True, False), pool, recorder, stop)
+    assert len(recorder) == 4
+    with pytest.raises(RunError, match="the last 512 episodes failed, the last with: the tool fails"):
+        await generate._play(Played(True, *[False] * 5), pool, Recorder(), stop)
 
 
 def test_eval_says_that_a_tool_told_the_model_whether_it_was_right(data, tmp_path):

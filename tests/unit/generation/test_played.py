@@ -149,6 +149,7 @@ def test_a_function_of_the_users_grades_in_place_of_the_environment(tmp_path):
 
 def test_a_run_of_an_environment_goes_on_and_its_settings_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "_MOST_FAILED", 2)
+    monkeypatch.setattr(generate, "_MOST_GROUPS", 1)
     out = tmp_path / "out.parquet"
     more = {"rollout.env": GUESS, "rollout.env_options": {"highest": 5}, "generate.limit": 6}
     broken = lambda nth, body: reply(nth, body) if nth <= 12 else (500, {}, "I am ill")  # noqa: E731

@@ -14,6 +14,7 @@ import pytest
 from posttrain.core.errors import ConfigError, DataError, RunError
 from posttrain.data.parquet import read_conversations, read_prompts
 from posttrain.prep import command as prep
+from posttrain.prep.measure import duplicates
 from posttrain.rewards import compute_score
 
 PARQUET = ["sft_test.parquet", "sft_train.parquet", "test.parquet", "train.parquet"]
@@ -348,6 +349,10 @@ def test_duplicates_are_counted_and_kept(tmp_path):
     assert found == {"exact": 2, "normalised": 3, "examples": [[2, 0], [3, 1], [5, 4]]}
     # Another solution of the same problem is no duplicate to imitate.
     assert card(tmp_path / "out", "sft_train.parquet")["duplicates"]["examples"] == [[2, 0], [3, 1]]
+
+
+def test_the_same_words_about_another_image_are_no_duplicate():
+    assert duplicates(["q A", "q A", "q B", "q B"], ["q"] * 4) == (2, [(1, 0), (3, 2)])
 
 
 def test_a_readme_of_the_users_own_is_never_replaced(tmp_path):

@@ -40,7 +40,12 @@ def grade(code, truth, source="codecontests", **extra):
         ("", None),
         ("   ", None),
         ("```python\nx = 1", None),
-        ("  ```python\n  x\n  ```", "  x\n"),
+        ("  ```python\n  x\n  ```", "x\n"),
+        ("1. So:\n\n   ```python\n   def f():\n       return 1\n   ```\n", "def f():\n    return 1\n"),
+        ("<think>Draft: ```python\nwrong\n```\nNo.</think>\n\n```python\nright\n```\n", "right\n"),
+        ("<think>Let me\n```python\nwro</think>\n\n```python\nright\n```", "right\n"),
+        ("Let me write\n```python\nwro\nAgain:\n```python\nright\n```", "right\n"),
+        ("Solution: ```python\nright\n```\n", "right\n"),
         ("```python\ns = '''``` inside'''\n```", "s = '''``` inside'''\n"),
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -364,6 +365,21 @@ async def test_scorers_join_the_rules_and_may_fail():
     (group,) = await pool.sample(prompts(1), 2)
     assert group[0].reward == pytest.approx(1.0 + 0.1 * group[0].response_length)
     assert group[1].error == "reward: model failed: too long"
+
+
+async def test_a_reward_that_is_no_finite_number_is_an_error_of_the_episode():
+    """It would be the mean of its group, and lose the advantages of all of it."""
+
+    class Dazed(Opinion):
+        async def score(self, episodes):
+            return [replace(score, score=math.nan) for score in await super().score(episodes)]
+
+    pool = source(
+        ScriptedSampler("#### 8"), scorers=[Dazed()], weights={"score": 1.0, "model": 0.1}, model={"path": "x"}
+    )
+    (group,) = await pool.sample(prompts(1), 1)
+    assert group[0].error == "reward: the part model of the reward is nan"
+    assert pool.stats.grader_failed == 1
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,14 @@ def test_only_matrices_decay() -> None:
     }
 
 
+def test_biases_of_experts_do_not_decay() -> None:
+    experts = nn.Module()
+    experts.gate_up_proj = nn.Parameter(torch.zeros(4, 8, 8))
+    experts.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 8))  # as gpt-oss has them
+    groups = build_optimizer(experts, OptimConfig(weight_decay=0.1)).param_groups
+    assert {g["weight_decay"]: [p.shape[1:] for p in g["params"]] for g in groups} == {0.1: [(8, 8)], 0.0: [(8,)]}
+
+
 def test_state_before_the_first_step_is_that_of_a_fresh_optimizer() -> None:
     model = network()
     expected = copy.deepcopy(model)
