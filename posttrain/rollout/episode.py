@@ -8,6 +8,7 @@ the engine saw, and a turn costs the same however many came before.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -322,7 +323,7 @@ class Episode:
         what = self._named("step")
         answer = await within(cfg.tool_deadline_s, self._failed("step"), environment.step, message)
         step = expect(answer, Step, what, environment.step)
-        self.turn_rewards.append(float(step.reward))
+        self.turn_rewards.append(_finite(step.reward, what))
         self.reward_parts[ENV_PART] += self.turn_rewards[-1]
         if step.done:
             return "stop"
@@ -339,7 +340,7 @@ class Episode:
         answer = await within(deadline, what, user.respond, self._user_state, self.messages)
         said = expect(answer, UserTurn, f"{what}: respond", user.respond)
         if said.reward is not None:
-            self.reward_parts["user"] = said.reward
+            self.reward_parts["user"] = _finite(said.reward, f"{what}: respond")
         return said
 
     async def _tool_turn(self, calls: Sequence[ParsedCall]) -> Reply:
@@ -348,6 +349,12 @@ class Episode:
         self.tool_errors += reply.errors
         self.messages += reply.messages
         return reply
+
+
+def _finite(reward: float, what: str) -> float:
+    if not math.isfinite(reward):
+        raise CodeError(f"{what} gave a reward of {reward}", hint="a finite number: others of the group depend on it")
+    return float(reward)
 
 
 async def _end(tool: Tool, state: Any) -> float | None:

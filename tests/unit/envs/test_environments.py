@@ -125,6 +125,7 @@ def failing(method, action):
         ("step", 60.0, "failed in step: it did not answer within 0.05 s"),
         ("step", "done", "step returned str, not Step"),
         ("step", Step([]), "gave no messages, and the episode is not over"),
+        ("step", Step(reward=float("nan"), done=True), "step gave a reward of nan"),
         ("step", Step([{"role": "assistant", "content": "x"}]), "gave a message that cannot be shown"),
         ("reset", [{"role": "user", "content": None}], "gave a message that cannot be shown"),
     ],

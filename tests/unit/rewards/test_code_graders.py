@@ -46,6 +46,7 @@ def grade(code, truth, source="codecontests", **extra):
         ("<think>Let me\n```python\nwro</think>\n\n```python\nright\n```", "right\n"),
         ("Let me write\n```python\nwro\nAgain:\n```python\nright\n```", "right\n"),
         ("Solution: ```python\nright\n```\n", "right\n"),
+        ("Call ```f``` so\nor so:\n```\nright\n```\n", "right\n"),
         ("```python\ns = '''``` inside'''\n```", "s = '''``` inside'''\n"),
     ],
 )
