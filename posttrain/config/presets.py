@@ -184,6 +184,11 @@ def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) ->
         config = Config.model_validate_json(json.dumps(nested, default=str), strict=True)
     except ValidationError as error:
         raise _config_error(error, provenance) from None
+    for key, value in values.items():
+        try:
+            json.dumps(value, default=str, allow_nan=False)
+        except ValueError:  # in a table of free names; a resumed run would find it changed
+            raise ConfigError(f"{key} = {value!r} has a number that is not finite") from None
     return Resolved(config, provenance, name)
 
 
