@@ -29,8 +29,9 @@ def config(**parts):
 
 
 def engines() -> list[psutil.Process]:
-    """Processes of engines that this one has started."""
-    return [p for p in psutil.Process().children(recursive=True) if "SamplerActor" in _name(p)]
+    """Processes of engines that this one has started. Ray renames them at each call, and Linux cuts names at 15
+    letters: amid that psutil finds no more."""
+    return [p for p in psutil.Process().children(recursive=True) if "SamplerAct" in _name(p)]
 
 
 def _name(process: psutil.Process) -> str:
