@@ -17,7 +17,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -39,7 +38,6 @@ from posttrain.core.cycles import rare_cycle_search
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from posttrain.core.spawn_ahead import main; main()"
 _STREAMS = (1, 2)
 _ACCEPTED = b"\x01"
-_HEADER = struct.Struct("!Q")
 _MOST_FILES = 64
 _HANDED_OVER_S = 300.0
 """Longest wait for a process that imports still. Then another is started in its place."""
@@ -86,6 +84,7 @@ def spawn_ahead(processes: Sequence[AheadProcess]) -> None:
     Call it in the thread that lives longest: engines have Linux end their processes with the thread that began them.
     """
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
+    # Private names of multiprocessing, here and below: it has no other way to take part in how it starts processes.
     for process in processes:
         tracker = resource_tracker.getfd()
         assert tracker is not None
@@ -153,10 +152,9 @@ class _Popen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         connection = self._taken.socket
-        environment = pickle.dumps(dict(os.environ))
         connection.settimeout(_HANDED_OVER_S)
-        socket.send_fds(connection, [_HEADER.pack(len(environment))], [*_STREAMS, *self._fds])
-        connection.sendall(environment)
+        socket.send_fds(connection, [b"\n"], [*_STREAMS, *self._fds])
+        connection.sendall(pickle.dumps(dict(os.environ)))
         if (answer := connection.recv(4096)) != _ACCEPTED:
             raise _Refused(answer.decode() or f"process {self._taken.pid} has ended")
         connection.sendall(work.getbuffer())
@@ -178,10 +176,11 @@ def main() -> None:
     with rare_cycle_search():
         for module in process.imports:
             importlib.import_module(module)
-    header, files, _, _ = socket.recv_fds(connection, _HEADER.size, _MOST_FILES)
-    if not header:
+    asked, files, _, _ = socket.recv_fds(connection, 1, _MOST_FILES)
+    if not asked:
         return
-    environment: dict[str, str] = pickle.loads(_read(connection, *_HEADER.unpack(header)))
+    with connection.makefile("rb") as given:  # nothing follows before the answer, so that it cannot read too much
+        environment: dict[str, str] = pickle.load(given)
     fixed = _READ_AT_START + tuple(process.fixed)
     names = {name for name in environment | dict(os.environ) if name.startswith(fixed)} - set(process.free)
     others = sorted(name for name in names if environment.get(name) != os.environ.get(name))
@@ -196,11 +195,3 @@ def main() -> None:
         os.close(file)
     forkserver._forkserver._inherited_fds = files[len(_STREAMS) :]  # type: ignore[attr-defined]
     sys.exit(spawn._main(os.dup(descriptor), descriptor))
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    parts = []
-    while count and (part := connection.recv(min(count, 1 << 16))):
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)

@@ -134,6 +134,7 @@ class _Turn:
     calls: tuple[str, ...]
     """Ids of its calls."""
     thoughts: str | None
+    """Its thoughts, which a client may leave out when it sends the turn back."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import json
 import sys
 from typing import Any
 
+import numpy as np
 import psutil
 
 from posttrain.config import RolloutConfig
@@ -31,7 +32,7 @@ async def sampled(threads: int, prompt: list[int]) -> dict[str, Any]:
 
     spec = EngineSpec(ModelSource("builtin:tiny"), "cpu", "float32", 1, ROLLOUT, [], threads=threads)
     engine = await open_engine(spec)
-    sample = await engine.generate(prompt, SamplingParams(8, 0.0))  # type: ignore[arg-type]
+    sample = await engine.generate(np.asarray(prompt, np.int32), SamplingParams(8, 0.0))
     pids = [process.pid for process in psutil.Process().children(recursive=True)]
     await engine.close()
     return {"ids": list(sample.ids), "processes": pids, "left": len(waiting._waiting)}
