@@ -36,7 +36,7 @@ def _sglang_scheduler() -> AheadProcess:
             "SGLANG_ENABLE_TORCH_COMPILE": "0",
         },
         fixed=("SGLANG_",),
-        free=("SGLANG_RUN_ID",),
+        free=("SGLANG_RUN_ID", "SGLANG_OPT_FP8_WO_A_GEMM", "SGLANG_USE_CUDA_IPC_TRANSPORT"),  # not read on import
     )
 
 

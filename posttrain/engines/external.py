@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from posttrain.models import vision
 from posttrain.models.experts import RoutingFormat
 from posttrain.models.export import save_text_side
 from posttrain.models.fp8 import layers_of, quantized_weights
-from posttrain.models.fp8_layers import Fp8Layers
+from posttrain.models.fp8_layers import BLOCKS, Fp8Layers
 from posttrain.models.load import ModelSource, build, load_config, load_model
 from posttrain.models.weights import as_stored, stream
 from posttrain.weight_sync.sender import WeightSender
@@ -64,6 +67,21 @@ def fp8_of(spec: EngineSpec) -> Fp8Layers | None:
 @functools.cache
 def _fp8_of(source: ModelSource, tensor_parallel: int) -> Fp8Layers:
     return layers_of(build(source, dtype=torch.bfloat16), stored=True, tensor_parallel=tensor_parallel)
+
+
+def takes_deep_gemm(quantized: Fp8Layers, capability: tuple[int, ...] | None, *modules: str) -> bool:
+    """Return whether DeepGEMM can multiply with weights in FP8 that change. It is the fastest (docs/fp8.md), for blocks
+    of 128 on Hopper alone: on Blackwell it lays weights out otherwise, and cannot take new ones. It makes its kernels
+    with CUDA's compiler.
+
+    Args:
+        capability: of the GPU, major and minor.
+        modules: the names that the engine knows it by, of which one must be there.
+    """
+    if quantized.block != BLOCKS[0] or capability != (9, 0) or not any(map(find_spec, modules)):
+        return False
+    folders = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(folders)) is not None
 
 
 def routing_format(spec: EngineSpec) -> RoutingFormat | None:

@@ -6,10 +6,8 @@ import asyncio
 import base64
 import itertools
 import os
-import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -33,10 +31,10 @@ from posttrain.engines.external import (
     shapes,
     starts_empty,
     stored_routing,
+    takes_deep_gemm,
 )
 from posttrain.engines.external_images import EngineImages
 from posttrain.models.experts import RoutingFormat
-from posttrain.models.fp8_layers import BLOCKS
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket
 from posttrain.weight_sync.guard import UpdateGuard
@@ -87,22 +85,12 @@ def memory_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 def fp8_kernels(spec: EngineSpec) -> dict[str, Any]:
     """Return the kernels for weights in FP8, unless the user names others: those that read weights and scales as they
-    are sent. DeepGEMM's are the fastest (docs/fp8.md), for blocks of 128 on Hopper alone: on Blackwell they lay weights
-    out otherwise, and cannot take new ones. Triton's do on all GPUs that have FP8."""
+    are sent. DeepGEMM's do where it can be taken, Triton's on all GPUs that have FP8."""
     quantized = fp8_of(spec)
     if quantized is None:
         return {}
-    hopper = quantized.block == BLOCKS[0] and torch.cuda.get_device_capability() == (9, 0)
-    return {
-        "fp8_gemm_runner_backend": "deep_gemm" if hopper and _has_deep_gemm() else "triton",
-        "moe_runner_backend": "triton",
-    }
-
-
-def _has_deep_gemm() -> bool:
-    """Return whether DeepGEMM is installed, and the compiler that it makes its kernels with."""
-    folders = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
-    return find_spec("deep_gemm") is not None and shutil.which("nvcc", path=os.pathsep.join(folders)) is not None
+    deep_gemm = takes_deep_gemm(quantized, torch.cuda.get_device_capability(), "deep_gemm")
+    return {"fp8_gemm_runner_backend": "deep_gemm" if deep_gemm else "triton", "moe_runner_backend": "triton"}
 
 
 class SGLangEngine:

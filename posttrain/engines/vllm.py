@@ -30,6 +30,7 @@ from posttrain.engines.external import (
     shapes,
     starts_empty,
     stored_routing,
+    takes_deep_gemm,
 )
 from posttrain.engines.external_images import EngineImages
 from posttrain.models.fp8_layers import BLOCKS
@@ -55,6 +56,9 @@ for _name, _value in _ENVIRONMENT.items():
 _GRAPHS_TO, _GRAPH_STEP = 512, 16
 """The largest batch that vLLM captures a CUDA graph of by itself, and the step between large ones: it takes the next
 smaller multiple of it as the largest."""
+
+_DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
+"""Where vLLM looks for DeepGEMM."""
 
 _SPARE = 1
 """Tokens of the context beyond the longest request: vLLM refuses a prompt, also one to score, that leaves none to
@@ -305,5 +309,10 @@ def _fp8_kernels(spec: EngineSpec) -> dict[str, Any]:
     quantized = fp8_of(spec)
     if quantized is None or spec.device == "cpu":
         return {}
-    # CUTLASS' products take blocks of this size alone.
-    return {"linear_backend": "cutlass" if quantized.block == BLOCKS[0] else "triton", "moe_backend": "triton"}
+    from vllm.platforms import current_platform  # it asks the driver: torch would take memory of the GPU to know
+
+    if takes_deep_gemm(quantized, current_platform.get_device_capability(), *_DEEP_GEMM):
+        linear = "deep_gemm"
+    else:  # CUTLASS' products take blocks of one size alone
+        linear = "cutlass" if quantized.block == BLOCKS[0] else "triton"
+    return {"linear_backend": linear, "moe_backend": "triton"}

@@ -16,13 +16,7 @@ from posttrain.core import spawn_ahead as waiting
 from posttrain.core.types import SamplingParams
 from posttrain.engines.ahead import processes_ahead
 
-ROLLOUT = RolloutConfig(
-    engine="vllm",
-    kv_tokens=8192,
-    max_prompt_tokens=256,
-    max_response_tokens=512,
-    engine_options={"distributed_executor_backend": "mp"},
-)
+ROLLOUT = RolloutConfig(engine="vllm", kv_tokens=8192, max_prompt_tokens=256, max_response_tokens=512)
 
 
 async def sampled(threads: int, prompt: list[int]) -> dict[str, Any]:

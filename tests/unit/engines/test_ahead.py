@@ -19,11 +19,11 @@ CORE, WORKER, SCHEDULER = (
 @pytest.mark.parametrize(
     ("engine", "rollout", "expected"),
     [
-        ("vllm", {}, [(CORE, [])]),
-        ("vllm", {"engine_options": {"distributed_executor_backend": "mp"}}, [(CORE, [WORKER])]),
+        ("vllm", {}, [(CORE, [WORKER])]),
+        ("vllm", {"engine_options": {"distributed_executor_backend": "uni"}}, [(CORE, [])]),
         ("vllm", {"tensor_parallel": 2}, [(CORE, [WORKER, WORKER])]),
         ("vllm", {"engine_options": {"distributed_executor_backend": "ray"}}, []),
-        ("vllm", {"sleep": True}, [(CORE, [])]),
+        ("vllm", {"sleep": True}, [(CORE, [WORKER])]),
         ("sglang", {"tensor_parallel": 2, "sleep": False}, [(SCHEDULER, []), (SCHEDULER, [])]),
         ("sglang", {"sleep": True}, []),
         ("sglang", {"batch_invariant": True, "sleep": False}, []),

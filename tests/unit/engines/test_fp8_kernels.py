@@ -1,4 +1,4 @@
-"""Which kernels SGLang multiplies with in FP8."""
+"""Which kernels SGLang, and vLLM, multiply with in FP8."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config
 
 from posttrain.config import RolloutConfig
-from posttrain.engines import sglang
+from posttrain.engines import external, sglang
 from posttrain.engines.base import EngineSpec
 from posttrain.models.load import ModelSource
 
@@ -34,7 +34,7 @@ def spec(block, tmp_path):
 def test_deep_gemm_is_taken_where_it_can_take_new_weights(
     monkeypatch, tmp_path, spec, block, installed, compiler, capability
 ):
-    monkeypatch.setattr(sglang, "find_spec", lambda name: object() if installed and name == "deep_gemm" else None)
+    monkeypatch.setattr(external, "find_spec", lambda name: object() if installed and name == "deep_gemm" else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
@@ -44,5 +44,9 @@ def test_deep_gemm_is_taken_where_it_can_take_new_weights(
     expected = "deep_gemm" if installed and compiler and capability == (9, 0) and block == 128 else "triton"
     kernels = {"fp8_gemm_runner_backend": expected, "moe_runner_backend": "triton"}
     assert sglang.fp8_kernels(spec) == kernels
+    names = ("deep_gemm", "vllm.third_party.deep_gemm")  # either will do for vLLM
+    assert external.takes_deep_gemm(external.fp8_of(spec), capability, *names) == (expected == "deep_gemm")
+    monkeypatch.setattr(external, "find_spec", lambda name: object() if installed and name == names[1] else None)
+    assert external.takes_deep_gemm(external.fp8_of(spec), capability, *names) == (expected == "deep_gemm")
     plain = replace(spec, rollout=spec.rollout.model_copy(update={"quantization": "none"}))
     assert sglang.fp8_kernels(plain) == {}
