@@ -41,9 +41,10 @@ REPEATS = (MAY_CHANGE | {"run.name", "rollout.replay_schedule", "rollout.episode
 MUST_AGREE = (
     *("command", "model.path", "train.lora.", "train.optim.name", "prefer.method"),
     *("data.train", "data.keep", "data.shuffle", "data.batch_size", "run.seed"),
+    *("algo.updates_per_step", "critic.warmup_steps"),
 )
 """Keys, or prefixes of keys, in which a new run must agree with the checkpoint that it starts from: those that say what
-its weights are, and what its position in the data means."""
+its weights are, and what its positions in the data and in the schedule of the learning rate mean."""
 
 PLAY = ("rollout.", "tools", "reward.", "data.enable_thinking", "data.template_kwargs")
 """Keys, or prefixes of keys, that say how episodes are played and graded."""

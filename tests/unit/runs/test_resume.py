@@ -149,6 +149,14 @@ def test_a_replay_does_not_start_from_a_run_that_sampled_nor_the_reverse(
     RunTarget.find(make(tmp_path, start, *before, "algo.gamma=1.0", name="other", command="rl")).open()
 
 
+@pytest.mark.parametrize("change", ["algo.updates_per_step=2", "critic.warmup_steps=1"])
+def test_the_place_in_the_schedule_of_the_learning_rate_keeps_its_meaning(tmp_path: Path, change: str) -> None:
+    with_checkpoints(tmp_path, 2, sets=["algo.advantage=gae"], command="rl")
+    sets = [f'run.resume="{tmp_path}/a"', "algo.advantage=gae", change]
+    with pytest.raises(ConfigError, match=change.split("=")[0]):
+        RunTarget.find(make(tmp_path, *sets, name="other", command="rl")).open()
+
+
 def test_other_recorded_rollouts_may_follow(tmp_path: Path) -> None:
     with_checkpoints(tmp_path, 2, sets=[REPLAY], command="rl")
     sets = [f'run.resume="{tmp_path}/a"', "rollout.replay=['others']"]
