@@ -45,6 +45,11 @@ def usable(groups: Groups) -> list[Trajectory]:
     return kept
 
 
+def group_numbers(groups: Groups) -> list[int]:
+    """Return the number of the group of each of the ``usable`` episodes. A row of the data may have several groups."""
+    return [number for number, group in enumerate(groups) for t in group if t.trainable]
+
+
 def pack(kept: Sequence[Trajectory], vision: VisionProcessor | None = None, *, routing: bool = False) -> PackedBatch:
     """Pack the episodes into one batch, with the engine's log-probabilities, the images of their prompts and tools,
     which ``vision`` reads, and with ``routing`` the experts that the engine chose.
@@ -99,7 +104,6 @@ def fill_advantages(
         teacher_log_ratio: [T] log-probability under the teacher less that under the policy.
     """
     estimator = ADVANTAGES.get(cfg.algo.advantage)
-    group_numbers = [number for number, group in enumerate(groups) for t in group if t.trainable]
     rewards = torch.tensor([t.reward for t in kept])
     parts = {}
     if estimator.parts:
@@ -108,7 +112,7 @@ def fill_advantages(
         parts = {name: torch.tensor([t.reward_parts[name] for t in kept]) for name in cfg.reward.weights}
     episodes = Episodes(
         rewards,
-        torch.tensor(group_numbers),
+        torch.tensor(group_numbers(groups)),
         batch.loss_mask,
         segment_ids(batch.cu_seqlens),
         penalties=penalties,
@@ -151,20 +155,22 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     return 1.0 - left / spread_of_returns if spread_of_returns > 0.0 else 0.0
 
 
-def weigh(batch: PackedBatch, kept: Sequence[Trajectory], cfg: Config) -> list[list[int]]:
+def weigh(batch: PackedBatch, groups: Groups, cfg: Config) -> list[list[int]]:
     """Give the batch the loss weights of a step's optimizer updates. Groups stay whole, and each update has a loss of
     its own.
+
+    Args:
+        groups: all episodes by prompt; the batch has those that are ``usable``.
 
     Returns:
         The episodes of each update.
     """
     norm_length = cfg.algo.norm_length or cfg.rollout.max_response_tokens
     sequence, weights, updates = segment_ids(batch.cu_seqlens), torch.zeros(batch.num_tokens), []
-    rows = list(dict.fromkeys(t.prompt.index for t in kept))
-    for part in np.array_split(np.asarray(rows), cfg.algo.updates_per_step):
-        prompts = set(part.tolist())
-        member = torch.tensor([t.prompt.index in prompts for t in kept])
-        if prompts:
+    numbers = group_numbers(groups)
+    for part in np.array_split(list(dict.fromkeys(numbers)), cfg.algo.updates_per_step):
+        member = torch.from_numpy(np.isin(numbers, part))
+        if len(part):
             updates.append(member.nonzero().flatten().tolist())
             mask = batch.loss_mask & member[sequence]
             weights += token_weights(mask, batch.cu_seqlens, cfg.algo.loss_agg, norm_length=norm_length)

@@ -154,7 +154,7 @@ class Learner:
                 batch, kept, groups, self.run.cfg, penalties=penalties, baselines=baselines, teacher_log_ratio=teacher
             )
             keep_advantages(batch, kept)
-            updates = weigh(batch, kept, self.run.cfg)
+            updates = weigh(batch, groups, self.run.cfg)
             if self.run.cfg.skips_zero_advantages:
                 metrics |= leave_out(batch)
         own, of_ratios = await self._score(batch, kept, version, own)

@@ -273,7 +273,7 @@ def test_loss_is_taken_from_whole_episodes_and_weights_stay():
     batch.advantages = torch.zeros(batch.num_tokens)
     batch.advantages[int(batch.cu_seqlens[1]) + 4] = 0.5  # one token of the second episode
     batch.advantages[int(batch.cu_seqlens[2])] = 7.0  # a token of the third that is not the policy's
-    assert weigh(batch, kept, config("algo.updates_per_step=2")) == [[0, 1], [2, 3]]
+    assert weigh(batch, [[t] for t in kept], config("algo.updates_per_step=2")) == [[0, 1], [2, 3]]
     weights = batch.loss_weights.clone()
     metrics = leave_out(batch)
     assert batch.carrying == [1]

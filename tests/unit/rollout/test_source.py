@@ -414,7 +414,7 @@ async def graded(*texts, n=2):
 async def test_the_batch_holds_what_was_sampled():
     groups = await graded("#### 8", "no")
     batch, kept, _ = prepared(groups)
-    [members] = weigh(batch, kept, CONFIG)
+    [members] = weigh(batch, groups, CONFIG)
     batch = minibatch(batch, members)
     assert batch.input_ids.tolist() == [t for x in kept for t in x.tokens.tolist()]
     own = batch.input_ids[batch.loss_mask].tolist()
@@ -435,15 +435,23 @@ async def test_the_batch_holds_what_was_sampled():
 async def test_minibatches_keep_groups_whole():
     groups = await graded(*["#### 8", "no"] * 4)
     twice = CONFIG.model_copy(update={"algo": AlgoConfig(updates_per_step=2)})
-    batch, kept, _ = prepared(groups)
+    batch, _, _ = prepared(groups)
     batch.old_logprobs = torch.arange(batch.num_tokens, dtype=torch.float32)
-    parts = [minibatch(batch, members) for members in weigh(batch, kept, twice)]
+    parts = [minibatch(batch, members) for members in weigh(batch, groups, twice)]
     assert [p.num_sequences for p in parts] == [4, 4]
     assert torch.cat([p.input_ids for p in parts]).tolist() == batch.input_ids.tolist()
     assert torch.cat([p.old_logprobs for p in parts]).tolist() == batch.old_logprobs.tolist()
     # Each is an update of its own, whose loss is a mean over its own tokens.
     assert [float(p.loss_weights.sum()) for p in parts] == [pytest.approx(1.0)] * 2
-    assert weigh(batch, kept, CONFIG) == [list(range(8))]
+    assert weigh(batch, groups, CONFIG) == [list(range(8))]
+
+
+async def test_groups_of_the_same_prompt_are_several():
+    groups = await graded(*["#### 8", "no"] * 4)
+    twice = [*groups[:2], *groups[:2]]
+    batch, _, _ = prepared(twice)
+    four = CONFIG.model_copy(update={"algo": AlgoConfig(updates_per_step=4)})
+    assert weigh(batch, twice, four) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize(
