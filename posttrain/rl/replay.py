@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.algos.catalog import ADVANTAGES
 from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
 from posttrain.config.presets import Resolved
@@ -35,11 +36,15 @@ from posttrain.train.checkpoint import State
 if TYPE_CHECKING:
     from posttrain.core.types import Ids
 
+_OF_SAMPLING = ("rollout.", "reward.", "val.", "tools")
+_READ = ("rollout.replay", "rollout.temperature", "rollout.max_response_tokens", "rollout.router_replay")
+
 
 def prepare(resolved: Resolved) -> ReplayJob:
     """Check config, model and rollout files. Of these the index and the first step are read; a damaged row further on
     ends the run when it gets there. Raises ``UserError``."""
     cfg = resolved.config
+    check_given(resolved)
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
     check_machine(cfg)
@@ -48,6 +53,19 @@ def prepare(resolved: Resolved) -> ReplayJob:
     files = RolloutFiles(cfg.rollout.replay, vocabulary=vocabulary, tokenizer=fingerprint(tokenizer))
     check_apart(files, cfg)
     return ReplayJob(resolved, source, replayed_steps(files, cfg), files, files.read(files.steps[0]))
+
+
+def check_given(resolved: Resolved) -> None:
+    """Check that the command line gives no key of sampling and rewards that a replay does not read; presets may, which
+    are of runs that sample. Raises ``ConfigError``."""
+    weights = ("reward.weights",) if ADVANTAGES.get(resolved.config.algo.advantage).parts else ()
+    for key, origin in resolved.provenance.items():
+        if origin.startswith(("--", "flag --")) and key.startswith(_OF_SAMPLING) and key not in (*_READ, *weights):
+            raise ConfigError(
+                f"{key} is set by {origin.removeprefix('flag ')}, and a replay does not read it: rollout files hold "
+                "what was sampled, with its rewards",
+                hint="leave it out",
+            )
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from posttrain.models.support import check_architecture, check_sequence_parallel
 from posttrain.models.ulysses import SequenceParallel
 from posttrain.models.weights import load_weights, materialize
 from posttrain.train import checkpoint, saver
-from posttrain.train.expert_parallel import check_expert_parallel, expert_mesh
+from posttrain.train.expert_parallel import check_expert_parallel, expert_mesh, expert_modules
 from posttrain.train.flops import model_flops, peak_flops, sharing_cost, tower_flops
 from posttrain.train.loss import token_loss, value_loss
 from posttrain.train.microbatch import MicroBatch
@@ -137,13 +137,16 @@ class TrainWorker:
                 parameter.requires_grad_(False).data = parameter.data.to(self.dtype)
         if self.adapted:
             lora.inject(lm.model, train.lora, dtype=param_dtype, tower=train.vision_tower == "trained")
-        if spec.trainable and (train.router_aux_loss_coef or spec.replays_routing):
+        is_actor = spec.trainable and not spec.values
+        if is_actor and (train.router_aux_loss_coef or spec.replays_routing):
             check_routers(lm.model.config)
         self.mixture = Mixture(lm.model) if routers(lm.model) else None
         self.parallel = SequenceParallel.among(train.sequence_parallel, self.rank, self.world_size)
         # Alone, and with weights of the type it computes in, a worker has no use for FSDP.
         self.sharded = self.world_size > 1 or param_dtype != self.dtype or train.cpu_offload
-        check_expert_parallel(model.config, train.expert_parallel, self.world_size // train.expert_parallel)
+        # A critic or a teacher beside a mixture may be dense.
+        experts = train.expert_parallel if is_actor or expert_modules(lm.model) else 1
+        check_expert_parallel(model.config, experts, self.world_size // experts)
         parallelize(
             lm,
             sharding_mesh(spec.device, self.world_size, train.shard_size) if self.sharded else None,
@@ -152,7 +155,7 @@ class TrainWorker:
             compiled=self.compiled,
             keep_gathered=train.gather_weights == "step",
             cpu_offload=train.cpu_offload,
-            experts=expert_mesh(spec.device, self.world_size, train.expert_parallel),
+            experts=expert_mesh(spec.device, self.world_size, experts),
         )
         materialize(lm, self.device, parameters_on=torch.device("cpu") if train.cpu_offload else None)
         load_weights(
@@ -208,7 +211,7 @@ class TrainWorker:
         start = time.perf_counter()
         # All micro-batches go to the device first: nothing then waits for the host between them.
         micros = [self._micro_batch(batch) for batch in shard]
-        pull = self._pull_of_balance(micros) if self.spec.train.router_aux_loss_coef else None
+        pull = self._pull_of_balance(micros) if self.spec.train.router_aux_loss_coef and self.mixture else None
         sums: losses.Sums = {}
         before: list[tuple[PackedBatch, MicroBatch, Tensor]] = []
         seen: Tensor | None = None

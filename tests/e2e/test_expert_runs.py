@@ -33,7 +33,9 @@ def folder(tmp_path_factory):
     guide = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
     again = "rl --preset tiny-arith --model run:moe-sft --replay runs/moe-rl/rollouts --name again --steps 1"
     commands = [*([*words, *SHORTER[words[0]]] for words in guide)]
-    commands.append([*again.split(), "--set", "rollout.router_replay=R3", *RL])
+    commands.append([*again.split(), "--set", "rollout.router_replay=R3", *SHARED_OUT])
+    dense = "rl --preset tiny-arith --model run:moe-sft --algo ppo --set critic.path=builtin:tiny --name ppo --steps 1"
+    commands.append([*dense.split(), "--set", "train.router_aux_loss_coef=0.01", *RL])
     run_commands(folder, commands)
     return folder
 
@@ -49,6 +51,12 @@ def test_the_commands_of_the_guide(folder):
     assert all(2.0 <= row["moe/aux_loss"] < 4.0 and row["moe/busiest_expert"] >= 0.25 for row in rows)
     assert "moe/replay_agreement" not in rows[0]
     assert pq.read_table(folder / "runs" / "moe-generate" / "responses.parquet").num_rows == 4
+
+
+def test_the_critic_of_a_mixture_may_be_dense(folder):
+    [row] = [row for row in metrics(folder, "ppo") if "critic/vf_loss" in row]
+    assert row["actor/grad_norm"] > 0.0
+    assert row["critic/grad_norm"] >= 0.0  # none of these few episodes has a reward
 
 
 @pytest.mark.parametrize(("name", "steps"), [("moe-rl", [1, 2]), ("again", [1])])

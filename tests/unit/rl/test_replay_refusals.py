@@ -37,6 +37,16 @@ def replay(tmp_path: Path, paths: Path | str, *sets: str) -> None:
     rl.run(resolve("rl", "tiny-arith", sets=["model.path='builtin:tiny'", "train.steps=1", *sets], flags=flags))
 
 
+@pytest.mark.parametrize("given", ["rollout.n=4", "rollout.filter_groups=true", "reward.weights.length=1.0", "val.n=2"])
+def test_replay_rejects_keys_of_sampling_on_the_command_line(tmp_path: Path, folder: Path, given: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=f"{given.split('=')[0].removesuffix('.length')}.* is set by --set, and a replay does not read",
+    ):
+        replay(tmp_path, folder, given)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_replay_rejects_missing_files(tmp_path: Path) -> None:
     with pytest.raises(PosttrainError, match=r"none\.parquet: no such file"):
         replay(tmp_path, tmp_path / "none.parquet")
