@@ -30,7 +30,8 @@ class Messages(FileSet):
       system message perhaps in a column ``system``;
     - ``tools`` as OpenAI schemas or bare functions; also named ``functions``;
     - a user's text and the assistant's answer, in ``prompt`` and ``response``, ``question`` and ``answer``, or
-      ``instruction`` and ``output``, which may stand in ``extra_info``.
+      ``instruction`` and ``output``, which may stand in ``extra_info``; as in Alpaca's files, ``input`` follows
+      ``instruction`` after a blank line, and ``history`` holds the turns before as pairs of texts.
 
     A file without a split in its name is ``train``.
     """
@@ -129,14 +130,39 @@ def modern(message: Any) -> dict[str, Any]:
     return turn
 
 
+def asked(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    """The messages up to the user's text in ``column``; empty where it is no text or blank.
+
+    Alpaca's rows have two columns more: ``input`` belongs to ``instruction``, and ``history`` holds the turns before.
+
+    Raises:
+        DataError: one of the two is of another kind.
+    """
+    text, more = row.get(column), row.get("input") if column == "instruction" else None
+    if not isinstance(text, str) or not text.strip():
+        return []
+    if not isinstance(more, str | None):
+        raise DataError("`input` is not text", hint=f"it holds {str(more)[:80]}")
+    return [*_history(row.get("history")), _said("user", f"{text}\n\n{more}" if more and more.strip() else text)]
+
+
+def _history(value: Any) -> list[dict[str, Any]]:
+    pairs = json_list(value)
+    if not all(isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in pairs):
+        raise DataError("`history` is not a list of pairs of texts", hint=f"it holds {str(value)[:80]}")
+    return [_said(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+
+
+def _said(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
 def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A prompt and its response as messages; empty where the row has no such two texts."""
     inner = row.get("extra_info")
     for place in (row, inner if isinstance(inner, Mapping) else {}):
-        for names in _PAIRS:
-            texts = [place.get(name) for name in names]
-            if all(isinstance(text, str) and text.strip() for text in texts):
-                return [
-                    {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
-                ]
+        for prompt, response in _PAIRS:
+            answer = place.get(response)
+            if isinstance(answer, str) and answer.strip() and (messages := asked(place, prompt)):
+                return [*messages, _said("assistant", answer)]
     return []

@@ -12,7 +12,7 @@ from posttrain.data.parquet import Preference, preference_row
 from posttrain.data.preferences import PreferenceRow
 from posttrain.data.schema import RowError, parse_row
 from posttrain.prep.datasets.base import FileSet, Kind, RawRow
-from posttrain.prep.datasets.conversations import json_list, modern, role_of
+from posttrain.prep.datasets.conversations import asked, json_list, modern, role_of
 from posttrain.prep.datasets.problems import first
 
 _PROMPTS = ("prompt", "question", "instruction", "conversations", "messages")
@@ -22,7 +22,8 @@ class Preferences(FileSet):
     """Any file of pairs. Raw rows ``{"prompt", "chosen", "rejected", "tools"}``:
 
     - ``prompt`` (also ``question``, ``instruction``): a text, which is a user's message, or messages; a system message
-      perhaps in a column ``system``. It may be missing where both answers are whole conversations;
+      perhaps in a column ``system``, and Alpaca's ``input`` and ``history`` as ``messages`` reads them. It may be
+      missing where both answers are whole conversations;
     - ``chosen`` and ``rejected``: a text, which is an assistant's message, one message, or messages: those that follow
       the prompt, or the whole conversation;
     - messages in every style that ``messages`` reads, also as JSON text; ``tools`` likewise.
@@ -72,7 +73,7 @@ def _messages(row: RawRow, column: str, role: str) -> list[Message]:
     value = row.get(column)
     listed: Sequence[Any] = [value] if isinstance(value, Mapping) else json_list(value)
     if not listed and isinstance(value, str) and value.strip():
-        listed = [{"role": role, "content": value}]
+        listed = asked(row, column) if role == "user" else [{"role": role, "content": value}]
     if not listed:
         raise DataError(f"`{column}` is missing or empty", hint=f"the row has {list(row)}")
     try:

@@ -447,6 +447,23 @@ def test_a_prompt_and_a_response_are_a_conversation(tmp_path, row):
     assert [(m["role"], m["content"]) for m in made.messages] == [("user", "1+1?"), ("assistant", "2")]
 
 
+@pytest.mark.parametrize(
+    ("columns", "texts"),
+    [
+        ({"input": "1 and 2"}, ["Add.\n\n1 and 2", "3"]),
+        ({"input": " ", "history": []}, ["Add.", "3"]),
+        ({"input": "1", "history": [["Hi", "Yes"], ["?", "!"]]}, ["Hi", "Yes", "?", "!", "Add.\n\n1", "3"]),
+        ({"input": None, "history": '[["Hi", "Hello"]]', "system": "S"}, ["S", "Hi", "Hello", "Add.", "3"]),
+    ],
+)
+def test_input_and_history_of_alpaca_are_read(tmp_path, columns, texts):
+    row = {"instruction": "Add.", "output": "3", **columns}
+    dataset, rows = read("messages", "train", jsonl(tmp_path / "my.jsonl", [row]))
+    assert [m["content"] for m in sft(dataset, rows[0], tmp_path).messages] == texts
+    pair = {**row, "chosen": "3", "rejected": "4"}
+    assert [m["content"] for m in DATASETS.get("preferences")().to_preference(pair, 0, "train").prompt] == texts[:-1]
+
+
 def test_weight_zero_is_train_false(tmp_path):
     row = {
         "messages": [
@@ -478,6 +495,8 @@ def test_weight_zero_is_train_false(tmp_path):
         {"conversations": [{"from": "nobody", "value": "x"}]},
         {"conversations": [SHAREGPT[0], {"from": "function_call", "value": "no JSON"}]},
         {"messages": [{"role": "user", "content": "<image>What?"}, OPENAI[4]]},
+        {"instruction": "Add.", "input": {"a": 1}, "output": "3"},
+        {"instruction": "Add.", "history": [["Hi"]], "output": "3"},
     ],
 )
 def test_bad_conversations_are_refused_with_a_reason_to_count_by(tmp_path, row):
