@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message, Score
 from posttrain.data.parquet import read_rows
+from posttrain.data.schema import present
 from posttrain.generation.output import BRANCHES, VERDICTS
 
 NEEDED = ("data_source", "reward_model", "responses")
@@ -119,7 +120,7 @@ def _row(file: Path, number: int, raw: dict[str, Any]) -> ResponseRow:
     if not _is_conversation(prompt):
         raise wrong("prompt", "a list of messages with role and content", prompt)
     truth = model.get("ground_truth")
-    return ResponseRow(number, source, truth, responses, errors, extra, prompt, conversations, branches, given)
+    return ResponseRow(number, source, truth, responses, errors, present(extra), prompt, conversations, branches, given)
 
 
 def _is_json(text: Any, holds: Callable[[Any], bool]) -> bool:

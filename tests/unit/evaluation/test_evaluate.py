@@ -157,6 +157,13 @@ def test_failed_episodes_are_left_out(tmp_path: Path) -> None:
     assert report.overall["pass@1"] == pytest.approx(0.5)
 
 
+def test_a_setting_of_one_row_says_nothing_of_another(tmp_path: Path) -> None:
+    infos = [{"method": "flexible"}, {"method": None}]
+    report = evaluate(table(tmp_path, [(GSM, ["It is 4."]), (GSM, ["#### 4"])], extra_info=infos), [1])
+    assert report.sources[GSM]["pass@1"] == 1.0
+    assert report.first_error is None
+
+
 def test_json_table_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = table(tmp_path, [(GSM, ["#### 4", "#### 5"])])
     run(file, config(), as_json=True, out=tmp_path / "deep" / "scores.json")
