@@ -34,6 +34,7 @@ __all__ = [
     "RowError",
     "SftRow",
     "parse_row",
+    "plain_row",
     "present",
     "tool_names",
     "typed_message",
@@ -281,7 +282,7 @@ def parse_row(schema: type[R], raw: Mapping[str, Any]) -> R:
     try:
         return schema.model_validate(raw)
     except ValidationError:
-        raw = _plain(raw)  # the long way, which few files need
+        raw = plain_row(raw)  # the long way, which few files need
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
@@ -296,7 +297,7 @@ _STRUCTURED = (*_MESSAGES, "reward_model", "extra_info", "tools_kwargs", "images
 """Columns that are structs or lists, and never text of their own."""
 
 
-def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
+def plain_row(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row without JSON text and arrays where structs and lists belong, its messages' content as text.
 
     Raises:

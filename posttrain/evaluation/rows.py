@@ -13,8 +13,8 @@ from typing import Any
 
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message, Score
-from posttrain.data.parquet import read_rows
-from posttrain.data.schema import present
+from posttrain.data.parquet import located, read_rows
+from posttrain.data.schema import plain_row, present, without_none
 from posttrain.generation.output import BRANCHES, VERDICTS
 
 NEEDED = ("data_source", "reward_model", "responses")
@@ -58,7 +58,7 @@ class ResponseRow:
         """Its identity by what is asked: a hash of source and prompt."""
         if not self.prompt:
             return None
-        text = json.dumps([self.data_source, self.prompt], sort_keys=True, default=str)
+        text = json.dumps([self.data_source, without_none(self.prompt)], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -88,6 +88,8 @@ def _row(file: Path, number: int, raw: dict[str, Any]) -> ResponseRow:
     def wrong(column: str, needs: str, value: Any) -> DataError:
         return DataError(f"{file}: row {number}, column {column!r} is not {needs}", hint=f"it holds {repr(value)[:80]}")
 
+    with located(file, number):
+        raw = plain_row(raw)
     source, model, responses = raw["data_source"], raw["reward_model"], raw["responses"]
     if not isinstance(source, str) or not source:
         raise wrong("data_source", "text", source)

@@ -279,6 +279,19 @@ def test_two_files_are_compared_on_what_both_have(tmp_path: Path, capsys: pytest
     assert "in A only" not in shown
 
 
+def test_columns_of_json_text_are_read_as_structs_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = table(tmp_path / "a.parquet", [{"texts": ["4"]}, {"texts": ["5"]}])
+    rows = pq.read_table(a).to_pylist()
+    rows[0]["prompt"][0]["name"] = None
+    written = [{**row, **{c: json.dumps(row[c]) for c in ("prompt", "reward_model", "extra_info")}} for row in rows]
+    b = tmp_path / "b.parquet"
+    pq.write_table(pa.Table.from_pylist(written), b)
+    assert evaluate(b, [1]).overall == evaluate(a, [1]).overall
+    run_comparison(a, b, config(), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["overall"]["mean_a"], found["overall"]["mean_b"], found["only_in_b"]) == (0.5, 0.5, 0)
+
+
 # ---------------------------------------------------------------------- failures
 
 
