@@ -71,7 +71,7 @@ class Preferences(FileSet):
 def _messages(row: RawRow, column: str, role: str) -> list[Message]:
     """The messages of a column; a text is one message of ``role``. Raises ``DataError``."""
     value = row.get(column)
-    listed: Sequence[Any] = [value] if isinstance(value, Mapping) else json_list(value)
+    listed: Sequence[Any] = [value] if isinstance(value, Mapping) else _listed(value)
     if not listed and isinstance(value, str) and value.strip():
         listed = asked(row, column) if role == "user" else [{"role": role, "content": value}]
     if not listed:
@@ -83,13 +83,19 @@ def _messages(row: RawRow, column: str, role: str) -> list[Message]:
         raise DataError(f"`{column}`: {reason.partition(': ')[0]}", hint=error.message) from error
 
 
+def _listed(value: Any) -> list[Any]:
+    """The messages of a list; of text only where it is JSON of messages, for an answer may well be another list."""
+    listed = json_list(value)
+    return [] if isinstance(value, str) and not all(map(role_of, listed)) else listed
+
+
 def _prompt(row: RawRow, answers: Sequence[Sequence[Message]]) -> list[Message]:
     """The messages before the answers; none where both answers have them already."""
     column = next((name for name in _PROMPTS if row.get(name)), None)
     whole = all(role_of(answer[0]) in ("system", "user") for answer in answers)
     if column is None and not whole:
         raise DataError("there is no prompt", hint=f"looked for {', '.join(_PROMPTS)}; the row has {list(row)}")
-    if column is None or (whole and isinstance(row[column], str) and not json_list(row[column])):
+    if column is None or (whole and isinstance(row[column], str) and not _listed(row[column])):
         return []
     prompt = _messages(row, column, "user")
     system = row.get("system")

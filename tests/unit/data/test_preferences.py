@@ -241,6 +241,12 @@ def test_layouts_that_people_publish(tmp_path, raw, name):
     assert prepared(tmp_path, raw, name=name) == [Preference([user()], [GOOD], [BAD])]
 
 
+@pytest.mark.parametrize("text", ["[1, 2, 3]", '["a"]', '[{"name": "Ann"}]', "[]"])
+def test_text_that_is_a_json_list_of_no_messages_is_text(tmp_path, text):
+    (pair,) = prepared(tmp_path, {"prompt": text, "chosen": f"{text} ", "rejected": WORSE})
+    assert [m["content"] for m in (*pair.prompt, *pair.chosen)] == [text, f"{text} "]
+
+
 def test_system_and_tools_of_a_row(tmp_path):
     (pair,) = prepared(
         tmp_path, {"system": "Be brief.", "prompt": QUESTION, "chosen": BETTER, "rejected": WORSE, "tools": [ADD]}
