@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from posttrain.core.errors import DataError
+from posttrain.prep import card
 
 RawRow = dict[str, Any]
 
@@ -46,7 +47,7 @@ def split_files(source: str, patterns: Mapping[str, Sequence[str]]) -> dict[str,
     if os.path.isdir(path):  # False also of a name that no file may have, as is `exists`
         return _in_folder(path, patterns)
     files = [path] if os.path.exists(path) else sorted(Path(name) for name in glob.glob(source, recursive=True))
-    files = [file for file in files if not file.is_dir()]
+    files = [file for file in files if not file.is_dir() and (file == path or not _is_card(file))]
     if not files:
         expected = next(iter(patterns.values()))[0]
         raise DataError(
@@ -131,13 +132,20 @@ def _matching(folder: Path, pattern: str) -> list[Path]:
     best: dict[Path, Path] = {}
     for file in sorted(file for part in pattern.split("|") for file in folder.glob(f"{part}.*")):
         kind = _format(file)
-        if kind is None or not file.is_file() or file.name.startswith(".") or not _fits(file, pattern):
+        if kind is None or not file.is_file() or file.name.startswith(".") or _is_card(file):
+            continue
+        if not _fits(file, pattern):
             continue
         key = file.with_name(_stem(file))
         known = best.get(key)
         if known is None or FORMATS.index(kind) < FORMATS.index(_format(known) or ".csv"):
             best[key] = file
     return list(best.values())
+
+
+def _is_card(file: Path) -> bool:
+    """Return whether prep wrote a file beside its data, to say what that is."""
+    return file.name.endswith(card.SUFFIX)
 
 
 def _fits(file: Path, pattern: str) -> bool:

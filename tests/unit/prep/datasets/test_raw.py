@@ -152,6 +152,14 @@ def test_files_of_a_folder(tmp_path):
     }
 
 
+def test_cards_that_prep_wrote_are_no_data(tmp_path):
+    for name in ("sft_train.parquet", "sft_train.parquet.card.json", "my.json"):
+        file_of(tmp_path, name, "x")
+    for source in (tmp_path, tmp_path / "*"):
+        found = split_files(str(source), {"train": ("train", "*")})
+        assert found == {"train": [tmp_path / "my.json", tmp_path / "sft_train.parquet"]}
+
+
 def test_patterns_that_belong_together(tmp_path):
     for name in ("b.json", "a.jsonl", "c.jsonl"):
         file_of(tmp_path, name, "x")
