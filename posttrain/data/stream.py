@@ -126,7 +126,7 @@ class SampleStream:
         else:
             self.rendered = render_all(shards, render)
             if not self.usable_rows:
-                raise _nothing_left(shards)
+                raise nothing_left(shards.name, "conversation", Counts.of(self.rendered))
             self._batches = self._assemble(self._renderer)
 
     @property
@@ -211,7 +211,7 @@ class SampleStream:
             counts = counts.add(rendered)
             left_out = left_out + 1 if rendered.left_out else 0
             if left_out == self.shards.rows:
-                raise _nothing_left(self.shards)
+                raise nothing_left(self.shards.name, "conversation", counts)
             if not rendered.left_out:
                 samples.append(TokenRow(row, rendered.ids, rendered.mask, rendered.second, rendered.images))
             if len(samples) == self.batch_size:
@@ -318,5 +318,11 @@ def render_all(shards: Shards, render: Render, limit: int | None = None) -> list
     return rendered
 
 
-def _nothing_left(shards: Shards) -> DataError:
-    return DataError(f"{shards.name}: no conversation with assistant tokens is left", hint="raise data.max_length")
+def nothing_left(name: str, one: str, counts: Counts) -> DataError:
+    """Return the error of data of which every row was left out."""
+    hint = "raise data.max_length"
+    if counts.too_long < counts.drawn:
+        rows = "the rows that are not longer" if counts.too_long else "the rows"
+        hint = f"{hint}; " if counts.too_long else ""
+        hint += f'in {rows}, all assistant messages have "train": false or are empty, and carry no loss'
+    return DataError(f"{name}: no {one} with assistant tokens is left", hint=hint)

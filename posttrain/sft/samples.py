@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from posttrain.config import Config
-from posttrain.core.errors import DataError
 from posttrain.data.samples import RenderConversations
-from posttrain.data.stream import Counts, SampleStream, render_all
+from posttrain.data.stream import Counts, SampleStream, nothing_left, render_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,9 +45,7 @@ def load_validation(objective: Objective, cfg: Config, tokenizer: PreTrainedToke
     shards = objective.shards(cfg.data.val)
     rows = render_all(shards, objective.renderer(cfg, tokenizer))
     if all(row.left_out for row in rows):
-        raise DataError(
-            f"{shards.name}: no {objective.one} with assistant tokens is left", hint="raise data.max_length"
-        )
+        raise nothing_left(shards.name, objective.one, Counts.of(rows))
     return rows
 
 

@@ -115,6 +115,23 @@ def test_nothing_left_is_an_error(tmp_path: Path) -> None:
                 stream.next()
 
 
+def test_what_is_said_of_nothing_left_is_why(tmp_path: Path) -> None:
+    silent, long = chat("no", train=False), chat("word " * 300)
+    for chats, says, says_not in (
+        ([silent], '"train": false', "data.max_length"),
+        ([long], "data.max_length", "train"),
+        ([silent, long], 'data.max_length; in the rows that are not longer, all assistant messages have "train"', "?"),
+    ):
+        file = tmp_path / "c.parquet"
+        with pytest.raises(DataError) as caught:
+            load(file, *chats, max_length=64, truncation="drop")
+        with pytest.raises(DataError) as in_validation:
+            load_validation(SFT, config(val=str(file), max_length=64, truncation="drop"), TOKENIZER)
+        assert caught.value.hint == in_validation.value.hint
+        assert says in str(caught.value.hint)
+        assert says_not not in str(caught.value.hint)
+
+
 def test_too_long_names_the_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"c\.parquet: row 1: the conversation has \d+ tokens, data.max_length is 64"):
         load(tmp_path / "c.parquet", chat("yes"), chat("word " * 300), max_length=64)
