@@ -11,12 +11,22 @@ from posttrain.core.types import Score
 from posttrain.rewards import cheap
 from posttrain.rewards.boxed import last_boxed
 
-# Of one line, and no first letter of a word.
-_LETTERS = r"[A-J](?>(?:[^\S\n]*+(?:(?:,|、|和|及|与|或|\band\b|\bor\b|&)[^\S\n]*+)?[A-J](?![a-z]))*)"
-_OPENING = r"(?:\\(?:text|textbf|mathrm|mathbf)\s*+\{\s*+)?\(?\s*+"
-_BEFORE = r"[\s\"'*$(\[{]*+"
+_SPACE = r"[^\S\n]*+"
+_OPENING, _CLOSING = r"\"'*$(\[“‘【", r"\"'*$)\]”’】"
+_OPEN, _CLOSE = f"[{_OPENING}]", f"[{_CLOSING}]"
 # "the answer is A good one" has the article, "the answer is I think" the pronoun: no word but a reason may follow.
-_CHOICE = _BEFORE + _OPENING + "(" + _LETTERS + r")(?![A-Za-z])(?!\s++(?!because|since|as\b)[a-z])"
+_REASON = r"because|since|as\b"
+_NO_WORD = rf"(?!\s++(?!{_REASON})[a-z])"
+_AND = r"(?:、|和|及|与|或|\band\b|\bor\b|[&/+])"
+_LINK = rf"(?:{_CLOSE}*+{_SPACE}{_AND}{_SPACE}{_OPEN}*+|{_SPACE}|{_CLOSE}++{_SPACE}{_OPEN}++)"
+# Of one line, and no first letter of a word: "AC", "A and C", "(A)(C)", "**A**/**C**".
+_GROUP = rf"[A-J](?>(?:{_LINK}[A-J](?![a-z])(?!\s++(?!{_REASON}|and\b|or\b)[a-z]))*)"
+_COMMA = rf"{_CLOSE}*+{_SPACE}[,;]{_SPACE}(?:{_AND}{_SPACE})?{_OPEN}*+"
+# After a comma something else may be said of other letters: "A, B is wrong", 选A,B错. A,C两项 means "A and C, the two".
+_NO_CLAUSE = rf"(?![A-Za-z]|{_CLOSE}*+{_SPACE}(?!{_REASON}|[二两三四五]项)[a-z\u4e00-\u9fff])"
+_LETTERS = rf"(?>{_GROUP}(?:{_COMMA}(?>{_GROUP}){_NO_CLAUSE})*)"
+_BEFORE = rf"[\s{_OPENING}{{]*+"
+_CHOICE = rf"{_BEFORE}({_LETTERS})(?![A-Za-z]){_NO_WORD}"
 _ENGLISH = r"(?i:(?:answer|option|choice)s?\s*+(?:is|are|:))"
 # 选项D ("option D ...") and 不选D ("not D") say nothing of what is chosen.
 _CHINESE = r"答案\s*+(?:应?(?:是|为|选)|:)|正确(?:的)?选项\s*+(?:是|为|:)|(?<!不)选(?!项)择?\s*+(?:是|为|:)?"
@@ -24,9 +34,14 @@ _NAMED = rf"(?:{_BEFORE}(?i:(?:the\s++)?(?:option|choice)s?+)(?![A-Za-z]))?"
 _SAID = re.compile(rf"(?:{_ENGLISH}|{_CHINESE})\s*+:?{_NAMED}" + _CHOICE)
 _FORMULA = re.compile(r"\\[()\[\]]")
 """The marks of formulas that are no dollar signs."""
-_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*+\{([^{}]*+)\}")
-_BOX = re.compile(r"\s*+\(?\s*+(" + _LETTERS + r")(?![A-Za-z])\s*+(?:[).:,}\\].*)?", re.DOTALL)
-_LONE = re.compile(r"[\s\"'*$(\[]*+(" + _LETTERS + r")[\s\"'*$)\].]*+")
+_FONT = r"\\(?:text|textbf|mathrm|mathbf)\s*+\{"
+_LETTER_IN_FONT = re.compile(rf"{_FONT}\s*+\(?([A-J])\)?\s*+\}}")
+_WRAPPED = re.compile(_FONT + r"([^{}]*+)\}")
+_BETWEEN_BOXES = re.compile(
+    rf"(?<=[A-J])\)?\}}[\s$]*+(?:[,;]|{_AND})[\s$]*+(?:{_AND}[\s$]*+)?\\(?:boxed|fbox)\{{(?=\(?[A-J][^a-z])"
+)
+_BOX = re.compile(rf"{_BEFORE}({_LETTERS})(?![A-Za-z])\s*+(?:[).:,}}\\].*)?", re.DOTALL)
+_LONE = re.compile(rf"{_BEFORE}({_LETTERS})[\s{_CLOSING}.]*+")
 _TRUTH = re.compile(r"[\s(\[]*([A-J](?:[\s,、;]*[A-J])*)[\s)\].]*")
 
 
@@ -35,8 +50,9 @@ def grade(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score
     r"""1.0 if the letters that the response chooses are exactly those of the ground truth, in any order, else 0.0.
 
     ``ground_truth``: "B", "(B)", "ABD", "A, C", or a list of letters, which all belong to the one answer.
-    The answer is the last ``\boxed`` with letters, else the last "answer is ..." (also Chinese), else a last line that
-    is letters alone. ``extracted`` is the letters, sorted ("BD"). ``extra_info`` is not used.
+    The answer is the last ``\boxed`` with letters, or several with "and" or a comma between them, else the last
+    "answer is ..." (also Chinese), else a last line that is letters alone. ``extracted`` is the letters, sorted ("BD").
+    ``extra_info`` is not used.
 
     Raises:
         ValueError: the ground truth is not letters A to J, or names a letter twice.
@@ -62,8 +78,9 @@ def truth_letters(ground_truth: Any) -> str:
 def chosen_letters(response: str) -> str | None:
     """The letters that a response chooses, sorted, or None if it chooses none."""
     text = _FORMULA.sub("$", unicodedata.normalize("NFKC", response))
-    box = last_boxed(text)
-    match = _BOX.fullmatch(_WRAPPED.sub(r" \1 ", box.replace("$", " "))) if box else None
+    text = _WRAPPED.sub(r" \1 ", _LETTER_IN_FONT.sub(r"(\1)", text))
+    box = last_boxed(_BETWEEN_BOXES.sub(", ", text))
+    match = _BOX.fullmatch(box.replace("$", " ")) if box else None
     if match is None:
         said = list(_SAID.finditer(text))
         match = said[-1] if said else _LONE.fullmatch(text.strip().rpartition("\n")[2])

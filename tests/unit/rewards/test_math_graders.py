@@ -1,4 +1,4 @@
-r"""The graders that compare text: math, math_dapo, choice, kk, and the boxes and normal forms they share."""
+r"""The graders that compare text: math, math_dapo, kk, and the boxes and normal forms they share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from posttrain.core.types import Score
 from posttrain.rewards import GRADERS, compute_score
 from posttrain.rewards.boxed import after, answer_phrase, last_boxed, nesting, truth_text
-from posttrain.rewards.choice import chosen_letters, truth_letters
 from posttrain.rewards.kk import truth_roles
 from posttrain.rewards.math_dapo import minerva_form
 from posttrain.rewards.normal_form import normal_form, same_answer, without_units
@@ -266,98 +265,6 @@ def test_minerva_form():
         grade("math_dapo", "Answer: 1", "$$")
 
 
-@pytest.mark.parametrize(
-    ("response", "letters"),
-    [
-        (r"\boxed{B}", "B"),
-        (r"\boxed{\text{B}}", "B"),
-        (r"\boxed{\text{(B)}}", "B"),
-        (r"\boxed{\textbf{(B)}\ 10}", "B"),
-        (r"\boxed{B. 12}", "B"),
-        (r"\boxed{\(B\)}", "B"),
-        (r"\boxed{$A$, $\text{C}$}", "AC"),
-        (r"\boxed{\(B > 0\)}", None),
-        (r"\boxed{A, C}", "AC"),
-        (r"\boxed{CA}", "AC"),
-        (r"\boxed{A \text{ and } C}", "AC"),
-        ("The answer is (B).", "B"),
-        ("The answer is **B**", "B"),
-        ("the answer is: B", "B"),
-        ("Answer: $B$", "B"),
-        ("The correct option is D because it is", "D"),
-        ("So the answer is option C.", "C"),
-        ("The correct answer is choice (B).", "B"),
-        ("The answer is: **Option D**.", "D"),
-        ("The answers are the options A and C.", "AC"),
-        ("The answer is optional: A", None),
-        ("The answer is option A good one", None),
-        ("The answers are A and C.", "AC"),
-        ("answer is A or B", "AB"),
-        ("The answer is A. No, the answer is B.", "B"),
-        ("答案是B", "B"),
-        ("答案为:C.", "C"),
-        ("因此,本题答案:(D)。", "D"),
-        ("故选:B.", "B"),
-        ("故选 A", "A"),
-        ("应选D.", "D"),
-        ("答案是ABD", "ABD"),
-        ("答案是A、C", "AC"),
-        ("答案是Ｂ", "B"),
-        ("I reason.\n\nB", "B"),
-        ("I reason.\n(B).", "B"),
-        (r"The answer is \(B\).", "B"),
-        (r"the correct answer is \(\text{B}\)", "B"),
-        ("The answer is\n\\[\nB\n\\]", "B"),
-        (r"故选\(\mathrm{B}\)", "B"),
-        ("I reason.\n\\(B\\)", "B"),
-        (r"I first thought the answer is A. But the answer is \(B\).", "B"),
-        ("The answer is B, since option D fails.", "B"),
-        ("We choose D at first. The answer is B.", "B"),
-        ("答案是B,选项C错误", "B"),
-        ("答案是B,不选C", "B"),
-        ("正确选项是D", "D"),
-        ("Answer: D\n\nExplanation: the others fail.", "D"),
-        ("The answer is B\n\nHere is why: 3+4=7.", "B"),
-        ("I first thought the answer is A. Now the answer is C\n\nBecause x > 0.", "C"),
-        ("答案：B\nA不对", "B"),
-        ("The answers are A, C and D", "ACD"),
-        ("The answer is A good one", None),
-        ("The answer is I think", None),
-        ("The answer is 5", None),
-        ("The answer is Bob", None),
-        ("A is a letter", None),
-        (r"\boxed{5}", None),
-        (r"\boxed{5}. The answer is C", "C"),
-        (r"\boxed{Bob}", None),
-        ("", None),
-    ],
-)
-def test_chosen_letters(response, letters):
-    assert chosen_letters(response) == letters
-
-
-@pytest.mark.parametrize(
-    ("truth", "letters"),
-    [("B", "B"), ("(B)", "B"), ("DBA", "ABD"), ("A, C", "AC"), (["D"], "D"), (["C", "A"], "AC"), ("B.", "B")],
-)
-def test_truth_letters(truth, letters):
-    assert truth_letters(truth) == letters
-    assert grade("choice", rf"\boxed{{{letters}}}", truth) == Score(1.0, True, extracted=letters)
-    assert not grade("choice", r"\boxed{E}", truth).correct
-
-
-@pytest.mark.parametrize("truth", ["", "K", "5", "AA", ["A", "A"], [], None, "Bob", ["A", "x"], 3])
-def test_a_truth_that_is_no_choice_is_an_error(truth):
-    with pytest.raises(ValueError, match="ground truth"):
-        grade("choice", r"\boxed{A}", truth)
-
-
-def test_several_letters_must_all_be_there():
-    assert grade("choice", "答案是BD", "DB").correct
-    for wrong in ("B", "ABD", "BC"):
-        assert not grade("choice", f"答案是{wrong}", "BD").correct
-
-
 TRUTH = {"solution_text_format": "(1) Ann is a knight\n(2) Bob is a knave\n(3) Cid is a knave", "statements": "()"}
 
 
@@ -432,6 +339,8 @@ HOSTILE = {
     "colons": "a: " * 33_000,
     "Chinese": "答案选" * 33_000,
     "stars": "*" * LONG,
+    "marked letters": "answer is " + "**A**, (C) " * 10_000 + "x",
+    "boxes of letters": r"\boxed{A}, " * 10_000 + "x",
     "backslashes": "\\" * LONG,
     "dollars": "$" * LONG,
     "lines": "\n" * LONG,
