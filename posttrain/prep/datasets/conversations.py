@@ -29,6 +29,7 @@ class Messages(FileSet):
     - ShareGPT's turns: ``conversations: [{"from", "value"}]``, with ``function_call`` and ``observation``, and the
       system message perhaps in a column ``system``;
     - ``tools`` as OpenAI schemas or bare functions; also named ``functions``;
+    - ``images``, one for each ``<image>`` in the messages: paths, bytes, or structs of either;
     - a user's text and the assistant's answer, in ``prompt`` and ``response``, ``question`` and ``answer``, or
       ``instruction`` and ``output``, which may stand in ``extra_info``; as in Alpaca's files, ``input`` follows
       ``instruction`` after a blank line, and ``history`` holds the turns before as pairs of texts.
@@ -79,7 +80,7 @@ class Messages(FileSet):
             # "message 3: it has no role": what is wrong is the reason, where it is wrong the detail.
             reason = error.message.partition(": ")[2] if error.message.startswith("message ") else error.message
             raise DataError(reason.partition(": ")[0], hint=error.message) from error
-        return Conversation(cast(list[Message], normal), tools or [])
+        return Conversation(cast(list[Message], normal), tools or [], images_of(row))
 
     def check(self, row: RawRow) -> Score:
         """Right where the conversation can be read and is in order."""
@@ -107,6 +108,12 @@ def json_list(value: Any) -> list[Any]:
         except ValueError:
             return []
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+
+
+def images_of(row: RawRow) -> list[Any]:
+    """The images of a row, as they are there: the row's schema says what they may be."""
+    images = row.get("images") or []
+    return json_list(images) or [images] if not isinstance(images, list) else images
 
 
 def role_of(message: Any) -> Any:

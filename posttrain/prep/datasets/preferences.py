@@ -12,7 +12,7 @@ from posttrain.data.parquet import Preference, preference_row
 from posttrain.data.preferences import PreferenceRow
 from posttrain.data.schema import RowError, parse_row
 from posttrain.prep.datasets.base import FileSet, Kind, RawRow
-from posttrain.prep.datasets.conversations import asked, json_list, modern, role_of
+from posttrain.prep.datasets.conversations import asked, images_of, json_list, modern, role_of
 from posttrain.prep.datasets.problems import first
 
 _PROMPTS = ("prompt", "question", "instruction", "conversations", "messages")
@@ -26,7 +26,7 @@ class Preferences(FileSet):
       missing where both answers are whole conversations;
     - ``chosen`` and ``rejected``: a text, which is an assistant's message, one message, or messages: those that follow
       the prompt, or the whole conversation;
-    - messages in every style that ``messages`` reads, also as JSON text; ``tools`` likewise.
+    - messages in every style that ``messages`` reads, also as JSON text; ``tools`` and ``images`` likewise.
 
     A file without a split in its name is ``train``.
     """
@@ -56,7 +56,7 @@ class Preferences(FileSet):
         """
         chosen, rejected = _messages(row, "chosen", "assistant"), _messages(row, "rejected", "assistant")
         prompt = _prompt(row, [chosen, rejected])
-        raw = preference_row(Preference(prompt, chosen, rejected, _tools(row)))
+        raw = preference_row(Preference(prompt, chosen, rejected, _tools(row), images_of(row)))
         try:
             return parse_row(PreferenceRow, raw).typed(index)
         except RowError as error:

@@ -464,6 +464,15 @@ def test_input_and_history_of_alpaca_are_read(tmp_path, columns, texts):
     assert [m["content"] for m in DATASETS.get("preferences")().to_preference(pair, 0, "train").prompt] == texts[:-1]
 
 
+@pytest.mark.parametrize("images", [["a.png"], '["a.png"]', "a.png", [{"path": "a.png", "bytes": None}]])
+def test_images_of_conversations_and_pairs_are_kept(tmp_path, images):
+    row = {"messages": [{"role": "user", "content": "<image>What?"}, OPENAI[4]], "images": images}
+    dataset, rows = read("messages", "train", jsonl(tmp_path / "my.jsonl", [row]))
+    assert sft(dataset, rows[0], tmp_path).images == [{"path": "a.png"}]
+    pair = {"prompt": "<image>What?", "chosen": "2", "rejected": "3", "images": images}
+    assert DATASETS.get("preferences")().to_preference(pair, 0, "train").images == [{"path": "a.png"}]
+
+
 def test_weight_zero_is_train_false(tmp_path):
     row = {
         "messages": [
@@ -495,6 +504,8 @@ def test_weight_zero_is_train_false(tmp_path):
         {"conversations": [{"from": "nobody", "value": "x"}]},
         {"conversations": [SHAREGPT[0], {"from": "function_call", "value": "no JSON"}]},
         {"messages": [{"role": "user", "content": "<image>What?"}, OPENAI[4]]},
+        {"messages": [OPENAI[1], OPENAI[4]], "images": ["a.png"]},
+        {"messages": [{"role": "user", "content": "<image>What?"}, OPENAI[4]], "images": [3]},
         {"instruction": "Add.", "input": {"a": 1}, "output": "3"},
         {"instruction": "Add.", "history": [["Hi"]], "output": "3"},
     ],
