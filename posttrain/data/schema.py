@@ -28,17 +28,8 @@ Bytes = bytes
 """The type, where a field has its name."""
 
 __all__ = [
-    "BaseRow",
-    "Conversation",
-    "RlhfRow",
-    "RowError",
-    "SftRow",
-    "parse_row",
-    "plain_row",
-    "present",
-    "tool_names",
-    "typed_message",
-]
+    "BaseRow", "Conversation", "RlhfRow", "RowError", "SftRow", "parse_row", "plain_row", "tool_names", "typed_message",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -217,7 +208,7 @@ class RlhfRow(BaseRow):
     reward_model: RewardModelField
     """How the answer is judged."""
     extra_info: dict[str, Any] | None = None
-    """Passed to the grader, less what is null. `tools_kwargs.<function>` is passed to that tool."""
+    """Passed to the grader. `tools_kwargs.<function>` is passed to that tool."""
     tools_kwargs: dict[str, Any] | None = None
     """The same as `extra_info.tools_kwargs`, in files that keep it in a column of its own."""
 
@@ -229,7 +220,7 @@ class RlhfRow(BaseRow):
             RowError: the messages are out of order, or their calls or images do not match the row.
         """
         messages = [typed_message(message) for message in self.prompt]
-        extra = present(self.extra_info)
+        extra = dict(self.extra_info or {})
         tools = self.tools or []
         kwargs = _tools_kwargs(extra.get("tools_kwargs"), self.tools_kwargs)
         declared = {*tool_names(tools), *kwargs} if tools else None
@@ -405,12 +396,6 @@ def without_none(value: Any) -> Any:
         return {key: without_none(item) for key, item in value.items() if item is not None}
     value = _sequence(value)
     return [without_none(item) for item in value] if isinstance(value, list) else value
-
-
-def present(extra_info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what a row says in ``extra_info``: the fields that are not null, for parquet fills in those of other
-    rows."""
-    return {key: value for key, value in (extra_info or {}).items() if value is not None}
 
 
 def _short(value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message, Score
 from posttrain.data.parquet import located, read_rows
-from posttrain.data.schema import plain_row, present, without_none
+from posttrain.data.schema import plain_row, without_none
 from posttrain.generation.output import BRANCHES, VERDICTS
 
 NEEDED = ("data_source", "reward_model", "responses")
@@ -122,7 +122,7 @@ def _row(file: Path, number: int, raw: dict[str, Any]) -> ResponseRow:
     if not _is_conversation(prompt):
         raise wrong("prompt", "a list of messages with role and content", prompt)
     truth = model.get("ground_truth")
-    return ResponseRow(number, source, truth, responses, errors, present(extra), prompt, conversations, branches, given)
+    return ResponseRow(number, source, truth, responses, errors, extra, prompt, conversations, branches, given)
 
 
 def _is_json(text: Any, holds: Callable[[Any], bool]) -> bool:

@@ -261,7 +261,8 @@ def _mapping(ground_truth: Any, *keys: str) -> Mapping[str, Any]:
 
 def _grade_tests(response: str, ground_truth: Any, extra_info: Mapping[str, Any], *, wrapped: bool) -> Score:
     tests = _parse_tests(ground_truth)
-    continuous = bool(extra_info.get("continuous", True))
+    asked = extra_info.get("continuous")  # null: parquet fills in what other rows have
+    continuous = asked is None or bool(asked)
     code = extract_code(response)
     if code is None:
         return _verdict([], continuous, None)

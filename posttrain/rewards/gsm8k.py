@@ -29,7 +29,7 @@ def grade(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score
     gold = parse_number(str(ground_truth))
     if gold is None:
         raise ValueError(f"ground truth {ground_truth!r} is not a number")
-    method = extra_info.get("method", "strict")
+    method = extra_info.get("method") or "strict"  # null: parquet fills in what other rows have
     if method not in ("strict", "flexible"):
         raise ValueError(f"unknown method {method!r}: strict or flexible")
     found = extract(response) if method == "strict" else last_number(response)

@@ -64,7 +64,7 @@ class OpenEnvEnvironment(Environment):
             )
         except (OSError, TimeoutError) as error:
             raise RunError(f"the OpenEnv server at {self.url} cannot be reached: {error}") from error
-        answer = await self._say("reset", {"seed": seed, **task.extra_info.get("reset", {})})
+        answer = await self._say("reset", {"seed": seed, **(task.extra_info.get("reset") or {})})
         return asked(task.messages, self._shown(answer))
 
     async def step(self, message: Message) -> Step:

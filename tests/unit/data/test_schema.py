@@ -227,12 +227,6 @@ def test_every_style_of_tools_kwargs_is_one_to_the_reader(columns: Row) -> None:
     assert parse_prompt(rlhf(user(), **columns), "p", 0).tools_kwargs == {"search": {"create_kwargs": {"a": 1}}}
 
 
-def test_a_null_in_extra_info_says_nothing() -> None:
-    """Parquet fills in the fields that other rows have; a grader would take them for settings."""
-    extra = {"method": None, "continuous": None, "index": 0}
-    assert parse_prompt(rlhf(user(), extra_info=extra), "p", 0).extra_info == {"index": 0, "tools_kwargs": {}}
-
-
 @pytest.mark.parametrize(
     "tools",
     [[SEARCH], json.dumps([SEARCH]), [json.dumps(SEARCH)], [SEARCH["function"]], np.array([SEARCH], dtype=object)],

@@ -93,6 +93,7 @@ def test_stdin_and_stdout_pairs():
     assert grade("print(sum(map(int, input().split())))", PAIRS).score == 1.0
     half = grade("a, b = map(int, input().split())\nprint(a + b if a < 2 else 0)", PAIRS)
     assert (half.score, half.correct, half.parts) == (0.5, False, {"tests_passed": 0.5})
+    assert grade("a, b = map(int, input().split())\nprint(a + b if a < 2 else 0)", PAIRS, continuous=None).score == 0.5
     nothing = grade("a, b = map(int, input().split())\nprint(a + b if a < 2 else 0)", PAIRS, continuous=False)
     assert (nothing.score, nothing.correct) == (0.0, False)
     assert grade("import os\nos._exit(0)", PAIRS).score == 0.0
