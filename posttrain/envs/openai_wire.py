@@ -66,6 +66,8 @@ class ChatWire:
         shown = {k: v for k, v in message.items() if k in ("role", "name", "tool_calls", "tool_call_id") and v}
         if shown["role"] == "developer":
             shown["role"] = "system"
+        if shown["role"] == "assistant" and (thoughts := message.get("reasoning_content") or message.get("reasoning")):
+            shown["reasoning_content"] = thoughts
         return shown | {"content": texts(message.get("content"), _TEXT)}
 
     def response(self, body: Mapping[str, Any], answers: Answers, name: str) -> dict[str, Any]:

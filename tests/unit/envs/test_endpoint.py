@@ -16,8 +16,9 @@ from posttrain.core.types import ON_POLICY
 from posttrain.envs import endpoint as serving_module
 from posttrain.envs.endpoint import AgentEndpoint
 from posttrain.envs.sampling import AgentSession
-from posttrain.envs.session import TokenSession
+from posttrain.envs.session import TokenRenderer, TokenSession
 from posttrain.rollout.pool import SamplerPool
+from posttrain.tools.formats import PARSERS
 from tests.helpers.agents import RENDERER
 from tests.helpers.scripted import EOS, TOKENIZER, ScriptedSampler, tokens
 
@@ -126,6 +127,19 @@ async def test_a_turn_without_words_is_an_empty_text():
     async with serving("", call("so")) as served:
         said = [(await served.chat(tools=[TOOL])).json()["choices"][0]["message"]["content"] for _ in range(2)]
     assert said == ["", None]  # None beside calls alone, as OpenAI has it
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_of_turns_with_the_same_words_the_one_whose_thoughts_are_sent_back_goes_on(name):
+    turns = [f"<think>\n{thoughts}\n</think>\n\nfine" for thoughts in ("one", "two")]
+    async with serving(*turns, "more", "less") as served:
+        served.agent.session.renderer = TokenRenderer(TOKENIZER, PARSERS.get("qwen3_coder"), frozenset({EOS}))
+        first = (await served.chat(tools=[TOOL])).json()["choices"][0]["message"]
+        await served.chat(tools=[TOOL])
+        said = {"role": "assistant", "content": "fine", name: first["reasoning_content"]}
+        history = [*hi()["messages"], said, {"role": "user", "content": "?"}]
+        await served.chat(tools=[TOOL], messages=history)
+        assert [trained(columns) for columns in served.branches] == [sampled(turns[0], "more"), sampled(turns[1])]
 
 
 async def test_max_tokens_cuts_a_turn():
