@@ -1,9 +1,12 @@
-"""Calls of users' functions with a deadline."""
+"""Calls of users' functions: with a deadline, in a thread of their own."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -48,3 +51,35 @@ async def within(deadline_s: float, what: str, function: Callable[..., Any], *ar
             ) from error
     finally:
         task.cancel()
+
+
+async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a plain function gives that runs in a thread of its own. Those of ``asyncio.to_thread`` are few, and
+    the end of the run waits for them: a function that never returns would stop other work, and then the run."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = context.run(function, *args, **kwargs)
+        except (SystemExit, StopIteration) as error:  # neither may be thrown into a coroutine
+            failure = RuntimeError(f"it raised {error!r}")
+            failure.__cause__ = error
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name=getattr(function, "__qualname__", None), daemon=True).start()
+    return await done

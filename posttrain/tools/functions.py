@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import inspect
 import json
-import threading
 import typing
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar, overload
@@ -112,7 +109,9 @@ class FunctionTool(Tool):
 
     async def _run(self, arguments: dict[str, Any]) -> Any:
         if not inspect.iscoroutinefunction(self.function):
-            result = await _in_thread(self.function, arguments)
+            from posttrain.core.user_calls import in_thread  # here: a tool's schema alone (prep) needs no event loop
+
+            result = await in_thread(self.function, **arguments)
         else:
             result = self.function(**arguments)
         try:
@@ -160,40 +159,6 @@ def from_function(function: Callable[..., Any], **options: Any) -> FunctionTool:
     factory = getattr(function, _FACTORY, None) or functools.partial(FunctionTool, function)
     made: FunctionTool = factory(**{key: value for key, value in options.items() if value})
     return made
-
-
-async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Run a function in a thread of its own. Those of ``asyncio.to_thread`` are few, and the end of the run waits for
-    them: a function that never returns would stop other tools, and then the run."""
-    import asyncio  # here: whoever asks a tool for its schema alone (prep) has no event loop
-
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def work() -> None:
-        result: Any = None
-        failure: Exception | None = None
-        try:
-            result = context.run(function, **arguments)
-        except (SystemExit, StopIteration) as error:  # neither may be thrown into a coroutine
-            failure = RuntimeError(f"it raised {error!r}")
-            failure.__cause__ = error
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name=f"tool {_name(function)}", daemon=True).start()
-    return await done
 
 
 class _WrongArguments(Exception):

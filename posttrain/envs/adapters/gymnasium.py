@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,6 +10,7 @@ from typing import Any
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.types import Message, Prompt
+from posttrain.core.user_calls import in_thread
 from posttrain.envs.base import Environment, Split, Step, asked, seeded_tasks
 
 
@@ -56,7 +56,7 @@ class GymnasiumEnvironment(Environment):
         return seeded_tasks(split, self.count, self.instructions, self.name)
 
     async def reset(self, task: Prompt, seed: int) -> list[Message]:
-        observation, _ = await asyncio.to_thread(self.world.reset, seed=seed)
+        observation, _ = await in_thread(self.world.reset, seed=seed)
         return asked(task.messages, self._shown(observation))
 
     async def step(self, message: Message) -> Step:
@@ -67,7 +67,7 @@ class GymnasiumEnvironment(Environment):
             if not numbers:
                 return Step([{"role": "user", "content": self.how}])
             action = numbers[-1]
-        observation, reward, terminated, truncated, _ = await asyncio.to_thread(self.world.step, action)
+        observation, reward, terminated, truncated, _ = await in_thread(self.world.step, action)
         over = bool(terminated or truncated)
         return Step([] if over else asked([], self._shown(observation)), float(reward), over)
 

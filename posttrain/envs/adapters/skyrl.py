@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.types import Message, Prompt
+from posttrain.core.user_calls import in_thread
 from posttrain.envs.base import Environment, Step
 
 
@@ -41,12 +41,12 @@ class SkyRLEnvironment(Environment):
         extras: dict[str, Any] = {**task.extra_info, "extra_info": task.extra_info, "reward_spec": answer}
         if self.max_turns is not None:
             extras["max_turns"] = self.max_turns
-        self.world = await asyncio.to_thread(self.package.make, self.name, env_config=self.env_config, extras=extras)
-        messages, _ = await asyncio.to_thread(self.world.init, task.messages)
+        self.world = await in_thread(self.package.make, self.name, env_config=self.env_config, extras=extras)
+        messages, _ = await in_thread(self.world.init, task.messages)
         return list(messages)
 
     async def step(self, message: Message) -> Step:
-        said = await asyncio.to_thread(self.world.step, message["content"])
+        said = await in_thread(self.world.step, message["content"])
         return Step(list(said["observations"]), float(said["reward"]), bool(said["done"]))
 
     async def close(self) -> None:

@@ -1,12 +1,15 @@
 """Environments of other packages, played with the real packages."""
 
+import asyncio
 import dataclasses
 import json
+import os
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -70,6 +73,33 @@ async def test_an_environment_of_skyrl_gym_pays_for_each_turn():
         open_world("skyrl:gsm9k", {})
     assert "gsm8k" in error.value.hint
     json.dumps(trajectory.messages)
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("gymnasium", "gymnasium:FrozenLake-v1"), ("skyrl_gym", "skyrl:gsm8k_multi_turn")]
+)
+def test_steps_that_never_return_hold_up_no_other_work(package, name):
+    """More of them than ``asyncio.to_thread`` has threads."""
+    pytest.importorskip(package)
+    forever = threading.Event()
+    world = SimpleNamespace(step=lambda action: forever.wait(40))
+
+    async def main():
+        hung = []
+        for _ in range((os.cpu_count() or 1) + 5):
+            environment = open_world(name, {}).make()
+            environment.world = world
+            hung.append(asyncio.create_task(environment.step({"role": "assistant", "content": "1"})))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            assert await asyncio.to_thread(lambda: "done") == "done"
+        for task in hung:
+            task.cancel()
+
+    try:
+        asyncio.run(main())
+    finally:
+        forever.set()
 
 
 # ---------------------------------------------------------------------- verifiers
