@@ -66,6 +66,10 @@ class Zoom(Tool):
         box, number = arguments.get("box"), arguments.get("image", 1)
         if arguments.keys() - {"box", "image"} or not _is_box(box):
             return _wrong("give 'box', a list of four numbers [left, top, right, bottom], and 'image', which one")
+        async with state.turn:
+            return await self._show(state, box, number)
+
+    async def _show(self, state: _Shown, box: list[float], number: Any) -> ToolResult:
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= len(state.images):
             return _wrong(f"'image' is a number from 1 to {len(state.images)}" if state.images else "there is no image")
         if state.zooms == self.most:
@@ -106,6 +110,8 @@ class _Shown:
     def __init__(self, images: list[RawImage]) -> None:
         self.images = images
         self.zooms = 0
+        self.turn = asyncio.Lock()
+        """Calls of one turn run side by side, and images are numbered in the order of the calls."""
 
 
 class _BoxError(Exception):

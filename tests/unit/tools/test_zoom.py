@@ -96,3 +96,19 @@ def test_an_episode_is_shown_so_many_and_images_that_cannot_be_read_are_errors()
     assert [result.error for result in zooms(box, box, box, scale=1, most=2)] == [False, False, True]
     assert zooms(box, scale=1, images=())[0].text == "error: there is no image"
     assert zooms(box, scale=1, images=(b"no",))[0].text.startswith("error: not an image that can be read")
+
+
+def test_calls_of_one_turn_are_shown_and_numbered_in_their_order():
+    """The first takes longest; the next are each of another shape."""
+    large = png(np.random.default_rng(0).integers(0, 256, (1500, 1500, 3), np.uint8))
+
+    async def run():
+        tool = Zoom(scale=4, most=3)
+        state = await tool.create(Prompt(0, [], "", "", images=[{"bytes": large}, {"bytes": WHOLE}]))
+        boxes = [(1, [0, 0, 4, 4]), (2, [0, 0, 4, 1]), (2, [0, 0, 1, 4]), (2, [0, 0, 4, 2]), (2, [0, 0, 2, 4])]
+        results = await asyncio.gather(*(tool.call(state, {"image": i, "box": box}) for i, box in boxes))
+        assert [result.error for result in results] == [False, False, False, True, True]
+        return [result.images[0] for result in results[:3]], [image.data for image in state.images[2:]]
+
+    shown, numbered = asyncio.run(run())
+    assert shown == numbered
