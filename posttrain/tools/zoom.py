@@ -9,10 +9,13 @@ from typing import Annotated, Any, TypeGuard
 from pydantic import Field
 
 from posttrain.core.types import Prompt, ToolSchema
-from posttrain.data.images import ImageError, RawImage
+from posttrain.data.images import MAX_PIXELS, ImageError, RawImage
 from posttrain.data.turns import IMAGE
 from posttrain.tools.base import Tool, ToolResult
 
+_MOST_RATIO = 200
+"""Most that processors of images take as the longer side over the shorter. What is shown must be one that the model can
+see: it is numbered with the others."""
 SCHEMA: ToolSchema = {
     "type": "function",
     "function": {
@@ -98,6 +101,10 @@ class Zoom(Tool):
             raise _BoxError(f"the box is empty, or not within the image, which is {sides}")
         longest = (self.side or max(whole.size)) / max(right - left, bottom - top)
         size = max(1, round((right - left) * longest)), max(1, round((bottom - top) * longest))
+        if max(size) > _MOST_RATIO * min(size):
+            raise _BoxError(f"the box is too narrow: one side may be at most {_MOST_RATIO} times the other")
+        if size[0] * size[1] > MAX_PIXELS:
+            raise _BoxError(f"the part would have {size[0]} x {size[1]} pixels; at most {MAX_PIXELS:,} are shown")
         part = whole.crop((left, top, right, bottom)).resize(size, Image.Resampling.BICUBIC)
         file = io.BytesIO()
         part.save(file, "PNG")

@@ -112,3 +112,19 @@ def test_calls_of_one_turn_are_shown_and_numbered_in_their_order():
 
     shown, numbered = asyncio.run(run())
     assert shown == numbered
+
+
+def test_parts_that_processors_refuse_are_not_shown_and_get_no_number():
+    wide = png(np.zeros((30, 9000, 3), np.uint8))
+    narrow, large, fine, next_one = zooms(
+        {"box": [0, 0, 9000, 30]},
+        {"box": [0, 0, 30, 30]},
+        {"box": [0, 0, 6000, 30]},
+        {"box": [0, 0, 6000, 30], "image": 2},
+        images=(wide,),
+        scale=0,
+    )
+    assert narrow.text == "error: the box is too narrow: one side may be at most 200 times the other"
+    assert large.text == "error: the part would have 9000 x 9000 pixels; at most 67,108,864 are shown"
+    assert pixels(fine).shape == (45, 9000, 3)
+    assert pixels(next_one).shape[1] == 9000
