@@ -11,8 +11,10 @@ import os
 import shlex
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from posttrain.core.errors import CodeError, ConfigError, RunError
@@ -22,6 +24,8 @@ from posttrain.core.types import Message
 
 _SHOWN = 500
 """Characters of a program's last words in the reason of a failure."""
+_SHORT = 100 << 10
+"""Longest task that is also given as an environment variable: Linux allows one of 128 KiB."""
 _LAST_WORDS_S = 1.0
 """Longest wait for the last words of a program that has ended: what it left in another session may hold its stderr."""
 
@@ -49,16 +53,21 @@ class AgentTask:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment variables by which clients and programs find the session and the task."""
-        task = {"messages": self.messages, "ground_truth": self.ground_truth, "index": self.index, "seed": self.seed}
+        """Return the environment variables by which clients and programs find the session, and a task that is short."""
         return {
             "OPENAI_BASE_URL": self.openai_url,
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.url,
             "ANTHROPIC_API_KEY": self.api_key,
             "POSTTRAIN_SESSION_URL": self.url,
-            "POSTTRAIN_TASK": json.dumps(task | {"extra_info": self.extra_info}, default=str),
+            **({"POSTTRAIN_TASK": self.text} if len(self.text) <= _SHORT else {}),
         }
+
+    @cached_property
+    def text(self) -> str:
+        """Return the task as JSON, in ASCII."""
+        task = {"messages": self.messages, "ground_truth": self.ground_truth, "index": self.index, "seed": self.seed}
+        return json.dumps(task | {"extra_info": self.extra_info}, default=str)
 
 
 class Agent(Protocol):
@@ -103,8 +112,9 @@ def reward_of(value: Any, agent: Agent) -> float | None:
 
 
 class Program:
-    """An agent that is a program, started for each episode. It finds its session and task in environment variables
-    (``AgentTask.variables``), and posts its reward.
+    """An agent that is a program, started for each episode. It finds its session in environment variables
+    (``AgentTask.variables``) and its task in the file that ``POSTTRAIN_TASK_FILE`` names, which lasts as long as it
+    does, and posts its reward.
 
     Raises:
         ConfigError: there is no such program.
@@ -122,7 +132,12 @@ class Program:
 
     async def __call__(self, task: AgentTask) -> None:
         """Run the program to its end; its processes end with this coroutine. Raises ``RunError`` where it fails."""
-        environment: Mapping[str, str] = {**os.environ, **task.variables}
+        with tempfile.NamedTemporaryFile("w", prefix="posttrain-task-", suffix=".json") as file:
+            file.write(task.text)
+            file.flush()
+            await self._play({**os.environ, **task.variables, "POSTTRAIN_TASK_FILE": file.name})
+
+    async def _play(self, environment: Mapping[str, str]) -> None:
         ours, theirs = os.pipe()  # with a pipe of asyncio's own, waiting for a process may wait for all that hold it
         loop = asyncio.get_running_loop()
         try:

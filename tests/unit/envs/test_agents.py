@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
@@ -191,7 +192,9 @@ def post(url, body):
     key = os.environ["OPENAI_API_KEY"]
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": "Bearer " + key})
     return json.load(urllib.request.urlopen(request))
-task = json.loads(os.environ["POSTTRAIN_TASK"])
+with open(os.environ["POSTTRAIN_TASK_FILE"]) as file:
+    task = json.load(file)
+assert json.loads(os.environ.get("POSTTRAIN_TASK", "null")) in (None, task)
 answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": task["messages"]})
 if "die" in sys.argv:
     print("out of luck", file=sys.stderr)
@@ -209,6 +212,24 @@ async def test_a_program_plays_and_posts_its_reward_and_one_that_dies_fails_its_
     [died], _ = await play(Program(f"{sys.executable} {file} die"), "8")
     assert died.stop_reason == "error"
     assert "the agent's program ended with signal SIGKILL: out of luck" in died.error
+
+
+@pytest.mark.parametrize(("length", "in_variable"), [(1000, True), (200_000, False)])
+async def test_a_program_reads_its_task_from_a_file_that_ends_with_the_episode(tmp_path, length, in_variable):
+    """Linux allows no environment variable of 128 KiB."""
+    program, seen = tmp_path / "agent.py", tmp_path / "seen"
+    program.write_text(
+        "import json, os, sys\nname = os.environ['POSTTRAIN_TASK_FILE']\n"
+        "seen = [name, open(name).read(), os.environ.get('POSTTRAIN_TASK')]\n"
+        "json.dump(seen, open(sys.argv[1], 'w'))"
+    )
+    task = AgentTask([user("é" * length)], "1", {"a": 1}, 3, 5, "http://127.0.0.1:1", "key")
+    await Program(f"{sys.executable} {program} {seen}")(task)
+    name, in_file, variable = json.loads(seen.read_text())
+    told = {"messages": task.messages, "ground_truth": "1", "extra_info": {"a": 1}, "index": 3, "seed": 5}
+    assert json.loads(in_file) == told
+    assert variable == (in_file if in_variable else None)
+    assert not Path(name).exists()
 
 
 async def test_a_program_that_dies_amid_a_request_fails_its_episode_and_no_other(tmp_path):
