@@ -97,6 +97,11 @@ def _agent(cfg: Config) -> Agent | None:
         raise ConfigError(
             f"rollout.{min(unused)} has no effect without an agent", hint="the run plays other episodes itself"
         )
+    if agent is not None and cfg.rollout.record_schedule:
+        raise ConfigError(
+            "rollout.record_schedule with an agent: such runs cannot be repeated",
+            hint=f"an agent plays rollout.env = {cfg.rollout.env!r}",
+        )
     return agent
 
 

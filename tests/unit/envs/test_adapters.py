@@ -193,6 +193,13 @@ async def test_a_reward_function_of_verifiers_that_blocks_holds_up_nobody_else(v
     assert (late.stop_reason, "rollout.episode_deadline_s" in late.error) == ("deadline", True)
 
 
+def test_a_schedule_of_an_environment_that_an_agent_plays_cannot_be_recorded(verifiers):
+    rollout = {"env": "verifiers:vf_adding", "record_schedule": True, "batch_invariant": True}
+    config = Config(command="rl", rollout=rollout)
+    with pytest.raises(ConfigError, match=r"rollout.record_schedule with an agent: such runs cannot be repeated"):
+        episode_context(config, ModelSource("builtin:tiny"), TOKENIZER)
+
+
 async def test_an_episode_of_verifiers_that_has_no_turns_left_keeps_its_rubrics_reward(verifiers):
     agent = verifiers("guess-verifiers", highest=1, guesses=9)
     [trajectory], _ = await play(agent, "2", "3", prompt=agent.tasks("train")[0], max_turns=2)
