@@ -18,12 +18,19 @@ class LateError(RunError):
     """A user's code did not end in time."""
 
 
-async def within(deadline_s: float, what: str, function: Callable[..., Any], *args: Any) -> Any:
+async def within(
+    deadline_s: float,
+    what: str,
+    function: Callable[..., Any],
+    *args: Any,
+    keep: Callable[[Any], None] | None = None,
+) -> Any:
     """Return what a user's function, plain or ``async``, gives for ``args``. It may do anything: what does not even end
     when it is cancelled is left behind.
 
     Args:
         what: whose code runs, and what it does: the beginning of the message.
+        keep: gets what the function gives as soon as it does, also where the caller is cancelled just then.
 
     Raises:
         LateError: it did not end within ``deadline_s`` seconds.
@@ -34,7 +41,11 @@ async def within(deadline_s: float, what: str, function: Callable[..., Any], *ar
     async def call() -> Any:
         with user_code(what, function):
             result = function(*args)
-            return await result if inspect.isawaitable(result) else result
+            if inspect.isawaitable(result):
+                result = await result
+        if keep is not None:
+            keep(result)
+        return result
 
     task = asyncio.create_task(call())
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # of one left behind nobody asks

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -235,10 +236,13 @@ class Episode:
         deadline = self.env.cfg.episode_deadline_s  # a tool may have to wait until other episodes are done with it
         for name, tool in self.env.tools.items():
             what = f"tool {name} failed in create"
-            self._tool_states[name] = await within(deadline, what, tool.create, self.prompt)
+            keep = partial(self._tool_states.__setitem__, name)
+            await within(deadline, what, tool.create, self.prompt, keep=keep)
         if (user := self.env.interaction) is not None:
-            self._user_state = await within(deadline, "the interaction failed in create", user.create, self.prompt)
-            self._has_user = True
+            await within(deadline, "the interaction failed in create", user.create, self.prompt, keep=self._keep_user)
+
+    def _keep_user(self, state: Any) -> None:
+        self._user_state, self._has_user = state, True
 
     async def _reset(self, world: World) -> None:
         """Open the episode's environment, and begin with its messages in place of the row's."""
