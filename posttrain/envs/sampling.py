@@ -125,7 +125,7 @@ class AgentSession:
         text, stopped_by = renderer.text(ids), None
         if (found := _first(text, request.stop)) is not None:
             place, stopped_by = found
-            samples = _cut(samples, _tokens_until(ids, place + len(stopped_by), renderer.text), len(asked.ids))
+            samples = _cut(samples, _tokens_until(ids, text[: place + len(stopped_by)], renderer.text), len(asked.ids))
             ids, text = [i for sample in samples for i in sample.ids], text[:place]
         message = self.session.sampled(asked, samples, text)
         finish: Finish = "tool_calls" if message.get("tool_calls") else "stop"
@@ -147,9 +147,10 @@ def _first(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     return min(found, default=None)
 
 
-def _tokens_until(ids: Sequence[int], characters: int, text_of: Callable[[Sequence[int]], str]) -> int:
-    """Return the fewest first tokens whose text has so many characters."""
-    return bisect_left(range(len(ids)), characters, key=lambda count: len(text_of(ids[:count])))
+def _tokens_until(ids: Sequence[int], wanted: str, text_of: Callable[[Sequence[int]], str]) -> int:
+    """Return the fewest first tokens whose text begins with ``wanted``. Its length says less: where a character has
+    several tokens, the first of them may read as several characters."""
+    return bisect_left(range(len(ids)), True, key=lambda count: text_of(ids[:count]).startswith(wanted))
 
 
 def _cut(samples: Sequence[Sample], count: int, read: int) -> list[Sample]:
