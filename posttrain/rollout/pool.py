@@ -234,11 +234,8 @@ class StickySession:
         lost = 0
         while True:
             await self._pool.admitted()
-            if self._replica is None or self._replica.sampler is None:
-                self._leave()
-                self._replica = await self._pool.place()
-                self._replica.load += 1
-            replica, sampler = self._replica, self._replica.sampler
+            replica = await self._placed()
+            sampler = replica.sampler
             if sampler is None:  # it was lost while the event loop was elsewhere
                 continue
             replica.begin()
@@ -255,6 +252,17 @@ class StickySession:
             finally:
                 replica.end()
                 self._pool.returned()
+
+    async def _placed(self) -> _Replica:
+        """Return the episode's replica, or where it has none that lives, a new one."""
+        if self._replica is None or self._replica.sampler is None:
+            self._leave()
+            found = await self._pool.place()
+            if self._replica is None or self._replica.sampler is None:  # else another request of the episode has one
+                self._leave()
+                self._replica = found
+                found.load += 1
+        return self._replica
 
     def _leave(self) -> None:
         if self._replica is not None:

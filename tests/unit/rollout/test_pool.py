@@ -97,6 +97,33 @@ async def test_a_dead_sampler_is_started_again_and_used():
         await pool.settled()
 
 
+async def test_requests_of_one_episode_that_wait_for_a_sampler_count_once():
+    ready = asyncio.Event()
+
+    async def restart(index):
+        await ready.wait()
+        return Replica(10)
+
+    dead = Replica(0)
+    pool = SamplerPool([dead], restart, restarts=1)
+    with pool.session() as sampler:
+        requests = [asyncio.create_task(sampler.generate([1], SamplingParams(1000))) for _ in range(3)]
+        while len(dead.waiting) < 3:
+            await asyncio.sleep(0)
+        dead.die()
+        requests.append(asyncio.create_task(sampler.generate([1], SamplingParams(1000))))
+        while pool.moved < 3:
+            await asyncio.sleep(0)
+        ready.set()
+        while not pool.samplers or len(pool.samplers[0].waiting) < 4:
+            await asyncio.sleep(0)
+        assert pool.loads == [1]
+        for answer in pool.samplers[0].waiting:
+            answer.set_result(None)
+        assert {(await request).ids[0] for request in requests} == {10}
+    assert pool.loads == [0]
+
+
 async def test_episodes_go_on_at_the_others_while_one_is_started():
     begun, ready = asyncio.Event(), asyncio.Event()
 
