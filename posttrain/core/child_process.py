@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 import sys
@@ -74,21 +75,19 @@ class ChildProcess:
     def kill(self, *, family: bool = False) -> None:
         """Kill the process, with ``family`` also what it started. The pipe stays open: a thread that reads it gets the
         end of the file."""
-        for process in _descendants(self.pid) if family else []:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
+        if family and self.pid is not None:
+            kill_descendants(self.pid)
         self._process.kill()
         self._process.join(_DYING_S)
 
 
-def _descendants(pid: int | None) -> list[psutil.Process]:
-    try:
-        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return found
+def kill_descendants(pid: int) -> None:
+    """Kill what a living process has started, and what that has, in sessions of their own too. What was started by one
+    that has ended since is not found, and what may not be killed is left."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def _begin(body: Callable[..., None], pipe: Connection, *arguments: Any) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from posttrain.core.child_process import kill_descendants
 from posttrain.core.errors import CodeError, ConfigError, RunError
 from posttrain.core.plugins import definition_of, with_place
 from posttrain.core.registry import Registry, load_object
@@ -131,7 +132,9 @@ class Program:
             raise ConfigError(f"rollout.agent_command: there is no program {self.words[:1]}", hint="give its path")
 
     async def __call__(self, task: AgentTask) -> None:
-        """Run the program to its end; its processes end with this coroutine. Raises ``RunError`` where it fails."""
+        """Run the program to its end. Its process group ends with it, and where this coroutine is cancelled also what
+        its living processes have started in sessions of their own; a program that ends by itself may leave such behind.
+        Raises ``RunError`` where it fails."""
         with tempfile.NamedTemporaryFile("w", prefix="posttrain-task-", suffix=".json") as file:
             file.write(task.text)
             file.flush()
@@ -172,6 +175,8 @@ class Program:
         try:
             return await process.wait()
         finally:
+            if process.returncode is None:
+                kill_descendants(process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()

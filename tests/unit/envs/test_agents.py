@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -248,6 +249,31 @@ async def test_a_program_ends_when_it_ends_whatever_it_leaves_in_the_background(
         assert await Program(f"sh -c '{start}sleep 40 & exit 0'")(task) is None
         with pytest.raises(RunError, match="ended with exit code 3: out of luck"):
             await Program(f"sh -c 'echo out of luck >&2; {start}sleep 40 & exit 3'")(task)
+
+
+async def test_a_program_that_is_cancelled_takes_along_what_it_started_in_a_session_of_its_own(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text(
+        "import subprocess, sys\n"
+        "started = subprocess.Popen(['sleep', '600'], start_new_session=True, stderr=subprocess.DEVNULL)\n"
+        f"with open({str(tmp_path / 'pid')!r}, 'w') as file:\n"
+        "    print(started.pid, file=file)\n"
+        "started.wait()"
+    )
+    task = AgentTask([user("?")], None, {}, 0, 0, "http://127.0.0.1:1", "key")
+    running = asyncio.create_task(Program(f"{sys.executable} {file}")(task))
+    async with asyncio.timeout(60):
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().endswith("\n"):
+            await asyncio.sleep(0.01)
+    started = psutil.Process(int((tmp_path / "pid").read_text()))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    try:
+        started.wait(30)
+    finally:
+        if started.is_running():
+            started.kill()
 
 
 @pytest.mark.parametrize("turns", range(6))
