@@ -4,31 +4,61 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from posttrain.envs.wire import Answers, Refused, Request, event, texts
+from pydantic import BeforeValidator, PositiveInt
+
+from posttrain.envs.wire import Answers, Refused, Request, Shape, event, shaped, texts
 
 _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class _Part(Shape):
+    type: str
+    id: str | None = None
+    tool_use_id: str | None = None
+
+
+class _Message(Shape):
+    role: str
+    content: Annotated[list[_Part], BeforeValidator(lambda content: [] if isinstance(content, str) else content)]
+
+
+class _Tool(Shape):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class _Messages(Shape):
+    messages: list[_Message]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    max_tokens: PositiveInt | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
 
 
 class MessagesWire:
     """Messages."""
 
     def request(self, body: Mapping[str, Any]) -> Request:
+        asked = shaped(_Messages, body)
         messages: list[dict[str, Any]] = []
         if body.get("system"):
             messages.append({"role": "system", "content": texts(body["system"], ("text",))})
         for message in body["messages"]:
             messages += self._messages(message)
         tools = []
-        for tool in body.get("tools") or ():
+        for tool in asked.tools or ():
             if "input_schema" not in tool:
                 raise Refused(400, f"a tool of type {tool.get('type')!r}: tools of the client alone can be called")
-            function = {"name": tool["name"], "description": tool.get("description", "")}
-            tools.append({"type": "function", "function": function | {"parameters": tool["input_schema"]}})
-        if (body.get("tool_choice") or {}).get("type") == "none":
+            given = shaped(_Tool, tool)
+            function = {"name": given.name, "description": given.description or "", "parameters": given.input_schema}
+            tools.append({"type": "function", "function": function})
+        if (asked.tool_choice or {}).get("type") == "none":
             tools = []
-        return Request(messages, tools, max_tokens=body.get("max_tokens"), stop=tuple(body.get("stop_sequences") or ()))
+        return Request(messages, tools, max_tokens=asked.max_tokens, stop=tuple(asked.stop_sequences or ()))
 
     def _messages(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the messages that one of Anthropic's holds: results of tools are messages of their own."""

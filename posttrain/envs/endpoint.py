@@ -26,10 +26,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from posttrain.core.errors import DataError, PosttrainError, RunError
+from posttrain.core.plugins import described
 from posttrain.envs.anthropic_wire import MessagesWire
 from posttrain.envs.openai_wire import ChatWire, ResponsesWire
 from posttrain.envs.sampling import AgentSession
-from posttrain.envs.wire import Refused, Wire
+from posttrain.envs.wire import Answers, Refused, Wire
 
 MOST_BYTES = 8 << 20
 """Longest request. A longer one fails its episode."""
@@ -129,6 +130,7 @@ class AgentEndpoint:
                     body = await _body(http)
                     request = _read(wire, body)
                     answers = await _unless_gone(http, session.answer(request))
+                return _answered(wire, body, answers)
             except Refused as refused:
                 if refused.fatal:
                     session.fail(refused.message)
@@ -145,10 +147,10 @@ class AgentEndpoint:
                 if not session.closed:
                     raise
                 return _refusal(wire, Refused(404, "the session is over", code="not_found_error"))
-            name = secrets.token_hex(12)
-            if not body.get("stream"):
-                return JSONResponse(wire.response(body, answers, name))
-            return StreamingResponse(_sent(wire.events(body, answers, name)), media_type="text/event-stream")
+            except Exception as error:  # clients would ask again, and the episode would not tell why
+                failed = f"the endpoint failed over a request: {described(error)}"
+                session.fail(failed)
+                return _refusal(wire, Refused(500, failed, code="api_error"))
 
         return handle
 
@@ -234,6 +236,14 @@ async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any
         task.cancel()
         left.cancel()
         await asyncio.gather(task, left, return_exceptions=True)
+
+
+def _answered(wire: Wire, body: Mapping[str, Any], answers: Answers) -> Response:
+    name = secrets.token_hex(12)
+    if not body.get("stream"):
+        return JSONResponse(wire.response(body, answers, name))
+    events = list(wire.events(body, answers, name))  # all of them, before the answer begins: one might raise
+    return StreamingResponse(_sent(events), media_type="text/event-stream")
 
 
 async def _sent(events: Iterable[str]) -> AsyncIterator[str]:

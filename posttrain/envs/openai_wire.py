@@ -5,22 +5,78 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from posttrain.core.types import Message
-from posttrain.envs.wire import Answers, Choice, Refused, Request, event, read_json, texts
+from posttrain.envs.wire import Answers, Choice, Refused, Request, Shape, event, read_json, shaped, texts
 
 _TEXT = ("text", "input_text", "output_text", "refusal")
 _MOST_CHOICES = 64
 
 
-def _tools(listed: Any) -> list[dict[str, Any]]:
+class _Call(Shape):
+    id: str | None = None
+    function: dict[str, Any] | None = None
+
+
+class _Message(Shape):
+    role: str
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+
+
+class _Chat(Shape):
+    messages: list[_Message]
+    tools: list[dict[str, Any]] | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+
+class _Item(Shape):
+    role: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    call_id: str | None = None
+
+
+class _Responses(Shape):
+    input: Annotated[list[_Item], BeforeValidator(lambda given: [] if isinstance(given, str) else given)]
+    instructions: str | None = None
+    include: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    max_output_tokens: PositiveInt | None = None
+    top_logprobs: int | None = None
+    text: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+class _Function(Shape):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+def _tools(listed: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Return function schemas, of chat completions or (flat) of responses."""
     tools = []
     for tool in listed or ():
         if tool.get("type", "function") != "function":
             raise Refused(400, f"a tool of type {tool['type']!r}: functions alone can be called")
         function = tool.get("function") or {k: tool[k] for k in ("name", "description", "parameters") if k in tool}
+        shaped(_Function, function)
         tools.append({"type": "function", "function": function})
     return tools
 
@@ -48,18 +104,18 @@ class ChatWire:
     """Chat completions."""
 
     def request(self, body: Mapping[str, Any]) -> Request:
-        if (body.get("response_format") or {}).get("type", "text") != "text":
+        asked = shaped(_Chat, body)
+        if (asked.response_format or {}).get("type", "text") != "text":
             raise Refused(400, "response_format: the model is sampled as it is, and writes no format that is asked for")
-        n, stop = body.get("n") or 1, body.get("stop") or ()
-        if not 1 <= n <= _MOST_CHOICES:
-            raise Refused(400, f"n = {n}: from 1 to {_MOST_CHOICES} choices")
+        if asked.top_logprobs:
+            raise Refused(400, "top_logprobs: engines give the log-probability of the sampled token alone")
         return Request(
             [self._message(message) for message in body["messages"]],
-            [] if body.get("tool_choice") == "none" else _tools(body.get("tools")),
-            n,
-            body.get("max_completion_tokens") or body.get("max_tokens"),
-            (stop,) if isinstance(stop, str) else tuple(stop),
-            bool(body.get("logprobs")),
+            [] if body.get("tool_choice") == "none" else _tools(asked.tools),
+            asked.n or 1,
+            asked.max_completion_tokens or asked.max_tokens,
+            tuple(asked.stop or ()),
+            bool(asked.logprobs),
         )
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,18 +196,21 @@ class ResponsesWire:
     """Responses. Each request carries the whole conversation: nothing is stored under an id."""
 
     def request(self, body: Mapping[str, Any]) -> Request:
+        asked = shaped(_Responses, body)
         if body.get("previous_response_id") or body.get("conversation"):
             raise Refused(400, "previous_response_id: no response is stored; send the whole conversation as input")
-        if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
+        if ((asked.text or {}).get("format") or {}).get("type", "text") != "text":
             raise Refused(400, "text.format: the model is sampled as it is, and writes no format that is asked for")
+        if asked.top_logprobs or "message.output_text.logprobs" in (asked.include or ()):
+            raise Refused(400, "log-probabilities of responses: chat completions give them")
         messages: list[dict[str, Any]] = []
-        if body.get("instructions"):
-            messages.append({"role": "system", "content": body["instructions"]})
+        if asked.instructions:
+            messages.append({"role": "system", "content": asked.instructions})
         given = body["input"]
         for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
             self._add(messages, item)
-        tools = [] if body.get("tool_choice") == "none" else _tools(body.get("tools"))
-        return Request(messages, tools, max_tokens=body.get("max_output_tokens"))
+        tools = [] if body.get("tool_choice") == "none" else _tools(asked.tools)
+        return Request(messages, tools, max_tokens=asked.max_output_tokens)
 
     def _add(self, messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         """Add an item of the input. The words and calls of one turn are items of their own, and one message here."""

@@ -75,7 +75,7 @@ class AgentSession:
         """
         asked = self.session.asked(request.messages, request.tools)
         left = self._tokens_left(asked)
-        most = left if request.max_tokens is None else min(left, max(1, request.max_tokens))
+        most = left if request.max_tokens is None else min(left, request.max_tokens)
         if self._begun + request.n > self.cfg.max_turns:
             if self._begun:
                 self.exhausted = "max_turns"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from posttrain.core.types import Message, ToolSchema
 
@@ -23,6 +25,25 @@ class Refused(Exception):
     def __init__(self, status: int, message: str, *, code: str = "invalid_request_error", fatal: bool = False) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.fatal = status, message, code, fatal
+
+
+class Shape(BaseModel):
+    """Fields of a request with the types that they must have. What is not named may be anything."""
+
+    model_config = ConfigDict(strict=True)
+
+
+S = TypeVar("S", bound=Shape)
+
+
+def shaped(kind: type[S], value: Any) -> S:
+    """Return the fields of a request, or of a part of one. Raises ``Refused`` where one has a wrong type."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        at = ".".join(map(str, first["loc"])) or "a part"
+        raise Refused(400, f"a request of another shape: {at}: {first['msg']}") from error
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,8 @@ async def test_choices_are_branches():
         ({"messages": None}, 400, "another shape"),
         ({"tools": [{"type": "web_search"}]}, 400, "functions alone"),
         ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-        ({"n": 1000}, 400, "n = 1000"),
+        ({"n": 1000}, 400, "n: Input should be less than or equal to 64"),
+        ({"logprobs": True, "top_logprobs": 3}, 400, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, 400, "rollout.max_prompt_tokens = 1000"),
     ],
 )
@@ -174,6 +175,97 @@ async def test_a_request_that_cannot_be_served_is_refused_and_the_episode_goes_o
         assert (await served.chat()).status_code == 200
         assert served.agent.failure is None
         assert len(served.branches) == 1
+
+
+WRONG = ("5", 1.5, -1, True, [1], {"a": 1})
+"""Values of types that a field may not have, but for those that it may."""
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "fine"),
+    [
+        ("chat/completions", "max_tokens", ()),
+        ("chat/completions", "max_completion_tokens", ()),
+        ("chat/completions", "n", ()),
+        ("chat/completions", "stop", ("5",)),
+        ("chat/completions", "logprobs", (True,)),
+        ("chat/completions", "return_token_ids", (True,)),
+        ("chat/completions", "stream", (True,)),
+        ("chat/completions", "stream_options", ({"a": 1},)),
+        ("chat/completions", "response_format", ({"a": 1},)),
+        ("chat/completions", "tools", ()),
+        ("chat/completions", "messages", ()),
+        ("responses", "max_output_tokens", ()),
+        ("responses", "instructions", ("5",)),
+        ("responses", "include", ()),
+        ("responses", "tools", ()),
+        ("responses", "input", ("5",)),
+        ("responses", "text", ({"a": 1},)),
+        ("messages", "max_tokens", ()),
+        ("messages", "stop_sequences", ()),
+        ("messages", "system", ("5",)),
+        ("messages", "tools", ()),
+        ("messages", "tool_choice", ({"a": 1},)),
+        ("messages", "messages", ()),
+    ],
+)
+async def test_fields_of_wrong_types_are_refused_before_anything_is_sampled(path, field, fine):
+    async with serving(*["fine"] * len(fine)) as served:
+        for value in WRONG:
+            body = hi(input="hi") | {field: value}
+            answer = await served.client.post(f"/v1/{path}", json=body)
+            right = any(value == one and type(value) is type(one) for one in fine)
+            assert answer.status_code == (200 if right else 400), (value, answer.text)
+        assert (len(served.sampler.prompts), served.agent.failure) == (len(fine), None)
+
+
+@pytest.mark.parametrize(
+    ("path", "turns"),
+    [
+        ("chat/completions", [{"role": 5}]),
+        ("chat/completions", [{"role": "user", "content": 5}]),
+        ("chat/completions", [{"role": "user", "name": [1]}]),
+        ("chat/completions", [{"role": "assistant", "tool_calls": [{"id": [1], "function": {"name": "f"}}]}]),
+        ("chat/completions", [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": 5}}]}]),
+        ("chat/completions", [{"role": "assistant", "reasoning_content": [1]}]),
+        ("chat/completions", [{"role": "tool", "tool_call_id": [1], "content": "x"}]),
+        ("responses", [{"role": "user", "content": 5}]),
+        ("responses", [{"type": "function_call", "name": 5, "arguments": "{}", "call_id": "1"}]),
+        ("responses", [{"type": "function_call", "name": "f", "arguments": {}, "call_id": "1"}]),
+        ("responses", [{"type": "function_call_output", "call_id": [1], "output": "x"}]),
+        ("messages", [{"role": "user", "content": 5}]),
+        ("messages", [{"role": "assistant", "content": [{"type": "tool_use", "id": [1], "name": "f", "input": {}}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": [1], "content": "x"}]}]),
+        ("messages", [{"role": "user", "content": [{"type": [1]}]}]),
+    ],
+)
+async def test_messages_of_wrong_types_are_refused(path, turns):
+    async with serving() as served:
+        messages = [*turns, {"role": "user", "content": "hi"}]
+        answer = await served.client.post(f"/v1/{path}", json={"messages": messages, "input": messages})
+        assert (answer.status_code, served.agent.failure) == (400, None), answer.text
+
+
+async def test_log_probabilities_of_responses_are_refused():
+    async with serving() as served:
+        for more in ({"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}):
+            answer = await served.client.post("/v1/responses", json={"input": "hi"} | more)
+            assert (answer.status_code, "chat completions give them" in answer.text) == (400, True)
+
+
+@pytest.mark.parametrize(("path", "stream"), [("chat/completions", True), ("responses", False), ("messages", False)])
+async def test_an_error_of_our_own_is_told_to_the_client_and_fails_the_episode(path, stream):
+    class Broken(ScriptedSampler):
+        async def generate(self, prompt_ids, params, images=()):
+            raise ZeroDivisionError("by zero")
+
+    async with AgentEndpoint() as endpoint:
+        served = Served(endpoint, Broken())
+        async with served.client:
+            answer = await served.client.post(f"/v1/{path}", json=hi(input="hi", stream=stream))
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
+    assert "ZeroDivisionError: by zero" in answer.json()["error"]["message"]
+    assert "ZeroDivisionError: by zero" in served.agent.failure
 
 
 async def test_turns_beyond_max_turns_are_refused():
