@@ -64,7 +64,7 @@ async def within(
         task.cancel()
 
 
-async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def in_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return what a plain function gives that runs in a thread of its own. Those of ``asyncio.to_thread`` are few, and
     the end of the run waits for them: a function that never returns would stop other work, and then the run."""
     loop = asyncio.get_running_loop()

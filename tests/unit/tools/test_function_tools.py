@@ -164,6 +164,13 @@ def test_what_a_function_raises_comes_out_as_an_exception(function, error, messa
         ask(function, {})
 
 
+def test_parameters_may_have_any_names():
+    def area(function: str, args: int) -> str:
+        return f"{function} {args}"
+
+    assert ask(area, {"function": "x", "args": 2}).text == "x 2"
+
+
 def test_a_function_that_never_returns_holds_up_nothing():
     """More of them than ``asyncio.to_thread`` has threads, and the loop ends all the same."""
     forever = threading.Event()
