@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PositiveInt
 
@@ -20,7 +20,7 @@ class _Part(Shape):
 
 
 class _Message(Shape):
-    role: str
+    role: Literal["system", "user", "assistant"]
     content: Annotated[list[_Part], BeforeValidator(lambda content: [] if isinstance(content, str) else content)]
 
 

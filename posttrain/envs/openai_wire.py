@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
@@ -14,6 +14,7 @@ from posttrain.envs.wire import Answers, Choice, Refused, Request, Shape, event,
 
 _TEXT = ("text", "input_text", "output_text", "refusal")
 _MOST_CHOICES = 64
+_Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class _Call(Shape):
@@ -22,7 +23,7 @@ class _Call(Shape):
 
 
 class _Message(Shape):
-    role: str
+    role: _Role
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -46,7 +47,7 @@ class _Chat(Shape):
 
 
 class _Item(Shape):
-    role: str | None = None
+    role: _Role | None = None
     name: str | None = None
     arguments: str | None = None
     call_id: str | None = None
@@ -109,6 +110,8 @@ class ChatWire:
             raise Refused(400, "response_format: the model is sampled as it is, and writes no format that is asked for")
         if asked.top_logprobs:
             raise Refused(400, "top_logprobs: engines give the log-probability of the sampled token alone")
+        if any(one.get("functions") or one.get("function_call") for one in (body, *body["messages"])):
+            raise Refused(400, "functions and function_call: send tools and tool_calls, which took their place")
         return Request(
             [self._message(message) for message in body["messages"]],
             [] if body.get("tool_choice") == "none" else _tools(asked.tools),

@@ -246,6 +246,28 @@ async def test_messages_of_wrong_types_are_refused(path, turns):
         assert (answer.status_code, served.agent.failure) == (400, None), answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "wizard", "content": "hi"}]}),
+        ("chat/completions", {"messages": [{"role": "function", "name": "f", "content": "hi"}]}),
+        ("chat/completions", hi(functions=[FUNCTION])),
+        ("chat/completions", hi(function_call={"name": "say"})),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, *hi()["messages"]]},
+        ),
+        ("responses", {"input": [{"role": "wizard", "content": "hi"}]}),
+        ("messages", {"messages": [{"role": "tool", "content": "hi"}]}),
+    ],
+)
+async def test_what_would_not_be_shown_to_the_model_is_refused(path, body):
+    async with serving() as served:
+        answer = await served.client.post(f"/v1/{path}", json=body)
+        assert (answer.status_code, served.agent.failure) == (400, None), answer.text
+        assert "role" in answer.text or "tool_calls" in answer.text
+
+
 async def test_log_probabilities_of_responses_are_refused():
     async with serving() as served:
         for more in ({"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}):
