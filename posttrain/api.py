@@ -284,7 +284,8 @@ def run_eval(
         resolved = _resolve("eval", preset, options, EvalOptions)
 
     target = None if failures is None else Path(failures)
-    evaluate.check_output(resolved.config, None, target)
+    read = evaluate.files_of(resolved.config) if file is None else [file]
+    evaluate.check_output(resolved.config, None, target, read=read)
 
     def run() -> Report:
         load_plugins(resolved.config.plugins)

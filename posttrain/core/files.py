@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,31 @@ def _is_about(error: Exception, path: Path) -> bool:
 
 
 def check_new(path: Path, option: str, *, overwrite: bool) -> None:
-    """Raise ``ConfigError`` where the file that ``option`` names is a folder, or exists and is not to be replaced. A
-    command calls it before its work, so that nothing is computed for a file that cannot be written."""
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder", hint=f"give another {option}: it is the name of a file")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"{path} exists", hint=f"give --overwrite, or another {option}")
+    """Raise ``ConfigError`` where the file that ``option`` names is a folder, exists and is not to be replaced, or
+    could not be made where it is to be. A command calls it before its work, so that nothing is computed for a file
+    that cannot be written."""
+    with writing(path, hint=f"choose another {option}"):
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder", hint=f"give another {option}: it is the name of a file")
+        if path.exists() and not overwrite:
+            raise ConfigError(f"{path} exists", hint=f"give --overwrite, or another {option}")
+        parent = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+        if not parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "", str(parent))
+        if not os.access(parent, os.W_OK | os.X_OK):
+            read_only = os.statvfs(parent).f_flag & os.ST_RDONLY
+            raise OSError(errno.EROFS if read_only else errno.EACCES, "", str(parent))
+
+
+def refuse_inputs(out: str | Path, option: str, inputs: Iterable[str | Path]) -> None:
+    """Raise ``ConfigError`` where the file or folder that ``option`` names is one of those that the command reads, or
+    holds one of them, whatever links and ``..`` lead there: writing it would destroy what was given."""
+    place = Path(os.path.realpath(out))
+    for path in inputs:
+        if Path(os.path.realpath(path)).is_relative_to(place):
+            raise ConfigError(
+                f"{option} {out} would replace {path}, which the command reads", hint=f"give another {option}"
+            )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import typer
 from posttrain.config import Config, RewardConfig, SandboxConfig
 from posttrain.config.describe import readers_of
 from posttrain.core.errors import ConfigError, RunError
-from posttrain.core.files import check_new, write_text
+from posttrain.core.files import check_new, refuse_inputs, write_text
 from posttrain.core.text import printable
 from posttrain.data.parquet import open_parquet
 from posttrain.evaluation.compare import compare, print_comparison
@@ -42,12 +43,17 @@ PAGER = Path("-")
 """As the file of failures: they are shown page by page."""
 
 
-def check_output(cfg: Config, out: Path | None, failures: Path | None, *, as_json: bool = False) -> None:
+def check_output(
+    cfg: Config, out: Path | None, failures: Path | None, *, read: Sequence[str | Path], as_json: bool = False
+) -> None:
     """Check, before anything is sampled or graded, that the results can go where they are to.
 
+    Args:
+        read: the files that the command reads.
+
     Raises:
-        ConfigError: a file exists and `run.overwrite` is false, the failures have a suffix that is not known, or two
-            results would share stdout.
+        ConfigError: a file exists and `run.overwrite` is false, is one of ``read`` or cannot be written, the failures
+            have a suffix that is not known, or two results would share a file or stdout.
     """
     if failures == PAGER:
         if as_json:
@@ -58,6 +64,9 @@ def check_output(cfg: Config, out: Path | None, failures: Path | None, *, as_jso
     for path, option in ((out, "--out"), (failures, "--failures")):
         if path is not None:
             check_new(path, option, overwrite=cfg.run.overwrite)
+            refuse_inputs(path, option, read)
+    if out is not None and failures is not None and os.path.realpath(out) == os.path.realpath(failures):
+        raise ConfigError(f"--out and --failures both name {out}", hint="give each a file of its own")
 
 
 def run(file: Path, cfg: Config, as_json: bool, out: Path | None = None, failures: Path | None = None) -> None:
@@ -72,9 +81,9 @@ def run(file: Path, cfg: Config, as_json: bool, out: Path | None = None, failure
         if failures == PAGER:
             place = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-eval-"))) / "failures.md"
         found = score(file, cfg, place)
-        _print(found.as_dict(), as_json, out)
         if not as_json:
             print_report(found, cfg.eval.pass_at, _console())
+        _put(found.as_dict(), as_json, out)
         if failures == PAGER and place is not None:
             _page(place)
         elif failures is not None:
@@ -102,9 +111,9 @@ def run_comparison(a: Path, b: Path, cfg: Config, as_json: bool, out: Path | Non
     if names := sorted({name for file in (a, b) for name in telling_tools(file)}):
         typer.echo(printable(telling_warning(names)), err=True)
     found = compare((str(a), str(b)), of_a, of_b, resamples=cfg.eval.resamples, seed=cfg.run.seed)
-    _print(found.as_dict(), as_json, out)
     if not as_json:
         print_comparison(found, _console())
+    _put(found.as_dict(), as_json, out)
 
 
 def sample(resolved: Resolved) -> Path:
@@ -134,6 +143,13 @@ def sample(resolved: Resolved) -> Path:
         for source in column.unique().to_pylist():
             grader_name(str(source))
     return generate.run(resolved, reuse=True)
+
+
+def files_of(cfg: Config) -> list[str | Path]:
+    """Return the files that ``sample`` reads and writes: prompts, where it has a file of them, and responses."""
+    from posttrain.generation.command import output_of
+
+    return [*filter(None, [cfg.generate.data]), output_of(cfg)]
 
 
 def with_run_name(resolved: Resolved) -> Resolved:
@@ -252,12 +268,13 @@ def _check_reward(reward: RewardConfig) -> None:
             raise ConfigError(f"reward.{name} has no meaning in eval", hint="it makes the reward of `posttrain rl`")
 
 
-def _print(found: dict[str, Any], as_json: bool, out: Path | None) -> None:
+def _put(found: dict[str, Any], as_json: bool, out: Path | None) -> None:
+    """Write what was found as one line of JSON: to stdout, and then to a file, which may fail."""
     line = json.dumps(found)
-    if out is not None:
-        write_text(out, line + "\n", hint="choose another --out")
     if as_json:
         print(line)
+    if out is not None:
+        write_text(out, line + "\n", hint="choose another --out")
 
 
 def _console() -> Any:

@@ -25,6 +25,7 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.config.presets import Resolved
 from posttrain.config.writing import flatten_config
 from posttrain.core.errors import DataError, RunError
+from posttrain.core.files import refuse_inputs
 from posttrain.core.registry import load_plugins
 from posttrain.engines.remote import open_server
 from posttrain.generation.output import (
@@ -165,7 +166,10 @@ def settings_of(cfg: Config, source: ModelSource) -> dict[str, Any]:
 
 
 def _check_output(out: Path, cfg: Config, reuse: bool) -> None:
-    """A file that exists is the result of a process that was ended before it could clean up, or it stays."""
+    """A file that exists is the result of a process that was ended before it could clean up, or it stays. It is never
+    that of the prompts."""
+    if cfg.generate.data:
+        refuse_inputs(out, "--out", [cfg.generate.data])
     if out.exists() and not cfg.run.overwrite and not reuse and not parts_folder(out).exists():
         raise DataError(f"output file exists: {out}", hint="give another --out, or --overwrite")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,9 +18,13 @@ def run(names: Sequence[str], root: str, out: Path | None, *, overwrite: bool = 
     ``out``, or ``report.html`` in the folder of the only run, or ``report-A-B.html`` in ``root``.
 
     Raises:
-        ConfigError: one of them is no run, ``out`` exists and ``overwrite`` is false, or the file cannot be written.
+        ConfigError: one of them is no run, ``out`` is not named like a page or exists and ``overwrite`` is false, or
+            the file cannot be written.
     """
     if out is not None:
+        if out.suffix.lower() not in (".html", ".htm"):
+            named = shlex.quote(str(out.with_suffix(".html")))
+            raise ConfigError(f"--out {out}: the name of a page ends with .html", hint=f"--out {named}")
         check_new(out, "--out", overwrite=overwrite)
     folders = [run_folder(root, name) for name in names]
     if len({folder.resolve() for folder in folders}) < len(folders):

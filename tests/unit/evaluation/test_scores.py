@@ -19,7 +19,7 @@ from posttrain import run_eval
 from posttrain.cli import app
 from posttrain.config import Config, RewardConfig
 from posttrain.config.presets import resolve
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import ConfigError, DataError, RunError
 from posttrain.core.statistics import (
     bootstrap,
     difference_interval,
@@ -338,6 +338,47 @@ def test_existing_files_are_kept_unless_overwrite_is_given(tmp_path: Path) -> No
     done = CliRunner().invoke(app, ["eval", file, "--failures", str(kept["--failures"]), "--overwrite"])
     assert done.exit_code == 0, done.output
     assert "## Row 0" in kept["--failures"].read_text()
+
+
+def test_what_is_read_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "sample", lambda resolved: pytest.fail("sampled"))
+    file, other = (str(table(tmp_path / name, PROBLEMS)) for name in ("r.parquet", "s.parquet"))
+    before, named = Path(file).read_bytes(), str(tmp_path / "new.md")
+    for words, told in (
+        ([file, "--failures", file], "--failures"),
+        ([file, "--out", file], "--out"),
+        (["--compare", other, file, "--out", file], "--out"),
+        (["--model", "builtin:tiny", "--data", file, "--failures", file], "--failures"),
+        ([file, "--out", named, "--failures", named], "--out and --failures both name"),
+    ):
+        done = CliRunner().invoke(app, ["eval", *words, "--overwrite"])
+        assert (done.exit_code, Path(file).read_bytes()) == (2, before), done.output
+        assert told in done.stderr
+    for read in ({"file": file}, {"model": "builtin:tiny", "data": file}):
+        with pytest.raises(ConfigError, match="would replace"):
+            run_eval(**read, failures=file, overwrite=True)
+
+
+def test_a_comparison_names_the_option_that_it_does_not_take(tmp_path: Path) -> None:
+    file = str(table(tmp_path / "r.parquet", PROBLEMS))
+    done = CliRunner().invoke(app, ["eval", "--compare", file, file, "--failures", str(tmp_path / "f.md")])
+    assert done.exit_code == 2
+    assert "--compare writes no failures, and --failures is given too" in done.stderr
+
+
+def test_scores_are_shown_also_where_they_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = table(tmp_path / "r.parquet", PROBLEMS)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise RunError("no room is left")
+
+    monkeypatch.setattr(command, "write_text", full)
+    for as_json in (True, False):
+        with pytest.raises(RunError, match="no room"):
+            run(file, config(), as_json=as_json, out=tmp_path / "out.json")
+        assert "pass@1" in capsys.readouterr().out
 
 
 def test_stdout_has_json_or_failures(tmp_path: Path) -> None:

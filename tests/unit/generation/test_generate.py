@@ -437,6 +437,17 @@ def test_what_is_there_is_not_replaced_but_reused_where_asked(data, tmp_path):
     assert not parts_folder(out).exists()
 
 
+def test_the_prompts_are_never_replaced(data, tmp_path):
+    before = data.read_bytes()
+    link = tmp_path / "link.parquet"
+    link.symlink_to(data)
+    for out in (data, link):
+        with pytest.raises(ConfigError, match="would replace"):
+            sampled("http://127.0.0.1:9", data, out, **{"run.overwrite": True})
+    assert data.read_bytes() == before
+    assert not parts_folder(data).exists()
+
+
 def test_a_model_that_was_trained_again_is_another(data, tmp_path):
     """In a folder of the same name: what the old weights answered is not what the new ones do."""
     model = create_builtin("tiny", 0)

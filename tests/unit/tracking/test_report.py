@@ -105,7 +105,7 @@ def test_text_of_models_cannot_be_read_as_markup(run_path: Path, tmp_path: Path)
 
 
 def test_a_file_that_exists_is_kept_unless_overwrite_is_given(run_path: Path, tmp_path: Path) -> None:
-    page, own = tmp_path / "keep.txt", run_path / "report.html"
+    page, own = tmp_path / "keep.html", run_path / "report.html"
     for file in (page, own):
         file.write_text("keep")
     line = ["report", str(run_path), "--out", str(page)]
@@ -115,6 +115,15 @@ def test_a_file_that_exists_is_kept_unless_overwrite_is_given(run_path: Path, tm
     assert CliRunner().invoke(app, [*line, "--overwrite"]).exit_code == 0
     assert CliRunner().invoke(app, ["report", str(run_path)]).exit_code == 0
     assert all("<title>" in file.read_text() for file in (page, own))
+
+
+def test_a_page_replaces_no_file_of_another_kind(run_path: Path) -> None:
+    metrics = run_path / "metrics.jsonl"
+    before = metrics.read_bytes()
+    done = CliRunner().invoke(app, ["report", str(run_path), "--out", str(metrics), "--overwrite"])
+    assert (done.exit_code, metrics.read_bytes()) == (2, before), done.output
+    assert "the name of a page ends with .html" in done.stderr
+    assert f"hint: --out {run_path / 'metrics.html'}" in done.stderr
 
 
 def test_a_name_in_the_title_is_escaped(tmp_path: Path) -> None:
