@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -12,11 +14,12 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from posttrain.config import RunConfig
 from posttrain.core.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE, WeightsDtype
 from posttrain.core.errors import ConfigError, UserError
+from posttrain.core.files import refuse_inputs
 from posttrain.core.registry import unknown
 from posttrain.core.text import printable
 from posttrain.models import hub
 from posttrain.models.export import Check, export, export_adapter
-from posttrain.models.load import ModelSource, auto_class, find_verl, load_config, load_model, locate
+from posttrain.models.load import ModelSource, auto_class, find_verl, is_verl, load_config, load_model, locate
 from posttrain.runs import probe
 from posttrain.runs.run import run_folder
 from posttrain.train import checkpoint
@@ -51,7 +54,7 @@ def run(
 
     Raises:
         UserError: no sound checkpoint there, no adapter in it, ``out`` exists (with ``overwrite``: and is not a model's
-            folder), or options that do not go together.
+            folder), or is something that a run needs; or options that do not go together.
         RunError: the result says something else than the trainer; then there is no ``out``. Or the upload failed.
     """
     if adapter and (dtype or max_shard_size):
@@ -69,6 +72,7 @@ def run(
         hub.check_target(push)
     place = find_checkpoint(path, runs)
     source = locate(str(place))
+    _check_out(Path(out), place, source)
     if adapter and not source.adapters:
         raise ConfigError(f"{place} holds no adapter: the run trained all weights", hint="merge without --adapter")
     if not adapter:  # the checkpoint itself is known to be sound; those that it is an adapter of are not
@@ -84,6 +88,25 @@ def run(
         pushed = hub.upload(Path(out), push, private=private is not False)
         print(printable(f"pushed: {pushed}"), file=sys.stderr)
     return Path(out)
+
+
+def _check_out(out: Path, place: Path, source: ModelSource) -> None:
+    """Raise ``ConfigError`` where ``out`` would replace the checkpoint in ``place``, what it is made of or the model
+    that its run began with, or would lie in a checkpoint."""
+    parts = filter(None, [str(place), source.path, source.shards, *source.adapters, _began_with(place)])
+    refuse_inputs(out, "--out", [part for part in parts if Path(part).is_dir()])
+    for folder in Path(os.path.realpath(out)).parents:
+        if re.fullmatch(r"global_step_\d+", folder.name) and ((folder / "actor").is_dir() or is_verl(folder)):
+            raise ConfigError(f"--out {out} lies in the checkpoint {folder}", hint="give another --out")
+
+
+def _began_with(place: Path) -> str | None:
+    """Return `model.path` of the run that wrote a checkpoint; None where the checkpoint does not say."""
+    try:
+        path = json.loads((place / "meta.json").read_text(encoding="utf-8"))["config"]["model"]["path"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return path if isinstance(path, str) else None
 
 
 def find_checkpoint(path: str, runs: str) -> Path:
@@ -103,10 +126,14 @@ def find_folder(path: str, runs: str) -> Path:
     """The folder of a run, by its path or name, else a folder with a checkpoint in it. Raises ``ConfigError``."""
     try:
         return run_folder(runs, path)
-    except ConfigError:
+    except ConfigError as error:
         if Path(path).is_dir():
             return Path(path)
-        raise
+        if "/" not in path:
+            raise
+        there = [f"global_step_{step}" for step in checkpoint.steps(Path(path).parent)]
+        hint = f"{Path(path).parent} holds {', '.join(there)}" if there else error.hint
+        raise ConfigError(f"no such folder: {path}", hint=hint) from None
 
 
 def check_size(text: str) -> None:

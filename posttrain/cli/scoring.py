@@ -69,20 +69,19 @@ def evaluate(
     flags = {"eval.pass_at": None if pass_at is None else _whole_numbers(pass_at)}
     if settings.preset is None and not settings.flags.keys() & _SAMPLED:
         resolved = settings.resolve("eval", flags)
+        load_plugins(resolved.config.plugins)
         if compare is not None:
             _refuse(file is not None, "--compare takes its two files and no other")
             _refuse(failures is not None, "--compare writes no failures, and --failures is given too")
             for key in ("eval.pass_at", "reward.examine"):
                 _refuse(resolved.provenance[key] != "default", f"--compare does not read {key}, which is given too")
             evaluate.check_output(resolved.config, out, None, read=compare, as_json=as_json)
-            load_plugins(resolved.config.plugins)
             evaluate.run_comparison(*compare, resolved.config, as_json, out)
             return
         if file is None:
             file = newest_responses(Path(resolved.config.run.dir))
             echo(f"evaluating {file}", err=True)
         evaluate.check_output(resolved.config, out, failures, read=[file], as_json=as_json)
-        load_plugins(resolved.config.plugins)
     else:
         _refuse(
             file is not None or compare is not None, "a file is given, and --preset, --model, --data, --env or --agent"

@@ -17,7 +17,7 @@ from typing import Any
 from posttrain import __version__
 from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.errors import DataError
-from posttrain.core.files import writing
+from posttrain.core.files import refuse_inputs, writing
 from posttrain.core.plugins import user_code
 from posttrain.core.registry import nearest
 from posttrain.core.text import printable, table
@@ -25,7 +25,7 @@ from posttrain.core.types import Message, ToolSchema
 from posttrain.data.parquet import write_rows
 from posttrain.prep import card as cards
 from posttrain.prep import measure
-from posttrain.prep.datasets import DATASETS, Dataset, available_splits, open_dataset, raw_rows
+from posttrain.prep.datasets import DATASETS, Dataset, Kind, available_splits, open_dataset, raw_rows
 from posttrain.prep.rows import EvaluationOverlap, Item, Split, check_apart, collect
 from posttrain.tools import Tool
 
@@ -131,7 +131,8 @@ def run(
         options: fields of ``Options``.
 
     Raises:
-        ConfigError: there is no such data set or tool, or a tool cannot be opened.
+        ConfigError: there is no such data set or tool, a tool cannot be opened, or a file that is read would be
+            replaced.
         DataError: a bad option, source or row, too many bad rows, or ``out`` holds these files already.
         ModelError: the tokenizer cannot be loaded.
     """
@@ -149,7 +150,11 @@ def _prepare(
     tools = _opened(asked.tools)
     splits = _chosen(dataset, source, asked)
     written = [*splits, "val"] if asked.val_fraction else splits
-    _check_folder(folder, [] if overwrite else [file for split in written for file in _files(split)])
+    _check_folder(folder, [] if overwrite else [file for split in written for file in _files(split).values()])
+    with user_code(f"data set {dataset.name!r}: source_files", dataset):
+        raw = list(dataset.source_files(source))
+    for file in (file for split in written for kind, file in _files(split).items() if kind in dataset.kinds):
+        refuse_inputs(folder / file, "--out", [*raw, *asked.decontaminate])
     lengths = measure.open_chat_lengths(asked.template, asked.tokenizer)
     parts = {
         split: collect(dataset, split, raw_rows(dataset, split, source, n=asked.rows_of(split), seed=asked.seed), tools)
@@ -162,7 +167,8 @@ def _prepare(
     written_parts = _with_val(parts, asked.val_fraction)
     rows: dict[str, int] = {}
     with _all_or_nothing(folder) as temporary:
-        writer = _Writer(dataset, source, asked, temporary, lengths, [tool.schema for tool in tools])
+        files = cards.Source(given=source, hub_id=dataset.hub_id, files=cards.digests(raw, source))
+        writer = _Writer(dataset, files, asked, temporary, lengths, [tool.schema for tool in tools])
         for split, part in written_parts.items():
             rows |= writer.write(split, part)
         _write_readme(temporary, folder)
@@ -192,9 +198,9 @@ def _opened(names: Sequence[str]) -> list[Tool]:
     return list(open_tools(names).values())
 
 
-def _files(split: str) -> tuple[str, str, str]:
-    """(RLHF file, SFT file, preference file) of a split."""
-    return f"{split}.parquet", f"sft_{split}.parquet", f"prefer_{split}.parquet"
+def _files(split: str) -> dict[Kind, str]:
+    """The files of a split, by what their rows are."""
+    return {"rlhf": f"{split}.parquet", "sft": f"sft_{split}.parquet", "preference": f"prefer_{split}.parquet"}
 
 
 def _chosen(dataset: Dataset, source: str | None, asked: Options) -> list[str]:
@@ -252,22 +258,19 @@ class _Writer:
     def __init__(
         self,
         dataset: Dataset,
-        source: str | None,
+        source: cards.Source,
         asked: Options,
         folder: Path,
         lengths: measure.ChatLengths | None,
         schemas: Sequence[ToolSchema],
     ) -> None:
-        self._dataset, self._asked, self._folder = dataset, asked, folder
+        self._dataset, self._source, self._asked, self._folder = dataset, source, asked, folder
         self._lengths, self._schemas = lengths, schemas
-        with user_code(f"data set {dataset.name!r}: source_files", dataset):
-            files = dataset.source_files(source)
-        self._source = cards.Source(given=source, hub_id=dataset.hub_id, files=cards.digests(files, source))
 
     def write(self, split: str, part: Split) -> dict[str, int]:
         """Write what a split gives; rows by file."""
         written = {}
-        for kind, file in zip(("rlhf", "sft", "preference"), _files(split), strict=True):
+        for kind, file in _files(split).items():
             if items := [item for item in part.items if getattr(item, kind) is not None]:
                 written[file] = write_rows(self._folder / file, [getattr(item, kind) for item in items])
                 cards.write_card(self._card(kind, file, part, items), self._folder)

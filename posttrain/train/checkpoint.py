@@ -266,7 +266,12 @@ def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def last_step(checkpoints: Path) -> int | None:
     """Return the step of the newest checkpoint, sound or not; None where there is none."""
-    return next((_step(folder) for folder in _folders(checkpoints)), None)
+    return next(iter(steps(checkpoints)), None)
+
+
+def steps(checkpoints: Path) -> list[int]:
+    """Return the steps whose checkpoints lie in a folder, sound or not, the newest first."""
+    return [_step(folder) for folder in _folders(checkpoints)]
 
 
 def find(path: str | Path) -> Checkpoint:

@@ -16,6 +16,7 @@ from posttrain.models.builtin import builtin_config, builtin_tokenizer, create_b
 from posttrain.models.export import export
 from posttrain.models.load import ModelSource, load_model, locate, stop_token_ids
 from posttrain.models.shards import VerlShards
+from posttrain.train import checkpoint
 from tests.unit.models.test_weights import COMMON, KINDS, saved
 
 # ---------------------------------------------------------------------- a folder from another
@@ -99,6 +100,43 @@ def test_a_generation_config_that_cannot_be_read_is_an_error(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, ')
     with pytest.raises(ModelError, match="cannot load the model in"):
         stop_token_ids(builtin_tokenizer("tiny"), ModelSource(str(tmp_path)))
+
+
+def without_weights(root, step, base):
+    """A checkpoint that is whole but for its weights, of a run that began with ``base``."""
+    folder = checkpoint.begin(root / "checkpoints", step)
+    (folder / "actor" / "model").mkdir(parents=True)
+    builtin_config("tiny").save_pretrained(folder / "actor" / "huggingface")
+    return checkpoint.commit(folder, step, {"meta.json": {"config": {"model": {"path": str(base)}}}}, keep=9).path
+
+
+def test_a_merge_replaces_nothing_that_a_run_needs(tmp_path):
+    base = tmp_path / "base"
+    builtin_config("tiny").save_pretrained(base)
+    place = without_weights(tmp_path / "run", 2, base)
+    kept = sorted(path for path in tmp_path.rglob("*"))
+    for out, message in (
+        (base, "would replace .*base, which"),
+        (tmp_path / "run" / ".." / "base", "would replace .*base, which"),
+        (place / "actor" / "huggingface", "would replace"),
+        (place / "merged", "lies in the checkpoint .*global_step_2"),
+        (place / "actor" / "merged", "lies in the checkpoint .*global_step_2"),
+        (tmp_path / "run", "would replace"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            merge_ckpt.run(str(place), str(out), overwrite=True)
+    assert sorted(path for path in tmp_path.rglob("*")) == kept
+
+
+def test_a_checkpoint_that_is_gone_is_no_run(tmp_path):
+    for step in (4, 6):
+        place = without_weights(tmp_path / "run", step, "builtin:tiny")
+    gone = place.with_name("global_step_2")
+    with pytest.raises(ConfigError, match=f"^no such folder: {gone}") as refused:
+        merge_ckpt.run(str(gone), str(tmp_path / "out"))
+    assert refused.value.hint == f"{place.parent} holds global_step_6, global_step_4"
+    with pytest.raises(ConfigError, match="no run 'other' in"):
+        merge_ckpt.run("other", str(tmp_path / "out"), runs=str(tmp_path))
 
 
 @pytest.mark.parametrize("size", ["5", "0GB", "five GB", "", "-1MB", "5 gigabytes"])

@@ -84,6 +84,21 @@ def test_existing_files_are_kept_unless_overwritten(tmp_path):
     assert listing(tmp_path) == FILES
 
 
+def test_what_is_read_is_never_replaced(tmp_path):
+    prep.run("arith", out=str(tmp_path / "data"), limit=3)
+    own = tmp_path / "data" / "sft_train.parquet"
+    before = own.read_bytes()
+    with pytest.raises(ConfigError, match=r"would replace .*sft_train\.parquet, which"):
+        prep.run("messages", str(own), str(tmp_path / "data"), overwrite=True, limit=2)
+    other = tmp_path / "data" / "train.parquet"
+    with pytest.raises(ConfigError, match=r"would replace .*train\.parquet, which"):
+        prep.run("arith", out=str(tmp_path / "data"), overwrite=True, limit=3, decontaminate=[str(other)])
+    assert own.read_bytes() == before
+    own.rename(other)  # of this name it writes none
+    prep.run("messages", str(other), str(tmp_path / "data"), overwrite=True, limit=2)
+    assert other.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
