@@ -17,7 +17,7 @@ from posttrain.cli.console import echo
 from posttrain.config.keys import RenamedKeyWarning
 from posttrain.core.errors import Interrupted, presented
 from posttrain.core.quiet import quiet_libraries
-from posttrain.core.signals import Terminated, termination_raises
+from posttrain.core.signals import Terminated, ignored_again, termination_raises
 
 P = ParamSpec("P")
 
@@ -37,7 +37,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         quiet_libraries()
         try:
-            with termination_raises(), _renamed_keys_shown():
+            with termination_raises(), ignored_again(), _renamed_keys_shown():
                 command(*args, **kwargs)
         except (typer.Exit, typer.Abort):
             raise

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,6 +27,7 @@ class Terminated(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
         self.exit_code = 128 + number
         """As a shell has it for a process that the signal ends."""
 
@@ -62,6 +65,50 @@ def termination_raises() -> Iterator[None]:
         yield
     finally:
         restore(before)
+
+
+@contextmanager
+def ignored_again() -> Iterator[None]:
+    """Send Ctrl-C or a signal of ``TERMINATING`` again where Python has ignored its exception, because that came up in
+    a finalizer (``__del__``): while libraries are imported, many run. At its end none is on its way."""
+    main, before = threading.main_thread().ident, sys.unraisablehook
+    senders: list[threading.Thread] = []
+    waiting: set[int] = set()
+
+    def send(number: int) -> None:
+        assert main is not None
+        while _is_running(main, hook.__code__):  # an exception in the hook would be ignored, too
+            time.sleep(0.01)
+        waiting.discard(number)
+        signal.pthread_kill(main, number)
+
+    def hook(ignored: sys.UnraisableHookArgs) -> None:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt) or threading.get_ident() != main:
+            before(ignored)
+            return
+        number = ignored.exc_value.number if isinstance(ignored.exc_value, Terminated) else signal.SIGINT
+        if number not in waiting:
+            waiting.add(number)
+            senders.append(threading.Thread(target=send, args=(number,), daemon=True))
+            senders[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        try:
+            yield
+        finally:
+            for sender in senders:
+                sender.join()
+    finally:
+        sys.unraisablehook = before
+
+
+def _is_running(thread: int, code: CodeType) -> bool:
+    """Return whether a thread is in a call of a function with this code."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def leave_terminal() -> None:
