@@ -20,6 +20,7 @@ from posttrain.plan.budget import memory_warning
 from posttrain.plan.inputs import Known
 from posttrain.runs.preflight import check_steps, with_engine
 from posttrain.runs.recording import open_tracker, recorded
+from posttrain.runs.resume import branch
 from posttrain.runs.run import RunTarget, StopSignal
 from posttrain.runs.training_run import Loop, TrainingRun, train
 from posttrain.tracking.log import LOGS
@@ -83,6 +84,7 @@ def dry_run(resolved: Resolved, prepare: Prepare) -> str:
     """Return the plan of a run after all its checks; nothing is started or written. Raises ``UserError``."""
     load_plugins(resolved.config.plugins)
     resolved = with_engine(resolved)
+    branch(RunTarget.named(resolved).start, resolved)
     job = prepare(resolved)
     check_steps(resolved.config, job.steps)
     return plan.show(resolved.config, known=job.known())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from posttrain.core.errors import ConfigError, RunError
@@ -53,7 +54,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
-    again = f"{folder} is written: upload it with `hf upload {repo} {folder}`"
+    again = f"{folder} is written: upload it with `hf upload {repo} {shlex.quote(str(folder))}`"
     try:
         url = str(api.create_repo(repo, private=private, exist_ok=True))
         api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=NOT_SENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def find_start(resume: str) -> Checkpoint | None:
     """Return the checkpoint that `run.resume` names. Raises ``UserError``."""
     if resume in ("auto", "never"):
         return None
+    if not resume:
+        raise ConfigError("run.resume is empty", hint="give auto, never, or the folder of a run or a checkpoint")
     if not Path(resume).exists() and Path(resume).name != "best":
         close = nearest(resume, ["auto", "never"])
         hint = f"did you mean {close!r}?" if close else "give auto, never, or the folder of a run or a checkpoint"
@@ -75,7 +78,7 @@ def check_resumable(path: Path, state: dict[str, Any], resolved: Resolved) -> li
     changes = _changes(_stored_config(path), config)
     if refused := _harmful(changes):
         learned = checkpoint.last_step(path / "checkpoints") is not None
-        begin = f" (--resume {path} begins there with what this run has learned)" if learned else ""
+        begin = f" (--resume {shlex.quote(str(path))} begins there with what this run has learned)" if learned else ""
         raise ConfigError(
             f"{path} holds an unfinished run of another config:\n{_shown(refused)}",
             hint=f"give the same values, {again}{begin}",
@@ -89,8 +92,8 @@ def _further(path: Path, again: str) -> str:
     if step is None:
         return again
     return (
-        f"to train it further: --resume {path} --steps N, with N above {step}; "
-        f"to start from its weights: --model run:{path.name} --name OTHER; {again}"
+        f"to train it further: --resume {shlex.quote(str(path))} --steps N, with N above {step}; "
+        f"to start from its weights: --model {shlex.quote(f'run:{path.name}')} --name OTHER; {again}"
     )
 
 

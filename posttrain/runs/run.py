@@ -120,16 +120,26 @@ class RunTarget:
         """Return the target of a run that may be opened. Nothing is written.
 
         Raises:
-            ConfigError: the folder exists and is finished, in use, of another config, or not a run; or `run.resume`
-                names a checkpoint that this run cannot begin with.
+            ConfigError: as ``named``; the folder exists and is finished, in use, of another config, or not a run; or
+                `run.resume` names a checkpoint that this run cannot begin with.
+            UserError: as ``named``.
+        """
+        target = cls.named(resolved)
+        target._look()
+        return target
+
+    @classmethod
+    def named(cls, resolved: Resolved) -> RunTarget:
+        """Return the target of a run, whatever is in its folder.
+
+        Raises:
+            ConfigError: it has no name.
             UserError: `run.resume` names no sound checkpoint.
         """
         run = resolved.config.run
         if not run.name:
             raise ConfigError("run.name = '' is not a folder name", hint="give one with --name NAME")
-        target = cls(Path(run.dir) / run.name, resolved, find_start(run.resume))
-        target._look()
-        return target
+        return cls(Path(run.dir) / run.name, resolved, find_start(run.resume))
 
     def check_steps(self, total_steps: int) -> None:
         """Raise ``ConfigError`` where a run of so many steps would end before those that it goes on from."""
@@ -235,8 +245,10 @@ def weights_of(root: str | Path, path: str, key: str = "model.path") -> str:
     `run:NAME/best` its best one. Messages name ``key``.
 
     Raises:
-        ConfigError: there is no such run, or it has no checkpoint.
+        ConfigError: the path is empty, there is no such run, or it has no checkpoint.
     """
+    if not path:
+        raise ConfigError(f"{key} is empty", hint="give a folder, a hub id (org/name), run:NAME or builtin:tiny")
     if not path.startswith("run:"):
         return path
     name, best = path.removeprefix("run:"), ""

@@ -46,7 +46,9 @@ def run(
     if out is not None:
         check_new(Path(out), "--out", overwrite=overwrite)
     if out is not None and not out.endswith(".toml"):
-        raise ConfigError(f"--out {out}: the name of a preset ends with .toml", hint=f"--out {Path(out).stem}.toml")
+        raise ConfigError(
+            f"--out {out}: the name of a preset ends with .toml", hint=f"--out {shlex.quote(Path(out).stem)}.toml"
+        )
     converted = convert(Path(script), arguments, variables, Path(root) if root else None)
     if out is not None:
         write_text(Path(out), preset_text(converted, out), hint="choose another --out")
@@ -100,7 +102,7 @@ def preset_text(converted: Converted, name: str = "THIS_FILE") -> str:
 def command_line(converted: Converted, preset: str) -> str:
     """What runs the preset."""
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in converted.draft.environment.items())
-    return f"{variables} posttrain {converted.command} --preset {preset}".strip()
+    return f"{variables} posttrain {converted.command} --preset {shlex.quote(preset)}".strip()
 
 
 def report(converted: Converted, *, every: bool = False) -> list[str]:

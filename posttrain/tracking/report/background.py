@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -57,4 +58,4 @@ class Reporter:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            self._note(f"warning: no report: {what} (`posttrain report {self._run.name}` makes it later)")
+            self._note(f"warning: no report: {what} (`posttrain report {shlex.quote(self._run.name)}` makes it later)")

@@ -318,6 +318,8 @@ def test_models_that_are_not_there():
     with pytest.raises(ModelError, match="builtin:tinny") as error:
         open_model(config(model={"path": "builtin:tinny"}))
     assert "builtin:tiny" in error.value.hint
+    with pytest.raises(ConfigError, match=r"model\.path is empty"):
+        open_model(config(model={"path": ""}))
     with pytest.raises(ModelError, match="not found: /no/such/folder"):
         open_model(config(model={"path": "/no/such/folder"}))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from posttrain.config.presets import Resolved, resolve
 from posttrain.core.errors import ConfigError, UserError
+from posttrain.launch import TrainingJob, dry_run
 from posttrain.runs.resume import play_changes
 from posttrain.runs.run import RunDir, RunTarget, Status, StopSignal
 from posttrain.train import checkpoint
@@ -189,6 +191,36 @@ def test_rejects_paths_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no best checkpoint in"):
         RunTarget.find(make(tmp_path, f'run.resume="{tmp_path}/a/best"', name="other")).open()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_dry_run_looks_at_the_name_and_the_checkpoint(tmp_path: Path) -> None:
+    def prepare(resolved: Resolved) -> TrainingJob:
+        pytest.fail("began")
+
+    with_checkpoints(tmp_path, 2)
+    for sets, name, message in (
+        ((), "", "is not a folder name"),
+        (('run.resume=""',), "b", "run.resume is empty"),
+        (('run.resume="nowhere"',), "b", "there is no such folder"),
+        ((f'run.resume="{tmp_path}/a"', "data.batch_size=7"), "b", "was made with another config"),
+    ):
+        with pytest.raises(UserError, match=message) as refused:
+            dry_run(make(tmp_path, *sets, name=name), prepare)
+        assert refused.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_paths_in_the_hint_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+    resolved = make(tmp_path / "my runs", name="ü x")
+    run = RunTarget.find(resolved).open()
+    meta = {"config": resolved.config.model_dump(mode="json")}
+    checkpoint.commit(checkpoint.begin(run.checkpoints, 2), 2, {"meta.json": meta}, keep=9)
+    run.finish("finished")
+    with pytest.raises(ConfigError, match="holds a finished run") as caught:
+        RunTarget.find(resolved)
+    words = shlex.split(str(caught.value.hint))
+    assert words[words.index("--resume") + 1] == str(run.path)
+    assert words[words.index("--model") + 1] == "run:ü x"
 
 
 def test_a_finished_run_may_go_on_from_its_last_checkpoint(tmp_path: Path) -> None:
