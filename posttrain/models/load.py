@@ -375,7 +375,7 @@ def not_loadable(source: ModelSource, error: Exception, what: str = "the model",
         return ModelError(f"cannot load {what} in {source.path}: {reason}", hint=hint)
     return ModelError(
         f"cannot load {source.path!r} from the Hugging Face hub: {reason}",
-        hint="check the name and the network, or give a local folder: --model PATH (builtin:tiny needs neither)",
+        hint="check the name and the network, or give a local folder, or builtin:tiny, which needs neither",
     )
 
 

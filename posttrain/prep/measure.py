@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, ModelError
 from posttrain.core.types import Message, ToolSchema
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def open_chat_lengths(template: str | None, tokenizer: str | None) -> ChatLength
     """
     if template is None and tokenizer is None:
         return None
-    loaded = None if tokenizer is None else _tokenizer(tokenizer)
+    loaded = None if tokenizer is None else _tokenizer(tokenizer, "--tokenizer")
     if template is None:
         return ChatLengths(None, loaded)
     file = Path(template)
@@ -149,7 +149,7 @@ def open_chat_lengths(template: str | None, tokenizer: str | None) -> ChatLength
         return ChatLengths(loaded.chat_template[template], loaded)
     if file.suffix in (".jinja", ".json"):
         raise DataError(f"--template {template}: no such file", hint="give a .jinja file, or a model that has one")
-    named = _tokenizer(template)
+    named = _tokenizer(template, "--template")
     return ChatLengths(named.chat_template, loaded or named)
 
 
@@ -164,9 +164,13 @@ def _template_of(file: Path) -> str:
     return value
 
 
-def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+def _tokenizer(path: str, option: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the model that ``option`` names. Raises ``ModelError``."""
     from posttrain.models.load import ModelSource, load_tokenizer, locate
 
     # A folder may hold a tokenizer and no model.
     alone = os.path.isfile(Path(path) / "tokenizer_config.json")
-    return load_tokenizer(ModelSource(path) if alone else locate(path))
+    try:
+        return load_tokenizer(ModelSource(path) if alone else locate(path))
+    except ModelError as error:
+        raise ModelError(f"{option}: {error.message}", hint=error.hint) from error

@@ -27,6 +27,7 @@ from posttrain.rollout.schedule_replay import Recorded
 from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import check_algo, check_machine, check_supported, engine_note, open_model
 from posttrain.runs.prompts import (
+    check_ground_truths,
     check_reward,
     fitting_prompts,
     read_tasks,
@@ -77,6 +78,9 @@ def prepare_sampling(resolved: Resolved) -> RlJob:
         val_rows, val_file = read_tasks(cfg, env, "val", limit=cfg.val.limit)
     val, val_left_out, _ = fitting_prompts(val_rows, env, val_file, cfg.data.truncation)
     failing = check_reward([*prompts, *val], cfg, env, train_file)
+    check_ground_truths(prompts, cfg, env, train_file)
+    with reading_validation():
+        check_ground_truths(val, cfg, env, val_file)
     recorded = recorded_schedule(resolved, prompts) if cfg.rollout.replay_schedule else None
     steps = total_steps(len(prompts), cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
     crowded = check_batch(len(prompts), cfg.data.batch_size)

@@ -197,6 +197,29 @@ def check_reward(prompts: Sequence[Prompt], cfg: Config, env: EpisodeContext, fi
     return None
 
 
+def check_ground_truths(prompts: Sequence[Prompt], cfg: Config, env: EpisodeContext, file: str) -> None:
+    """Check that a grader of posttrain finds a ground truth in every row that it judges: none of them does without. A
+    user's grader or reward function, an environment and an agent may.
+
+    Raises:
+        DataError: naming the file and the first row without one.
+    """
+    from posttrain.rewards import GRADERS, grader_name
+
+    if cfg.reward.function or env.world is not None or env.agents is not None:
+        return
+    for prompt in prompts:
+        if prompt.ground_truth is not None:
+            continue
+        name = grader_name(prompt.data_source)
+        if getattr(GRADERS.get(name), "__module__", "").startswith("posttrain."):
+            raise DataError(
+                f"{file}, row {prompt.index}: reward_model.ground_truth is null, and the grader {name!r} of "
+                f"data source {prompt.data_source!r} needs one",
+                hint="remove such rows, or grade every row with --set reward.function=my_task.py:grade",
+            )
+
+
 @contextmanager
 def reading_validation() -> Iterator[None]:
     """Add to an error of the validation set that `data.val` names it: `--data` replaces `data.train` alone."""

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from posttrain.core.errors import ConfigError, DataError, RunError
+from posttrain.core.errors import ConfigError, DataError, ModelError, RunError
 from posttrain.data.parquet import read_conversations, read_prompts
 from posttrain.prep import command as prep
 from posttrain.prep.measure import duplicates
@@ -320,6 +320,13 @@ def test_a_template_that_must_render_every_row(tmp_path):
     assert lengths["prompt in the chat template, characters"]["p50"] == len(shown)
     with pytest.raises(DataError, match="no such file"):
         prep.run("gsm8k", source, str(tmp_path / "b"), template="none.jinja")
+
+
+@pytest.mark.parametrize("flag", ["template", "tokenizer"])
+def test_a_model_that_is_not_there_is_told_with_its_option(tmp_path, flag):
+    with pytest.raises(ModelError, match=rf"^--{flag}: model folder not found: \./nope") as refused:
+        prep.run("arith", out=str(tmp_path / "out"), **{flag: "./nope"})
+    assert "--model" not in refused.value.hint
 
 
 @pytest.mark.parametrize("flag", ["template", "tokenizer"])

@@ -18,8 +18,9 @@ from posttrain.engines.base import EngineSpec
 from posttrain.engines.start import open_engine
 from posttrain.models.builtin import create_builtin
 from posttrain.models.export import save_text_side
-from posttrain.models.load import ModelSource
+from posttrain.models.load import ModelSource, not_loadable
 from posttrain.prep import command as prep
+from posttrain.rewards import DATA_SOURCES, GRADERS
 from posttrain.rl import command as rl
 from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import (
@@ -31,7 +32,7 @@ from posttrain.runs.preflight import (
     open_model,
     with_engine,
 )
-from posttrain.runs.prompts import check_prompts, fitting_prompts, prompt_lengths, select_prompts
+from posttrain.runs.prompts import check_ground_truths, check_prompts, fitting_prompts, prompt_lengths, select_prompts
 from posttrain.train import checkpoint
 from tests.helpers.saved import save_shards
 from tests.helpers.seeing import save_model
@@ -193,6 +194,20 @@ def test_lengths_of_many_prompts_are_those_of_each(tools, monkeypatch):
     assert prompt_lengths(rows, env, "x") == [len(env.prompt_ids(row)) for row in rows]
 
 
+def test_a_row_without_a_ground_truth_is_refused_where_its_grader_needs_one(monkeypatch):
+    def asked(number, source, truth):
+        return Prompt(number, [{"role": "user", "content": "2 + 2?"}], source, truth)
+
+    env = environment()
+    rows = [asked(0, "openai/gsm8k", "4"), asked(1, "openai/gsm8k", None)]
+    with pytest.raises(DataError, match=r"^a.parquet, row 1: reward_model.ground_truth is null.*'gsm8k'"):
+        check_ground_truths(rows, config(), env, "a.parquet")
+    check_ground_truths(rows, config(reward={"function": "mine.py:grade"}), env, "a.parquet")
+    monkeypatch.setitem(DATA_SOURCES, "mine", "likes everything")
+    monkeypatch.setitem(GRADERS._entries, "likes everything", lambda *_: None)
+    check_ground_truths([rows[0], asked(1, "mine", None)], config(), env, "a.parquet")
+
+
 def test_rl_takes_the_prompts_that_data_keep_selects():
     levels = ["easy", "hard", "easy", None]
     rows = [
@@ -318,6 +333,7 @@ def test_models_that_are_not_there():
     with pytest.raises(ModelError, match="builtin:tinny") as error:
         open_model(config(model={"path": "builtin:tinny"}))
     assert "builtin:tiny" in error.value.hint
+    assert "--model" not in not_loadable(ModelSource("nope"), OSError("no such name")).hint  # it may be a tokenizer's
     with pytest.raises(ConfigError, match=r"model\.path is empty"):
         open_model(config(model={"path": ""}))
     with pytest.raises(ModelError, match="not found: /no/such/folder"):
