@@ -21,9 +21,13 @@ def prep(
     out: Annotated[str | None, typer.Option(help="Folder to write to; default data/NAME.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum rows per split, from its start.")] = None,
     split: Annotated[list[str] | None, typer.Option(help="Only this split; repeatable.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of generated data.")] = 0,
-    train_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: number of training rows.")] = None,
-    test_rows: Annotated[int | None, typer.Option(min=1, help="Generated data: number of held-out rows.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of generated data; other sets read none.")] = 0,
+    train_rows: Annotated[
+        int | None, typer.Option(min=1, help="Maximum rows of the train split; of generated data, their number.")
+    ] = None,
+    test_rows: Annotated[
+        int | None, typer.Option(min=1, help="Maximum rows of the test split; of generated data, their number.")
+    ] = None,
     val_fraction: Annotated[
         float, typer.Option(help="Share of the train split to write to val files, chosen by a hash of the prompt.")
     ] = 0.0,

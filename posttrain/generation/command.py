@@ -123,6 +123,8 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
         if cfg.run.overwrite or not (parts_folder(out) / MANIFEST).exists():
             with tracker.phase("start"):
                 check_prompts(tasks.prompts(), env, tasks.name)
+                if cfg.generate.endpoint.url:
+                    asyncio.run(_check_server(cfg, env))
         parts = _open_parts(out, manifest, count, further_columns(env), overwrite=cfg.run.overwrite)
         try:
             for note in filter(None, [tasks.note, *parts.notes]):
@@ -254,6 +256,12 @@ def _missing(tasks: Tasks, parts: ResponseParts) -> Iterator[Prompt]:
     """The prompts that have no row yet."""
     missing = ~parts.done
     return (prompt for prompt in tasks.prompts() if missing[tasks.row(prompt)])
+
+
+async def _check_server(cfg: Config, env: EpisodeContext) -> None:
+    """Check that the server answers, before anything is written or replaced. Raises ``ConfigError``."""
+    served = await open_server(cfg.generate.endpoint, env.tokenizer, sorted(env.stop_token_ids))
+    await served.close()
 
 
 async def _open_pool(

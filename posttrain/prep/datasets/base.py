@@ -273,7 +273,9 @@ class FileSet(Dataset):
         return [split for split in self.splits if split in self._find(source)]
 
     def rows(self, split: str, source: str | None, *, n: int | None = None, seed: int = 0) -> Iterator[RawRow]:
-        """Rows in the files' order; ``seed`` is not used."""
+        """Rows in the files' order. Raises ``DataError`` for a seed: nothing here depends on one."""
+        if seed:
+            raise DataError(f"{self.name} is read from files, and reads no --seed", hint="leave --seed out")
         self._skipped, self._numbers, self._begun = Counter(), array("q"), []
         files = self._find(source).get(split)
         if files is None:

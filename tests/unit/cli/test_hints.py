@@ -103,6 +103,23 @@ def test_an_unknown_option_gets_the_nearest_or_a_key(args: str, hint: str) -> No
     assert hint in " ".join(done.stderr.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("prep arith --limit 0", "error: Invalid value for '--limit'"),
+        ("prep arith --limit many", "error: Invalid value for '--limit'"),
+        ("merge-ckpt --out merged", "error: Missing argument"),
+        ("merge-ckpt run", "error: Missing option '--out'"),
+        ("report run --out", "error: Option '--out' requires an argument"),
+        ("version and more", "error: Got unexpected extra argument"),
+    ],
+)
+def test_words_that_cannot_be_read_lead_to_the_help(args: str, message: str) -> None:
+    said, hint = refused(*args.split())
+    assert said.startswith(message)
+    assert hint.endswith(f"{args.split()[0]} --help")
+
+
 def test_every_alias_is_of_a_key_and_of_one_only() -> None:
     leaves = set(leaf_keys())
     names = [alias for aliases in ALIASES.values() for alias in aliases]

@@ -437,6 +437,18 @@ def test_what_is_there_is_not_replaced_but_reused_where_asked(data, tmp_path):
     assert not parts_folder(out).exists()
 
 
+def test_a_server_that_does_not_answer_leaves_all_as_it_was(data, tmp_path):
+    out = tmp_path / "out.parquet"
+    out.write_bytes(b"of another command")
+    with serve() as endpoint:
+        gone = endpoint.url
+    for place in (out, tmp_path / "new.parquet"):
+        with pytest.raises(ConfigError, match="gives no list of models"):
+            sampled(gone, data, place, **{"run.overwrite": True})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out.parquet"]
+    assert out.read_bytes() == b"of another command"
+
+
 def test_the_prompts_are_never_replaced(data, tmp_path):
     before = data.read_bytes()
     link = tmp_path / "link.parquet"

@@ -65,6 +65,13 @@ def test_columns_as_pandas_sees_them(tmp_path):
     assert len(pd.read_parquet(tmp_path / "sft_test.parquet")) == 3
 
 
+def test_a_seed_is_refused_by_a_set_that_reads_none(tmp_path):
+    source = word_problems(tmp_path / "raw", train=[problem(1)])
+    with pytest.raises(DataError, match="gsm8k is read from files, and reads no --seed"):
+        prep.run("gsm8k", source, str(tmp_path / "out"), seed=7)
+    assert not (tmp_path / "out").exists()
+
+
 def test_same_seed_same_bytes(tmp_path):
     for name in ("a", "b"):
         prep.run("arith", out=str(tmp_path / name), limit=20, seed=4)
