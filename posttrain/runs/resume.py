@@ -153,6 +153,18 @@ def branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
     return tuple(text for key, text in changes.items() if not key.startswith(("run.", "description")))
 
 
+def deleted_with(path: Path, start: Checkpoint | None, config: Config) -> str | None:
+    """Return something in the folder ``path`` that a run reads, or begins with; None: nothing."""
+    given = [config.data.train, config.data.val, config.model.path, config.critic.path, config.algo.teacher]
+    read = [name for value in given if value for name in ([value] if isinstance(value, str) else value)]
+    read += [] if start is None else [str(start.path)]
+    for name in read:
+        place = Path(config.run.dir, name.removeprefix("run:")) if name.startswith("run:") else Path(name)
+        if place.resolve().is_relative_to(path.resolve()):
+            return name
+    return None
+
+
 def play_changes(start: Checkpoint, config: Config) -> list[str]:
     """Return the changes against the config of a checkpoint for which the episodes in it cannot be played on."""
     changes = _changes(_config_of(start), config)

@@ -39,7 +39,15 @@ from posttrain.core.machines import this_machine
 from posttrain.core.registry import unknown
 from posttrain.core.signals import TERMINATING, handle, leave_terminal, restore
 from posttrain.runs.lock import RunLock
-from posttrain.runs.resume import begun_by_overwrite, branch, check_resumable, find_start, go_back, is_barren
+from posttrain.runs.resume import (
+    begun_by_overwrite,
+    branch,
+    check_resumable,
+    deleted_with,
+    find_start,
+    go_back,
+    is_barren,
+)
 from posttrain.tracking.log import LOGS
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
@@ -188,10 +196,8 @@ class RunTarget:
         if resolved.config.run.overwrite:
             if (changes := begun_by_overwrite(path, state, resolved)) is not None:
                 return _Found(True, changes, (f"run {path} was begun by this --overwrite: it goes on, {_ANEW}",))
-            if start is not None and path.resolve() in start.path.resolve().parents:
-                raise ConfigError(
-                    f"--overwrite would delete {start.path}, which the run is to begin with", hint="give --name NAME"
-                )
+            if (lost := deleted_with(path, start, resolved.config)) is not None:
+                raise ConfigError(f"--overwrite would delete {lost}, which the run reads", hint="give --name NAME")
             return _Found(False, branch(start, resolved))
         if start is not None and start.path.parent.resolve() == (path / "checkpoints").resolve():
             return _Found(True, go_back(path, start, resolved))

@@ -242,6 +242,16 @@ def test_a_run_does_not_delete_what_it_begins_with(tmp_path: Path) -> None:
     assert checkpoint.find(run.path).step == 2
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.val", "model.path"])
+@pytest.mark.parametrize("place", ["{}/a/rows/more.parquet", "run:a/best"])
+def test_a_run_does_not_delete_what_it_reads(tmp_path: Path, key: str, place: str) -> None:
+    run = with_checkpoints(tmp_path, 2, status="finished")
+    given = place.format(tmp_path)
+    with pytest.raises(ConfigError, match=f"--overwrite would delete {given}, which the run reads"):
+        RunTarget.find(make(tmp_path, f'{key}="{given}"', "run.overwrite=true")).open()
+    assert checkpoint.find(run.path).step == 2
+
+
 # ---------------------------------------------------------------------- SIGTERM
 
 
