@@ -44,7 +44,6 @@ def prepare(resolved: Resolved) -> ReplayJob:
     """Check config, model and rollout files. Of these the index and the first step are read; a damaged row further on
     ends the run when it gets there. Raises ``UserError``."""
     cfg = resolved.config
-    check_given(resolved)
     source, tokenizer = open_model(cfg)
     check_supported(cfg)
     check_machine(cfg)
@@ -55,17 +54,12 @@ def prepare(resolved: Resolved) -> ReplayJob:
     return ReplayJob(resolved, source, replayed_steps(files, cfg), files, files.read(files.steps[0]))
 
 
-def check_given(resolved: Resolved) -> None:
-    """Check that the command line gives no key of sampling and rewards that a replay does not read; presets may, which
-    are of runs that sample. Raises ``ConfigError``."""
-    weights = ("reward.weights",) if ADVANTAGES.get(resolved.config.algo.advantage).parts else ()
-    for key, origin in resolved.provenance.items():
-        if origin.startswith(("--", "flag --")) and key.startswith(_OF_SAMPLING) and key not in (*_READ, *weights):
-            raise ConfigError(
-                f"{key} is set by {origin.removeprefix('flag ')}, and a replay does not read it: rollout files hold "
-                "what was sampled, with its rewards",
-                hint="leave it out",
-            )
+def unread(resolved: Resolved) -> list[str]:
+    """Return the keys of sampling and rewards on the command line that a replay does not read. Presets have some as
+    well: they are of runs that sample."""
+    read = (*_READ, "reward.weights") if ADVANTAGES.get(resolved.config.algo.advantage).parts else _READ
+    given = (key for key, origin in resolved.provenance.items() if origin.startswith(("--", "flag --")))
+    return [key for key in given if key.startswith(_OF_SAMPLING) and not key.startswith(read)]
 
 
 @dataclass(frozen=True)
@@ -82,6 +76,8 @@ class ReplayJob(TrainingJob):
             yield "data.val is not used: a replay has no sampler to validate with"
         if self.resolved.config.data.keep:
             yield "data.keep is not used: a replay trains on all prompts that were sampled"
+        if keys := unread(self.resolved):
+            yield f"not used: {', '.join(keys)}: rollout files hold what was sampled, with its rewards"
 
     def known(self) -> Known:
         """Return the lengths of the first recorded step."""

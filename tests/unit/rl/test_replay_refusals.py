@@ -13,7 +13,7 @@ from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.rl import command as rl
-from posttrain.rl.replay import replayed_steps
+from posttrain.rl.replay import prepare, replayed_steps
 from posttrain.rollout.files import RolloutFiles, fingerprint, write_rollouts
 from posttrain.runs.preflight import check_machine, check_supported
 from posttrain.runs.run import RunTarget
@@ -37,14 +37,12 @@ def replay(tmp_path: Path, paths: Path | str, *sets: str) -> None:
     rl.run(resolve("rl", "tiny-arith", sets=["model.path='builtin:tiny'", "train.steps=1", *sets], flags=flags))
 
 
-@pytest.mark.parametrize("given", ["rollout.n=4", "rollout.filter_groups=true", "reward.weights.length=1.0", "val.n=2"])
-def test_replay_rejects_keys_of_sampling_on_the_command_line(tmp_path: Path, folder: Path, given: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"{given.split('=')[0].removesuffix('.length')}.* is set by --set, and a replay does not read",
-    ):
-        replay(tmp_path, folder, given)
-    assert not (tmp_path / "runs").exists()
+def test_a_replay_names_what_it_does_not_read_of_the_command_line(folder: Path) -> None:
+    sets = ["model.path='builtin:tiny'", "train.steps=1", "rollout.n=4", "reward.weights.length=1.0", "val.n=2"]
+    flags = {"rollout.replay": str(folder), "rollout.temperature": 1.0}
+    notes = list(prepare(resolve("rl", "tiny-arith", sets=sets, flags=flags)).notes())
+    what = "not used: rollout.n, val.n, reward.weights.length: rollout files hold what was sampled, with its rewards"
+    assert [note for note in notes if "rollout files" in note] == [what]
 
 
 def test_replay_rejects_missing_files(tmp_path: Path) -> None:
