@@ -94,7 +94,8 @@ class WeightsAndBiases:
         assert self._run is not None
         if step <= self._state["step"]:
             return
-        self._run.log(dict(metrics), step=step)
+        # Given a step, wandb waits for more of it unless told that this is all: a killed run would lose its last one.
+        self._run.log(dict(metrics), step=step, commit=True)
         self._state["step"] = step
         write_text(self._file, json.dumps(self._state))
 

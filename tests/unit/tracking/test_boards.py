@@ -116,6 +116,17 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(tmp_path: Path, monkeypa
 
 
 @needs_wandb
+def test_wandb_gets_a_step_when_it_ends_and_not_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with Tracker(tmp_path, "t", 9, ["wandb"]) as tracker:
+        tracker.log(3, {"a": 1.0})
+        (sink,) = tracker._sinks
+        assert sink._run.step == 4  # type: ignore[attr-defined]  # that of an open step is its own
+
+
+@needs_wandb
 def test_wandb_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "")
