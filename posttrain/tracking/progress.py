@@ -56,6 +56,8 @@ class Progress:
     title: str
     total_steps: int | None
     step: int = 0
+    reported: bool = False
+    """A step has been reported."""
     seconds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=20))
     """Steps since the report before, and seconds, of the last reports."""
     shown: dict[str, str] = field(default_factory=dict)
@@ -80,12 +82,13 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a finished step."""
         # A run that goes on has not done the steps before its first.
-        steps = max(0, step - self.step) if self.seconds else min(step, 1)
-        self.step = step
+        steps = max(0, step - self.step) if self.reported else min(step, 1)
+        self.step, self.reported = step, True
         self.step_started = time.monotonic()
         self.spent.clear()
         once = sum(float(metrics.get(f"timing_s/{name}", 0.0)) for name in ONCE)
-        self.seconds.append((steps, float(metrics["timing_s/step"]) - once))
+        if steps:  # a validation before the first step is none, and comes once too
+            self.seconds.append((steps, float(metrics["timing_s/step"]) - once))
         for label, names, style in COLUMNS:
             name = next((name for name in names if name in metrics), None)
             if name is not None:

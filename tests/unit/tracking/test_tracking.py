@@ -235,6 +235,21 @@ def test_eta_leaves_out_what_comes_once_before_the_first_update() -> None:
     assert progress.eta == "0:20"
 
 
+def test_eta_leaves_out_a_validation_before_the_first_step() -> None:
+    progress = Progress("t", 11)
+    progress.update(0, {"timing_s/step": 300.0, "timing_s/testing": 300.0})
+    assert progress.eta == ""
+    progress.update(1, {"timing_s/step": 2.0})
+    assert progress.eta == "0:20"
+
+
+def test_eta_of_what_is_reported_at_its_beginning_counts_all_that_comes_after() -> None:
+    progress = Progress("t", 30)
+    progress.update(0, {"timing_s/step": 5.0})
+    progress.update(10, {"timing_s/step": 10.0})
+    assert progress.eta == "0:20"
+
+
 def test_sparkline_and_clock() -> None:
     assert sparkline([0.0, 1.0]) == "▁█"
     assert sparkline([2.0, 2.0]) == "▁▁"
