@@ -36,13 +36,19 @@ def gpus() -> list[CheckResult]:
         for line in _output(smi, f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines()
         if line.strip()
     ]
-    names = {f"{sum(r[0] == row[0] for r in rows)} x {row[0]}, {int(row[1]) / 1024:.0f} GiB" for row in rows}
+    names = {f"{sum(r[0] == row[0] for r in rows)} x {row[0]}{_gib(row[1])}" for row in rows}
     found = [CheckResult("gpus", "ok", f"{'; '.join(sorted(names))}; driver {rows[0][3]}")]
-    busy = [f"GPU {i}: {int(row[2]) / 1024:.1f} GiB" for i, row in enumerate(rows) if int(row[2]) > 2048]
+    used = {i: int(row[2]) for i, row in enumerate(rows) if row[2].isdigit()}
+    busy = [f"GPU {i}: {mebibytes / 1024:.1f} GiB" for i, mebibytes in used.items() if mebibytes > 2048]
     if busy:
         hint = "end what uses them, or name others in CUDA_VISIBLE_DEVICES"
         found.append(CheckResult("gpu memory", "warn", f"in use: {', '.join(busy)}", hint))
     return [*found, *(links(_output(smi, "topo", "-m")) if len(rows) > 1 else [])]
+
+
+def _gib(mebibytes: str) -> str:
+    """Return the memory of a GPU as the end of its name; nothing where the driver does not tell it (`[N/A]`)."""
+    return f", {int(mebibytes) / 1024:.0f} GiB" if mebibytes.isdigit() else ""
 
 
 def links(matrix: str) -> list[CheckResult]:

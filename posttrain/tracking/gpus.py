@@ -48,19 +48,24 @@ def describe(lines: str, most: int = _MOST) -> str:
     if not gpus:
         return ""
     if len(gpus) <= most:
-        return "   ".join(f"{used / 1024:.1f}/{total / 1024:.0f} GiB{_percent(busy)}" for used, total, busy in gpus)
-    used, busy = ([gpu[i] for gpu in gpus] for i in (0, 2))
-    memory = _range([u / 1024 for u in used], ".1f")
-    return f"{len(gpus)} GPUs: {memory} of {gpus[0][1] / 1024:.0f} GiB, {_range(busy, '.0f')} %"
+        return "   ".join(filter(None, (_one(*gpu) for gpu in gpus)))
+    memory = [(used / 1024, total / 1024) for used, total, _ in gpus if math.isfinite(used + total)]
+    busy = [busy for _, _, busy in gpus if math.isfinite(busy)]
+    parts = [f"{_range([used for used, _ in memory], '.1f')} of {memory[0][1]:.0f} GiB"] if memory else []
+    parts += [f"{_range(busy, '.0f')} %"] if busy else []
+    return f"{len(gpus)} GPUs: {', '.join(parts)}" if parts else ""
 
 
 def _number(text: str) -> float:
-    """Return a number of the answer; nan for `[N/A]`: a part of a GPU has no use of its own."""
+    """Return a number of the answer; nan for `[N/A]`: a part of a GPU has no use of its own, and a GPU that shares the
+    host's memory tells none."""
     return math.nan if "N/A" in text else float(text)
 
 
-def _percent(busy: float) -> str:
-    return "" if math.isnan(busy) else f" {busy:.0f} %"
+def _one(used: float, total: float, busy: float) -> str:
+    """Return what is known of a GPU."""
+    memory = f"{used / 1024:.1f}/{total / 1024:.0f} GiB" if math.isfinite(used + total) else ""
+    return f"{memory} {busy:.0f} %".lstrip() if math.isfinite(busy) else memory
 
 
 def _range(values: Sequence[float], style: str) -> str:

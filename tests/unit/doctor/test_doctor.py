@@ -184,6 +184,26 @@ Legend:
 """
 
 
+@pytest.mark.parametrize(
+    ("said", "told", "used"),
+    [
+        ("NVIDIA H200, 143771, 4096, 580.1", "1 x NVIDIA H200, 140 GiB; driver 580.1", "in use: GPU 0: 4.0 GiB"),
+        ("NVIDIA GB10, [N/A], [N/A], 580.1", "1 x NVIDIA GB10; driver 580.1", None),
+    ],
+)
+def test_gpus_and_what_their_driver_tells_of_them(
+    said: str, told: str, used: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: x" || echo "{said}"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = {result.name: result for result in machine.gpus()}
+    assert found["gpus"] == CheckResult("gpus", "ok", told)
+    assert (found["gpu memory"].detail if "gpu memory" in found else None) == used
+
+
 def test_links_between_gpus() -> None:
     assert machine.links(NVLINK) == [CheckResult("gpu links", "ok", "NVLink between all (NV18)")]
     (found,) = machine.links(NVLINK.replace("NV18", "SYS"))

@@ -228,6 +228,13 @@ def test_gpus_in_a_few_words() -> None:
     assert describe("") == ""
 
 
+def test_what_the_driver_does_not_tell_of_gpus_is_left_out() -> None:
+    assert describe("1024, 81920, [N/A]\n2048, 81920, [N/A]\n", most=1) == "2 GPUs: 1.0 to 2.0 of 80 GiB"
+    assert describe("[N/A], [N/A], 3\n2048, 81920, 5\n", most=1) == "2 GPUs: 2.0 of 80 GiB, 3 to 5 %"
+    assert describe("[N/A], [N/A], 3\n") == "3 %"
+    assert describe("[N/A], [N/A], [N/A]\n") == describe("[N/A], [N/A], [N/A]\n" * 2, most=1) == ""
+
+
 def test_eta_leaves_out_what_comes_once_before_the_first_update() -> None:
     progress = Progress("t", 11)
     once = {"timing_s/start": 20.0, "timing_s/engines": 10.0, "timing_s/first_sync": 10.0, "timing_s/warm_up": 20.0}
