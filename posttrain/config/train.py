@@ -109,9 +109,9 @@ class TrainConfig(Section):
     """The training loop and its workers."""
 
     epochs: PositiveInt = 1
-    """Passes over the data; `steps` may end the run earlier."""
+    """Passes over the data, where `steps` is none. With `rollout.replay` also the most passes over its files."""
     steps: PositiveInt | None = None
-    """Optimizer steps (`sft`, `prefer`) or RL steps; none: determined by `epochs`."""
+    """Optimizer steps (`sft`, `prefer`) or RL steps, whatever `epochs` says; none: determined by `epochs`."""
     tokens_per_microbatch: PositiveInt = 16384
     """Maximum tokens per micro-batch of a worker. The gradient does not depend on it."""
     sequences_per_microbatch: PositiveInt | None = None
