@@ -51,7 +51,7 @@ class TensorBoard:
         self.close()
         self._purge_step = step + 1
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -102,9 +102,9 @@ class WeightsAndBiases:
     def rewind(self, step: int) -> None:
         """Nothing: ``write`` knows what was logged."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=int(failed))
             self._run = None
 
 
@@ -142,6 +142,7 @@ class MLflow:
                 f"MLflow at {where} did not start: {str(error).splitlines()[0]}",
                 hint="set MLFLOW_TRACKING_URI, or leave mlflow out of run.logger",
             ) from error
+        self._failed = False
         self._waiting: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="mlflow", daemon=True)
         self._sender.start()
@@ -154,7 +155,8 @@ class MLflow:
     def rewind(self, step: int) -> None:
         """Nothing: ``write`` knows what was logged."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        self._failed = failed
         if self._sender.is_alive():
             self._waiting.put(None)
             self._sender.join(_UPLOAD_S)
@@ -167,7 +169,7 @@ class MLflow:
             item = self._waiting.get()
             try:
                 if item is None:
-                    self._client.set_terminated(self._state["id"])
+                    self._client.set_terminated(self._state["id"], status="FAILED" if self._failed else "FINISHED")
                     return
                 step, metrics = item
                 now = round(time.time() * 1000)

@@ -67,8 +67,8 @@ class MetricsSink(Protocol):
     def rewind(self, step: int) -> None:
         """Forget the steps after ``step``, from which the run continues: they are written again."""
 
-    def close(self) -> None:
-        """Finish. Safe to call twice."""
+    def close(self, *, failed: bool = False) -> None:
+        """Finish; ``failed``: the run did. Safe to call twice."""
 
 
 class MetricsFile:
@@ -104,7 +104,7 @@ class MetricsFile:
         """Return whether there is a line of this step."""
         return any(_step(line) == step for line in self._path.read_text(encoding="utf-8").splitlines())
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         with contextlib.suppress(OSError):  # what a full disk did not take, ``write`` has told
             self._file.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from posttrain.core.errors import Interrupted
 from posttrain.core.types import Failure, Trajectory
 from posttrain.tracking.boards import MLflow, TensorBoard, WeightsAndBiases
 from posttrain.tracking.console import Mode, View, make_view
@@ -61,7 +62,7 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        self.close(failed=isinstance(error, Exception) and not isinstance(error, Interrupted))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -155,13 +156,13 @@ class Tracker:
         """Show the best and the worst of these episodes, shortened."""
         self._progress.sampled(groups)
 
-    def close(self) -> None:
-        """Take the panel down and close what is written to. Safe to call twice."""
+    def close(self, *, failed: bool = False) -> None:
+        """Take the panel down and close what is written to; ``failed``: the run did. Safe to call twice."""
         if self._view is not None:
             self._view.close()
             self._view = None
         for sink in self._sinks:
-            sink.close()
+            sink.close(failed=failed)
 
 
 def open_sinks(run_path: Path, loggers: Sequence[str], config: Mapping[str, Any]) -> list[MetricsSink]:

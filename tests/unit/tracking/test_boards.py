@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import Config
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, Interrupted, RunError
 from posttrain.runs import preflight as startup
 from posttrain.tracking import Tracker
 
@@ -157,6 +157,38 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path: Path, monkeyp
     history = client.get_metric_history(run.info.run_id, "a")
     assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [(s, float(s)) for s in range(1, 8)]
     assert {"a", "b", "timing_s/step", "acc/mean_at_4"} == set(run.data.metrics)
+
+
+def fail(folder: Path, logger: str, error: Exception) -> None:
+    """A run that logs a step and ends with ``error``."""
+    with pytest.raises(type(error)), Tracker(folder, "t", 9, [logger]) as tracker:
+        tracker.log(1, {"a": 1.0})
+        raise error
+
+
+@needs_mlflow
+@pytest.mark.parametrize(("error", "status"), [(RunError("x"), "FAILED"), (Interrupted("x"), "FINISHED")])
+def test_a_run_that_failed_has_failed_in_mlflow(
+    error: Exception, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    fail(tmp_path, "mlflow", error)
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert client.get_run(json.loads((tmp_path / "mlflow.json").read_text())["id"]).info.status == status
+
+
+@needs_wandb
+def test_a_run_that_failed_has_failed_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    fail(tmp_path, "wandb", RunError("x"))
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60  # as above
+    while not (codes := [r.exit.exit_code for r in records(file) if r.WhichOneof("record_type") == "exit"]):  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert codes == [1]
 
 
 @needs_mlflow
