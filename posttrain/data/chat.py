@@ -92,6 +92,8 @@ class ChatRenderer:
             )
         self.tokenizer = tokenizer
         self._spans = AssistantSpans(tokenizer, template_kwargs)
+        self._stripping = {i for i, token in tokenizer.added_tokens_decoder.items() if token.rstrip}
+        """Tokens that take the white space behind them for their own."""
 
     def render(
         self, conversations: Sequence[tuple[Sequence[AnyMessage], str | Sequence[Any] | None]]
@@ -105,8 +107,21 @@ class ChatRenderer:
             texts.append(text)
             spans.append(found)
         encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-        columns = zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
-        return [RenderedChat(ids, *_token_mask(offsets, found)) for ids, offsets, found in columns]
+        columns = zip(texts, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+        return [
+            RenderedChat(ids, *_token_mask(self._written(text, ids, offsets), found))
+            for text, ids, offsets, found in columns
+        ]
+
+    def _written(self, text: str, ids: Sequence[int], offsets: Sequence[Span]) -> Sequence[Span]:
+        """Return the characters of each token, without the white space behind it that some take: the policy samples
+        an end of turn before there is any."""
+        if self._stripping.isdisjoint(ids):
+            return offsets
+        return [
+            (start, start + len(text[start:end].rstrip())) if token in self._stripping else (start, end)
+            for token, (start, end) in zip(ids, offsets, strict=True)
+        ]
 
 
 @contextmanager
@@ -230,7 +245,10 @@ class ChatDeltas:
     def ids(self, messages: Sequence[AnyMessage]) -> list[int]:
         """Return ids of ``messages`` (tool results or a user's reply) that follow a turn whose end-of-turn token was
         sampled, up to where the assistant writes again. Raises ``DataError``."""
-        return encode(self.tokenizer, self.text(messages))
+        # Behind that token, as in the whole conversation: some tokenizers put a space before the start of a text, and
+        # some of these tokens take the white space behind them.
+        ids = encode(self.tokenizer, self.eos + self.text(messages))
+        return ids[ids.index(self.tokenizer.eos_token_id) + 1 :]
 
     def text(self, messages: Sequence[AnyMessage]) -> str:
         """Return ``ids`` as text. Raises ``DataError``."""

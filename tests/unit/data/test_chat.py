@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from posttrain.config import Config, DataConfig
 from posttrain.core.errors import DataError
@@ -201,6 +203,47 @@ def test_deltas_by_hand():
         "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     assert TINY.decode(deltas.ids([user("more")])) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
+# ---------------------------------------------------------------------- white space of other tokenizers
+
+
+def of_letters(pre_tokenizer, **eos):
+    """A tokenizer whose tokens are letters, besides the end of a turn."""
+    letters = sorted({*map(chr, range(32, 127)), "\u2581", "\n", *pre_tokenizers.ByteLevel.alphabet()})
+    whole = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    whole.pre_tokenizer = pre_tokenizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole, eos_token=AddedToken("</s>", special=True, **eos))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        pytest.param(of_letters(pre_tokenizers.Metaspace(prepend_scheme="first", split=False)), id="Mistral's"),
+        pytest.param(of_letters(pre_tokenizers.ByteLevel(add_prefix_space=False), rstrip=True), id="Phi-3's"),
+    ],
+)
+def test_a_delta_has_the_tokens_of_the_whole_conversation(tokenizer):
+    """The first puts a space before a text, the second takes the white space behind the end of a turn for its own."""
+    asked, answered, asks = user("a"), assistant("b"), user("c")
+    delta = ChatDeltas(tokenizer).ids([asks])
+    whole = template_ids(tokenizer, [asked, answered, asks], None, add_generation_prompt=True)
+    first = template_ids(tokenizer, [asked, answered], None)
+    last = len(first) - first[::-1].index(tokenizer.eos_token_id)
+    assert delta == whole[last:]
+
+
+def test_the_end_of_a_turn_that_takes_the_white_space_behind_it_is_in_the_mask():
+    tokenizer = of_letters(pre_tokenizers.ByteLevel(add_prefix_space=False), rstrip=True)
+    chat = render_chat([user("a"), assistant("yes"), user("c"), assistant("no")], tokenizer)
+    shown = [token for token, on in zip(tokenizer.convert_ids_to_tokens(chat.ids), chat.mask, strict=True) if on]
+    assert shown == [*"yes", "</s>", *"no", "</s>"]
+    assert chat.straddling == 0
 
 
 # ---------------------------------------------------------------------- refused
