@@ -207,7 +207,8 @@ class HFSampler:
     def _truncation(self, params: SamplingParams) -> dict[str, Any]:
         if not self.spec.truncates:
             return {}
-        return {"top_p": params.top_p, "top_k": params.top_k or self.model.config.get_text_config().vocab_size}
+        every = self.model.config.get_text_config().vocab_size
+        return {"top_p": params.top_p, "top_k": min(params.top_k or every, every)}
 
     async def _run(self, prompt_ids: Ids, params: SamplingParams, images: Sequence[PlacedImage]) -> _Answer:
         """Run a request to its end, or until it is aborted. Raises ``WorkerError``."""

@@ -200,7 +200,8 @@ def test_top_p_and_top_k_are_of_each_request(folder):
 
     async def body(engine):
         params = [SamplingParams(count, 1.0, top_k=1), SamplingParams(count, 1.0, top_p=1e-4)]
-        params += [SamplingParams(count, 1.0, top_k=2)] * 8 + [SamplingParams(count, 1.0)] * 8
+        params += [SamplingParams(count, 1.0, top_k=2)] * 8 + [SamplingParams(count, 1.0)] * 7
+        params += [SamplingParams(count, 1.0, top_k=VOCABULARY + 1)]
         return await asyncio.gather(*(engine.generate(prompt, p) for p in params))
 
     found = with_engine(spec(folder, truncates=True), body)
