@@ -70,7 +70,10 @@ _AHEAD = 1.25
 _MOST_FAILED, _MOST_GROUPS = 100, 4
 """So many episodes that fail in a row, of so many prompts, are no trouble of theirs."""
 
-_SETTINGS = ("model.", "rollout.", "tools.", "plugins", "run.seed", "data.enable_thinking", "data.template_kwargs")
+_SETTINGS = (
+    "model.", "rollout.", "tools.", "plugins", "run.seed", "train.dtype",
+    "data.enable_thinking", "data.template_kwargs",
+)  # fmt: skip
 _NO_MATTER = frozenset(
     f"rollout.{name}" for name in ("replicas", "tensor_parallel", "memory_fraction", "kv_tokens", "max_concurrent")
 )

@@ -482,6 +482,15 @@ def test_a_model_that_was_trained_again_is_another(data, tmp_path):
     assert mark_of(ModelSource("builtin:tiny")) is None
 
 
+def test_what_computes_rows_in_another_type_gives_other_rows(data):
+    cfgs = [
+        resolve("generate", "tiny-arith-generate", flags={"train.dtype": kind}).config
+        for kind in ("float32", "bfloat16")
+    ]
+    before, now = (manifest_of(generate.settings_of(cfg, locate(cfg.model.path)), data, "1") for cfg in cfgs)
+    assert differences(before, now) == ["train.dtype: 'float32' -> 'bfloat16'"]
+
+
 def test_ctrl_c_keeps_what_is_done(data, tmp_path):
     def slow(nth, body):
         if nth == 6:
