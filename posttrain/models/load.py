@@ -334,12 +334,15 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> list[int]:
-    """Ids that end a turn: the tokenizer's and the model's generation config's, since they differ in some releases."""
-    ids = {int(tokenizer.eos_token_id)}
-    if (config := load_generation_config(source)) is not None:
-        declared = config.eos_token_id or []
-        ids |= set(declared if isinstance(declared, list) else [declared])
-    return sorted(ids)
+    """Ids that end a turn: the tokenizer's and the model's generation config's, since they differ in some releases.
+    Without one the config's, as in transformers, where they are control tokens: its class may state another model's."""
+    generation = load_generation_config(source)
+    config = load_config(source).get_text_config() if generation is None else generation
+    declared = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if generation is None:
+        control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        declared = [i for i in declared if i in control]
+    return sorted({int(tokenizer.eos_token_id), *(i for i in declared if i is not None)})
 
 
 def _check_reachable(source: ModelSource) -> None:

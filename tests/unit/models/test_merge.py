@@ -80,6 +80,18 @@ def test_tokens_that_end_a_turn_stay_with_the_model(tmp_path):
     assert GenerationConfig.from_pretrained(tmp_path / "out").top_k == 20
 
 
+def test_without_a_generation_config_the_config_says_which_tokens_end_a_turn(tmp_path):
+    """Where they are control tokens: the class of Llama's config has 2 for an end, which is a letter elsewhere."""
+    saved("llama", tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    file, tokenizer = tmp_path / "config.json", builtin_tokenizer("tiny")
+    config, end = json.loads(file.read_text()), tokenizer.eos_token_id
+    of_text = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    for said, ends in (([of_text, 5], [of_text, end]), (of_text, [of_text, end]), (2, [end]), (None, [end])):
+        file.write_text(json.dumps({**config, "eos_token_id": said}))
+        assert stop_token_ids(tokenizer, locate(str(tmp_path))) == ends
+
+
 def test_tensors_that_files_hold_joined(tmp_path):
     """Gate, query, key and value are one tensor on disk: not every weight can be written alone."""
     from transformers import HrmTextConfig, HrmTextForCausalLM
