@@ -29,7 +29,7 @@ class RemoteGenerator:
     those that were sampled, but give the same text.
 
     Args:
-        stop_token_ids: end a turn; the first one is appended where the server does not say at which it stopped.
+        stop_token_ids: end a turn; the tokenizer's own is appended where the server does not say at which it stopped.
     """
 
     def __init__(self, cfg: ServerConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class RemoteGenerator:
         ids = [int(i) for i in ids]
         if reason == "stop" and (not ids or ids[-1] not in self._stops):
             token = choice.get("stop_reason")
-            ids.append(token if token in self._stops else self._stops[0])
+            ids.append(token if token in self._stops else int(self._tokenizer.eos_token_id))
         return Sample(ids, [math.nan] * len(ids), reason, 0)
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:

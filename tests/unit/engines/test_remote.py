@@ -18,6 +18,8 @@ from tests.helpers.chat_endpoint import local_and_quick, serving
 
 TOKENIZER = builtin_tokenizer("tiny")
 EOS = TOKENIZER.eos_token_id
+STOPS = [3, EOS]
+"""Ascending, as commands give them"""
 PARAMS = SamplingParams(8)
 MODELS = json.dumps({"data": [{"id": "tiny"}]})
 
@@ -37,7 +39,7 @@ def encode(text):
 
 async def ask(endpoint, params=PARAMS, ids=(5, 6, 7), **values):
     values = {"url": endpoint.url, "retries": 0, **values}
-    sampler = await open_server(ServerConfig.model_validate(values), TOKENIZER, [EOS, 3])
+    sampler = await open_server(ServerConfig.model_validate(values), TOKENIZER, STOPS)
     try:
         return await sampler.generate(ids, params)
     finally:
@@ -55,7 +57,7 @@ async def test_the_request_is_what_servers_understand(monkeypatch):
     assert headers["Authorization"] == "Bearer sk-0123"
     assert body == {
         "model": "tiny", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0.5, "top_p": 0.9, "top_k": 40,
-        "stop_token_ids": [EOS, 3], "skip_special_tokens": False, "return_token_ids": True,
+        "stop_token_ids": STOPS, "skip_special_tokens": False, "return_token_ids": True,
     }  # fmt: skip
 
 
