@@ -285,8 +285,10 @@ class HFSampler:
     def _so_far(self, request_id: str) -> Any:
         """Return the library's output of a request as far as it has come: the library drops what a cancelled one has
         sampled. None: it is not at work yet."""
-        processor = self.manager.batch_processor
-        state = None if processor is None else processor.scheduler.active_requests.get(request_id)
+        if (processor := self.manager.batch_processor) is None:
+            return None
+        scheduler = processor.scheduler  # one that a full cache has moved out waits, with what it has sampled
+        state = scheduler.active_requests.get(request_id) or scheduler.waiting_requests.get(request_id)
         return None if state is None else state.to_generation_output()
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
