@@ -337,8 +337,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> l
     """Ids that end a turn: the tokenizer's and the model's generation config's, since they differ in some releases.
     Without one the config's, as in transformers, where they are control tokens: its class may state another model's."""
     generation = load_generation_config(source)
-    config = load_config(source).get_text_config() if generation is None else generation
-    declared = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = getattr(load_config(source).get_text_config() if generation is None else generation, "eos_token_id", None)
+    declared = ends if isinstance(ends, list) else [ends]
     if generation is None:
         control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         declared = [i for i in declared if i in control]
