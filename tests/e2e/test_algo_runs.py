@@ -362,7 +362,7 @@ def test_a_critic_trains_and_resumes(here, recorded):
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(folder, part).items())
 
 
-def values_batch(head_start=0):
+def values_batch():
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(2, 60, (9,), generator=generator).tolist()
     ids = [torch.randint(1000, (n,), generator=generator).tolist() for n in lengths]

@@ -18,7 +18,6 @@ NAMES = ADVANTAGES.names()
 MASKS = [[0, 1, 1], [0, 1, 0, 1, 1], [0, 1], [0, 1], [0, 1], [0, 0]]
 REWARDS = [1.0, 0.0, 2.0, 2.0, 5.0, 0.5]
 GROUPS = [0, 0, 1, 1, 2, 0]
-OWNER = [0, 0, 1, 1, 1, 2, 3, 4]  # of the policy tokens
 UP = 0.5 / (0.5 + 1e-6)  # group 0: scores 1, 0, 0.5 have mean 0.5 and unbiased variance 0.25
 
 

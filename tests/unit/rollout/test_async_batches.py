@@ -277,10 +277,8 @@ def test_a_run_that_is_killed_anywhere_loses_and_repeats_no_prompt_and_keeps_the
     cfg = staleness(k, max_user_turns=2) if multi else staleness(k)
     world = World(delays, cfg)
     saved = {"step": 0, "state": None}
-    reused = 0
 
     async def attempt():
-        nonlocal reused
         batches = world.open()
         world.version = saved["step"]
         for engine in world.pool.samplers:
@@ -288,7 +286,6 @@ def test_a_run_that_is_killed_anywhere_loses_and_repeats_no_prompt_and_keeps_the
         if saved["state"] is not None:
             state = json.loads(saved["state"])
             played = RolloutFiles(saved["file"], tokenizer="t").read(0) if saved["file"] else []
-            reused += len(played)
             batches.restore(state, played)
         for step in range(saved["step"] + 1, STEPS + 1):
             await world.step(batches, step)

@@ -158,7 +158,6 @@ def test_harmony_channels():
 
 # ---------------------------------------------------------------------- what the model is told
 
-HERMES_CALL = "<tool_call>{}</tool_call>"
 UNREADABLE = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>', "1e999 is too large"),
     ("hermes", "<tool_call>" + '{"a": ' * (MAX_DEPTH + 1) + "1", "no closing"),
