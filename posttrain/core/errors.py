@@ -146,6 +146,11 @@ _RUST = re.compile(r"\(os error (\d+)\)")
 """How libraries in Rust (tokenizers, safetensors) write the number of an error of the system."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; of one without a message its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def error_number(error: BaseException | None) -> int | None:
     """Return the system's number of what went wrong with a file, also where a library wrapped it; None: it is something
     else."""

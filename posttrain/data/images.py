@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from posttrain.core.errors import RunError
+from posttrain.core.errors import RunError, first_line
 from posttrain.core.types import ImageFile
 
 if TYPE_CHECKING:
@@ -196,8 +196,7 @@ def _what(data: bytes) -> str:
 
 
 def _damaged(error: BaseException) -> ImageError:
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ImageError(f"the image is damaged: {said}", "save it again, or leave the row out")
+    return ImageError(f"the image is damaged: {first_line(error)}", "save it again, or leave the row out")
 
 
 def _too_large(how: str) -> ImageError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.errors import ConfigError, RunError, first_line
 
 NOT_SENT = ["base.json"]
 """Paths on this machine, see ``models.lora``."""
@@ -65,6 +65,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
         said = (error.server_message or str(error)).strip().splitlines()[0]
         raise RunError(f"the hub refused the upload to {repo} ({status}): {said}", hint=again) from error
     except (httpx.HTTPError, OSError, RuntimeError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RunError(f"the upload to {repo} at {constants.ENDPOINT} failed: {first}", hint=again) from error
+        raise RunError(
+            f"the upload to {repo} at {constants.ENDPOINT} failed: {first_line(error)}", hint=again
+        ) from error
     return url

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from posttrain.core.errors import ConfigError, ModelError
+from posttrain.core.errors import ConfigError, ModelError, first_line
 from posttrain.models import recurrent, vision
 from posttrain.models.gather import whole, whole_many
 from posttrain.models.load import ModelSource, digest
@@ -77,8 +77,7 @@ def inject(model: PreTrainedModel, cfg: LoraConfig, *, dtype: torch.dtype, tower
             warnings.simplefilter("ignore")  # of tied embeddings, which are refused below
             peft.inject_adapter_in_model(config, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except ValueError as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ConfigError(f"train.lora.target_modules = {given!r}: {first_line}", hint=hint) from error
+        raise ConfigError(f"train.lora.target_modules = {given!r}: {first_line(error)}", hint=hint) from error
     adapted = dict(_adapted(model))
     for name, layer in adapted.items():
         base = layer.get_base_layer()

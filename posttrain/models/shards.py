@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from posttrain.core.errors import ModelError
+from posttrain.core.errors import ModelError, first_line
 from posttrain.models.load import is_verl
 
 Reader = Callable[[Mapping[str, Tensor]], None]
@@ -126,8 +126,7 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # of pickle, zip and torch: the file is damaged, or no checkpoint
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"cannot read {file}: {first}", hint="is the copy complete?") from error
+        raise ModelError(f"cannot read {file}: {first_line(error)}", hint="is the copy complete?") from error
 
 
 # ---------------------------------------------------------------------- parts

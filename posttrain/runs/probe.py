@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config import tolerance
-from posttrain.core.errors import ConfigError, ModelError, RunError, diverged
+from posttrain.core.errors import ConfigError, ModelError, RunError, diverged, first_line
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.train.checkpoint import PROBE, all_finite
 
@@ -105,8 +105,7 @@ class Probe:
         try:
             model = load()
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RunError(f"the merged model cannot be loaded: {first}") from error
+            raise RunError(f"the merged model cannot be loaded: {first_line(error)}") from error
         with torch.no_grad():
             found = torch.cat([self._said(model.eval(), torch.tensor(text)) for text in self.ids])
         expected = torch.tensor([x for values in self.expected for x in values])

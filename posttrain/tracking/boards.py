@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, first_line
 from posttrain.core.files import write_text
 from posttrain.core.text import printable
 
@@ -139,7 +139,7 @@ class MLflow:
                 write_text(self._file, json.dumps(self._state))
         except MlflowException as error:
             raise ConfigError(
-                f"MLflow at {where} did not start: {str(error).splitlines()[0]}",
+                f"MLflow at {where} did not start: {first_line(error)}",
                 hint="set MLFLOW_TRACKING_URI, or leave mlflow out of run.logger",
             ) from error
         self._failed = False
@@ -178,8 +178,7 @@ class MLflow:
                 write_text(self._file, json.dumps({"id": self._state["id"], "step": step}))
             except Exception as error:  # of MLflow, its database or the network
                 if not warned:
-                    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-                    text = printable(f"warning: MLflow: {first}; all metrics are in metrics.jsonl")
+                    text = printable(f"warning: MLflow: {first_line(error)}; all metrics are in metrics.jsonl")
                     print(text, file=sys.stderr, flush=True)
                 warned = True
                 if item is None:

@@ -18,7 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, cast
 
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, first_line
 from posttrain.prep import card
 
 RawRow = dict[str, Any]
@@ -94,7 +94,7 @@ def download(hub_id: str, files: Sequence[str]) -> str:
         ) from error
     except Exception as error:  # the hub client raises errors of many libraries; each means: no data from the hub
         raise DataError(
-            f"{hub_id} cannot be fetched from the hub: {type(error).__name__}: {str(error).splitlines()[0]}",
+            f"{hub_id} cannot be fetched from the hub: {type(error).__name__}: {first_line(error)}",
             hint="without a network, give local files with --source (a folder, a file or a glob)",
         ) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import PosttrainError, first_line
 from posttrain.data.chat import decode
 from posttrain.models.load import ModelSource, load_tokenizer
 from posttrain.rollout.files import fingerprint
@@ -31,7 +31,7 @@ def find_tokenizer(folders: Sequence[str], made_with: str) -> tuple[PreTrainedTo
         try:
             tokenizer = load_tokenizer(ModelSource(folder))
         except (PosttrainError, OSError, ValueError) as error:
-            why = str(error).splitlines()[0]
+            why = first_line(error)
             continue
         if not made_with or fingerprint(tokenizer) == made_with:
             return tokenizer, ""
