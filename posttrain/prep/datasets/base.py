@@ -368,9 +368,8 @@ class WordProblems(Dataset):
 
     def gold(self, row: RawRow) -> str:
         """The gold answer as text without separators: "1,000" becomes "1000". Raises ``DataError`` if there is none."""
-        question, answer = row.get("question"), row.get("answer")
-        if not isinstance(question, str) or not question.strip():
-            raise DataError("`question` is missing or empty", hint=f"the row has {', '.join(row)}")
+        text_field(row, "question")
+        answer = row.get("answer")
         if not isinstance(answer, str) or "####" not in answer:
             raise DataError("`answer` has no last line `#### <number>`", hint=f"the row has {', '.join(row)}")
         return answer.rpartition("####")[2].strip().replace(",", "")
@@ -388,3 +387,11 @@ def reasoning(answer: str) -> str:
 def without_annotations(text: str) -> str:
     """Return a worked answer, or a part of one, without its calculator annotations ``<<...>>``."""
     return _ANNOTATION.sub("", text)
+
+
+def text_field(row: RawRow, name: str) -> str:
+    """Return the text of a field. Raises ``DataError`` if it is missing or empty."""
+    text = row.get(name)
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"`{name}` is missing or empty", hint=f"the row has {', '.join(row)}")
+    return text

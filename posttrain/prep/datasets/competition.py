@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message
 from posttrain.prep.datasets.base import RawRow, list_of
-from posttrain.prep.datasets.problems import first, given_prompt, given_truth, last_question, without_figures
+from posttrain.prep.datasets.problems import asked, first, given_prompt, given_truth, without_figures
 from posttrain.prep.datasets.programs import Programs
 
 SOURCES = ("codecontests", "apps", "codeforces", "taco")
@@ -68,11 +68,8 @@ class Code(Programs):
         return None if given or _decoded(row.get("input_output")) else "there are no tests"
 
     def task(self, row: RawRow) -> str:
-        given = given_prompt(row)
-        text = first(row, ("problem", "question", "description")) if given is None else last_question(given)
-        if not isinstance(text, str) or not text.strip():
-            raise DataError("the problem is missing or empty", hint=f"the row has {', '.join(row)}")
-        text, starter = without_figures(text).strip(), row.get("starter_code")
+        text = without_figures(asked(row, ("problem", "question", "description"))).strip()
+        starter = row.get("starter_code")
         return f"{text}\n\n{starter.strip()}" if isinstance(starter, str) and starter.strip() else text
 
     def prompt(self, row: RawRow) -> list[Message]:

@@ -11,10 +11,9 @@ from posttrain.prep.datasets.problems import (
     ANSWER_LINE,
     AnswerForm,
     MathProblems,
+    asked,
     first,
-    given_prompt,
     given_truth,
-    last_question,
     plain,
 )
 
@@ -53,12 +52,8 @@ class DapoMath(MathProblems):
         return None
 
     def problem(self, row: RawRow) -> str:
-        given = given_prompt(row)
-        text = row.get("prompt") if given is None else last_question(given)
-        if not isinstance(text, str) or not text.strip():
-            raise DataError("the problem is missing or empty", hint=f"the row has {', '.join(row)}")
         before, after = self.form.prompt.split("{problem}")
-        return text.strip().removeprefix(before).removesuffix(after).strip()
+        return asked(row, ["prompt"]).strip().removeprefix(before).removesuffix(after).strip()
 
     def gold(self, row: RawRow) -> str:
         text = plain(first({**row, "given": given_truth(row)}, ("given", "answer", "solution")))

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from posttrain.core.errors import DataError
 from posttrain.core.types import Message, Score
 from posttrain.data.parquet import Conversation
-from posttrain.prep.datasets.base import FileSet, RawRow, list_of
+from posttrain.prep.datasets.base import FileSet, RawRow, list_of, text_field
 from posttrain.rewards import compute_score
 
 
@@ -82,7 +81,4 @@ class KnightsAndKnaves(FileSet):
 
 
 def _field(row: RawRow, name: str) -> str:
-    text = row.get(name)
-    if not isinstance(text, str) or not text.strip():
-        raise DataError(f"`{name}` is missing or empty", hint=f"the row has {', '.join(row)}")
-    return text.strip()
+    return text_field(row, name).strip()

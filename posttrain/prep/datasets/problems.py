@@ -189,6 +189,16 @@ def last_question(messages: Sequence[Message]) -> str:
     return next((message["content"].strip() for message in reversed(messages) if message["role"] == "user"), "")
 
 
+def asked(row: RawRow, columns: Sequence[str]) -> str:
+    """Return the last question of a row in verl's shape, of another the text of the first of these columns that has a
+    value. Raises ``DataError`` if it is missing or empty."""
+    given = given_prompt(row)
+    text = first(row, columns) if given is None else last_question(given)
+    if not isinstance(text, str) or not text.strip():
+        raise DataError("the problem is missing or empty", hint=f"the row has {', '.join(row)}")
+    return text
+
+
 def given_truth(row: RawRow) -> Any:
     """The ground truth of a row in verl's shape, None where there is none."""
     model = row.get("reward_model")

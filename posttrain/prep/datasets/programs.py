@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message, Score
 from posttrain.data.parquet import Conversation
-from posttrain.prep.datasets.base import FileSet, RawRow
+from posttrain.prep.datasets.base import FileSet, RawRow, text_field
 from posttrain.rewards import compute_score
 
 
@@ -138,11 +138,3 @@ class Mbpp(Programs):
 def fenced(program: str) -> str:
     """A program in a Markdown fence."""
     return f"```python\n{program.rstrip()}\n```"
-
-
-def text_field(row: RawRow, name: str) -> str:
-    """The text of a field. Raises ``DataError`` if it is missing or empty."""
-    text = row.get(name)
-    if not isinstance(text, str) or not text.strip():
-        raise DataError(f"`{name}` is missing or empty", hint=f"the row has {', '.join(row)}")
-    return text
