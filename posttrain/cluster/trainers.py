@@ -276,3 +276,8 @@ class TrainerGroup:
             sequence_limit=self.sequences_per_microbatch,
         )
         return replace(placement, among=among)
+
+
+async def reference_logprobs(batch: PackedBatch, actor: TrainerGroup, ref: TrainerGroup | None) -> Tensor:
+    """Return [T] log-probabilities under the reference; ``ref`` None: it is the actor without its adapter."""
+    return await (ref.logprobs(batch) if ref else actor.logprobs(batch, adapter=False))

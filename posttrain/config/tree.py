@@ -16,7 +16,7 @@ from posttrain.config.data import DataConfig, ModelConfig, RunConfig
 from posttrain.config.prefer import PreferConfig
 from posttrain.config.reward import RewardConfig, SandboxConfig
 from posttrain.config.rollout import RolloutConfig, ValConfig
-from posttrain.config.train import TrainConfig
+from posttrain.config.train import LoraConfig, TrainConfig
 from posttrain.core.text import has_login
 
 Command = Literal["sft", "prefer", "rl", "generate", "eval"]
@@ -161,6 +161,11 @@ class Config(Section):
     def advantages_read_policy(self) -> bool:
         """Return whether advantages depend on the actor's own log-probabilities, which are then computed first."""
         return ADVANTAGES.get(self.algo.advantage).teacher or self.algo.kl_in == "reward"
+
+    @property
+    def critic_train(self) -> TrainConfig:
+        """Return how the critic is trained: as the actor, with an optimizer of its own and without an adapter."""
+        return self.train.model_copy(update={"optim": self.critic.optim, "lora": LoraConfig()})
 
     @property
     def skips_zero_advantages(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from posttrain.algos import ADVANTAGES
-from posttrain.config import Config, LoraConfig, TrainConfig
+from posttrain.config import Config, TrainConfig
 from posttrain.core.machines import Machine
 from posttrain.core.sizes import GIB, SENT_BUCKET_BYTES, bucket_bytes
 from posttrain.engines.choice import EngineChoice
@@ -150,8 +150,7 @@ def _trainers(cfg: Config, shapes: Shapes, kernels: Kernels, batch: StepBatch, l
         return
     advantage = ADVANTAGES.get(cfg.algo.advantage)
     if advantage.critic:
-        train = cfg.train.model_copy(update={"optim": cfg.critic.optim, "lora": LoraConfig()})
-        yield trainer("critic", (shapes.critic or shapes.actor).as_values(), train=train)
+        yield trainer("critic", (shapes.critic or shapes.actor).as_values(), train=cfg.critic_train)
     if cfg.algo.kl_coef > 0 and not adapted:
         yield trainer("reference", shapes.actor, trainable=False)
     if advantage.teacher:

@@ -20,6 +20,7 @@ from posttrain import launch
 from posttrain.algos.preference import PairResult, bradley_terry, dpo, pair_metrics, token_weights
 from posttrain.algos.segments import segment_ids, segment_sum
 from posttrain.cluster.cluster import Cluster
+from posttrain.cluster.trainers import reference_logprobs
 from posttrain.config import Config
 from posttrain.config.presets import Resolved
 from posttrain.data.pack import PackedBatch
@@ -138,9 +139,7 @@ class PairLearner:
             logps = _per_sequence(await self.actor.logprobs(batch), batch)
         if batch.ref_logprobs is None:
             with tracker.phase("ref"):
-                batch.ref_logprobs = await (
-                    self.ref.logprobs(batch) if self.ref else self.actor.logprobs(batch, adapter=False)
-                )
+                batch.ref_logprobs = await reference_logprobs(batch, self.actor, self.ref)
         result = dpo(
             logps,
             _per_sequence(batch.ref_logprobs, batch),

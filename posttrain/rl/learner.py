@@ -16,7 +16,7 @@ from posttrain.algos.gap import gap_sums
 from posttrain.algos.kl import AdaptiveKl, FixedKl, kl_penalty
 from posttrain.algos.segments import segment_ids
 from posttrain.cluster.cluster import Cluster
-from posttrain.config import LoraConfig
+from posttrain.cluster.trainers import reference_logprobs
 from posttrain.data.pack import PackedBatch
 from posttrain.models.processors import load_vision
 from posttrain.rl.batch import (
@@ -72,9 +72,8 @@ class Learner:
             run.tracker.note(f"train.skip_zero_advantages does nothing: with {others[0]} every episode has a part")
         critic = ref = teacher = None
         if ADVANTAGES.get(algo.advantage).critic:
-            train = cfg.train.model_copy(update={"optim": cfg.critic.optim, "lora": LoraConfig()})
             start = find_model(cfg, cfg.critic.path) if cfg.critic.path else source
-            critic = await cluster.trainer("critic", start, total_steps=updates, train=train, values=True)
+            critic = await cluster.trainer("critic", start, total_steps=updates, train=cfg.critic_train, values=True)
         if algo.kl_coef > 0 and cfg.train.lora.rank is None:
             ref = await cluster.trainer("reference", source, temperature=temperature, trainable=False)
         if ADVANTAGES.get(algo.advantage).teacher:
@@ -186,9 +185,7 @@ class Learner:
         """Compute the batch's columns that come from the reference and the critic."""
         if self.run.cfg.algo.kl_coef > 0:
             with self.run.tracker.phase("ref"):
-                batch.ref_logprobs = await (
-                    self.ref.logprobs(batch) if self.ref else self.actor.logprobs(batch, adapter=False)
-                )
+                batch.ref_logprobs = await reference_logprobs(batch, self.actor, self.ref)
         if self.critic is not None:
             with self.run.tracker.phase("values"):
                 batch.values = await self.critic.values(batch)
