@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import DataError
+from posttrain.core.registry import some
 from posttrain.data import wanted
 from posttrain.data.parquet import open_parquet
 
@@ -104,7 +105,7 @@ class Shards:
     @property
     def name(self) -> str:
         """Return what messages call the files."""
-        return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
+        return some(self.files, 1)
 
     def locate(self, row: int) -> tuple[str, int]:
         """Return (file, number in that file) of a row."""

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from posttrain.core.errors import DataError
+from posttrain.core.registry import some
 from posttrain.core.types import ImageFile, Message, Prompt, StopReason, Trajectory
 from posttrain.data.parquet import located, open_parquet, write_table
 from posttrain.data.shards import shard_files
@@ -285,7 +286,7 @@ class RolloutFiles:
     @property
     def name(self) -> str:
         """Return the first file and how many more there are, for messages."""
-        return self.files[0] if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
+        return some(self.files, 1)
 
     @property
     def temperatures(self) -> set[float]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from posttrain.algos.segments import segment_ids
 from posttrain.core.errors import RunError
 from posttrain.data.pack import PackedBatch
 from posttrain.data.vision import VisionProcessor
@@ -144,9 +145,8 @@ class MicroBatch:
 
 def _counted(batch: PackedBatch) -> Tensor:
     """Return [T] float32, 1 where the token's sequence carries loss, and 0 elsewhere."""
-    lengths = batch.cu_seqlens.diff().long()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    carries = torch.zeros(len(lengths))
+    sequence = segment_ids(batch.cu_seqlens)
+    carries = torch.zeros(batch.num_sequences)
     carries[sequence[batch.loss_mask]] = 1.0
     return carries[sequence]
 
