@@ -70,11 +70,11 @@ def last_tokens(sequence: Tensor) -> Tensor:
     return last
 
 
-def whiten(values: Tensor, eps: float = 1e-8) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps), with the unbiased variance. One value alone becomes 0."""
+def whiten(values: Tensor) -> Tensor:
+    """Return (x - mean) / sqrt(variance + 1e-8), with the unbiased variance. One value alone becomes 0."""
     centered = values - values.mean()
     variance = centered.square().sum() / max(1, len(values) - 1)
-    return centered * (variance + eps).rsqrt()
+    return centered * (variance + 1e-8).rsqrt()
 
 
 def _count(sequence: Tensor) -> int:

@@ -279,18 +279,18 @@ def stream_prompts(path: str | Path, limit: int | None = None) -> Iterator[Promp
     return (parse_prompt(raw, path, index) for index, raw in read_rows(path, *_RLHF, limit=limit))
 
 
-def read_conversations(path: str | Path, limit: int | None = None) -> list[Conversation]:
-    """Return the first ``limit`` rows (None: all) of an SFT parquet.
+def read_conversations(path: str | Path) -> list[Conversation]:
+    """Return the rows of an SFT parquet.
 
     Raises:
         DataError: as ``read_prompts``; also for a conversation without an assistant message.
     """
-    return [parse_conversation(raw, path, index) for index, raw in read_rows(path, *_SFT, limit=limit)]
+    return [parse_conversation(raw, path, index) for index, raw in read_rows(path, *_SFT)]
 
 
-def read_preferences(path: str | Path, limit: int | None = None) -> list[Preference]:
-    """Return the first ``limit`` rows (None: all) of a preference parquet. Raises ``DataError`` as ``read_prompts``."""
-    return [parse_preference(raw, path, index) for index, raw in read_rows(path, *_PREFERENCE, limit=limit)]
+def read_preferences(path: str | Path) -> list[Preference]:
+    """Return the rows of a preference parquet. Raises ``DataError`` as ``read_prompts``."""
+    return [parse_preference(raw, path, index) for index, raw in read_rows(path, *_PREFERENCE)]
 
 
 def read_typed(path: str | Path, schema: type[R], limit: int | None = None) -> Iterator[R]:

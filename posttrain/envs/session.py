@@ -154,13 +154,9 @@ class Asked:
 
 
 class TokenSession:
-    """The sampled turns of one episode of an agent, as a tree.
+    """The sampled turns of one episode of an agent, as a tree."""
 
-    Args:
-        name: the beginning of the ids of tool calls.
-    """
-
-    def __init__(self, renderer: TokenRenderer, name: str = "call") -> None:
+    def __init__(self, renderer: TokenRenderer) -> None:
         self.renderer = renderer
         self.branches: list[Branch] = []
         self.unmatched = 0
@@ -168,7 +164,6 @@ class TokenSession:
         self.turns = 0
         self.last: Branch | None = None
         """The branch that was sampled from last."""
-        self._name = name
         self._turns: dict[bytes, list[_Turn]] = {}
         """By digest of the tools and all messages, the turn's own included."""
 
@@ -212,7 +207,7 @@ class TokenSession:
         """
         ids = [i for sample in samples for i in sample.ids]
         text = self.renderer.text(ids) if text is None else text
-        message = structured(text, self.renderer.parser, asked.tools, f"{self._name}_{self.turns}")
+        message = structured(text, self.renderer.parser, asked.tools, f"call_{self.turns}")
         branch = self._branch_of(asked)
         for sample in samples:
             branch.record.sampled(sample)

@@ -5,7 +5,6 @@ Knows nothing of Ray: ``posttrain.cluster`` puts it into an actor, and tests may
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from collections.abc import Iterator, Sequence
@@ -112,7 +111,6 @@ class TrainWorker:
             "dropout": dropout_settings(self.lm.model.config),
             "peak_flops": peak_flops(self.device),
             "sharing_cost": sharing_cost(self.lm.model),
-            "pid": os.getpid(),
         }
 
     def _load(self) -> PackedLM:
