@@ -79,6 +79,21 @@ def test_a_reply_keeps_its_answers_while_others_are_added():
     asyncio.run(play())
 
 
+def test_an_actor_forgets_requests_that_have_ended_or_were_aborted():
+    async def play():
+        engine = Engine()
+        actor = InProcess(engine)
+        await actor.submit([(i, np.array([i], np.int32).tobytes(), PARAMS, ()) for i in range(3)])
+        await actor.abort([2, 7])  # one before its first step, and one that is not known
+        await until(lambda: len(engine.asked) == 2)
+        await actor.abort([1])
+        engine.asked[0].set()
+        await until(lambda: not actor.tasks)
+        assert [request for request, _ in await actor.collect(0)] == [0]
+
+    asyncio.run(play())
+
+
 def test_the_first_requests_of_many_leave_while_others_are_made():
     async def play():
         engine = Engine()

@@ -27,12 +27,22 @@ class Replica:
             raise WorkerError("it died")
         return Sample([self.index], [0.0], "stop", self.version)
 
+    async def sleep(self):
+        self.asleep = True
+
 
 class Trainer:
-    freed = 0
+    def __init__(self):
+        self.freed, self.moves = 0, []
 
     async def free_cache(self):
         self.freed += 1
+
+    async def onload(self):
+        self.moves.append("onload")
+
+    async def offload(self):
+        self.moves.append("offload")
 
 
 @pytest.fixture
@@ -41,7 +51,7 @@ def opened(monkeypatch):
     log = []
     using = []
 
-    async def publish(source, receivers, transfers, *, version, replace, free_gpus, **_):
+    async def publish(source, receivers, transfers, *, version, replace, free_gpus, frozen, **_):
         assert not using, "weights were sent while trainers were at work, or twice at once"
         using.append("publish")
         for receiver in list(receivers):
@@ -51,7 +61,7 @@ def opened(monkeypatch):
             else:
                 receiver.version = version
         await free_gpus()
-        log.append((version, [receiver.index for receiver in receivers]))
+        log.append((version, [receiver.index for receiver in receivers], frozen))
         using.remove("publish")
         return {}
 
@@ -66,9 +76,9 @@ def opened(monkeypatch):
         await asyncio.sleep(0)
         return Replica(index + 10)
 
-    async def make(trainer=None, placement="colocated", **rollout):
-        rollout = {"staleness": 1, "replicas": 2} | rollout
-        cfg = Config.model_validate({"command": "rl", "rollout": rollout, "cluster": {"placement": placement}})
+    async def make(trainer=None, placement="colocated", offload=False, **rollout):
+        sections = {"rollout": {"staleness": 1, "replicas": 2} | rollout, "train": {"offload": offload}}
+        cfg = Config.model_validate({"command": "rl", "cluster": {"placement": placement}} | sections)
         cluster = SimpleNamespace(
             cfg=cfg, samplers=samplers, sampler=sampler, transfers=lambda: None, sync_tolerance=1.0
         )
@@ -100,7 +110,7 @@ async def test_a_sampler_that_dies_while_trainers_work_is_replaced_by_the_next_u
     await synced.publish(1, [])
     assert sorted(replica.index for replica in synced.pool.samplers) == [1, 10]
     assert {replica.version for replica in synced.pool.samplers} == {1}
-    assert all(version == 1 for version, _ in log[1:])
+    assert all(version == 1 for version, *_ in log[1:])
 
 
 @pytest.mark.parametrize("noticed", [False, True])
@@ -150,3 +160,42 @@ async def test_trainers_keep_their_memory_where_no_engine_needs_it(opened, place
     trainer = Trainer()
     await opened[0](trainer, placement)
     assert trainer.freed == freed
+
+
+async def test_offloaded_trainers_come_back_whenever_they_work_or_send(opened):
+    trainer = Trainer()
+    synced = await opened[0](trainer, offload=True, sleep=True, staleness=0)
+    assert trainer.moves == ["offload"]  # when engines have the first weights
+    await synced.to_trainers()
+    assert all(replica.asleep for replica in synced.pool.samplers)
+    assert trainer.moves == ["offload", "onload"]
+    await synced.publish(1, [])
+    await synced.publish(2, [])  # they did not work in between
+    assert trainer.moves == ["offload", "onload", "offload", "onload", "offload"]
+
+
+@pytest.mark.parametrize(("rollout", "again"), [({}, False), ({"sleep": True, "staleness": 0}, True)], ids=str)
+async def test_frozen_weights_are_sent_again_where_engines_have_slept(opened, rollout, again):
+    make, log, _ = opened
+    synced = await make(**rollout)
+    await synced.to_trainers()
+    await synced.publish(1, [])
+    assert log == [(0, [0, 1], True), (1, [0, 1], again)]
+
+
+async def test_frozen_weights_are_sent_to_an_engine_that_is_new(opened):
+    make, log, _ = opened
+    synced = await make()
+    await synced.pool.replace(synced.pool.samplers[0], WorkerError("it died"))
+    await synced.publish(1, [])
+    assert log[1:] == [(0, [10], True), (1, [10, 1], False)]
+
+
+async def test_where_engines_sleep_all_get_weights_again_when_one_is_replaced(opened):
+    """They gave up theirs, so that the trainers had room to send."""
+    make, log, _ = opened
+    synced = await make(sleep=True, staleness=0)
+    first, second = synced.pool.samplers
+    await synced.pool.replace(first, WorkerError("it died"))
+    assert log[1:] == [(0, [10, 1], True)]
+    assert second.asleep

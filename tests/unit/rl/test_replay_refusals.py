@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +13,14 @@ from pydantic import ValidationError
 
 from posttrain.config import Config
 from posttrain.config.presets import resolve
-from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.errors import ConfigError, DataError, PosttrainError
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.rl import command as rl
-from posttrain.rl.replay import prepare, replayed_steps
+from posttrain.rl.replay import RecordedRollouts, prepare, replayed_steps
 from posttrain.rollout.files import RolloutFiles, fingerprint, write_rollouts
 from posttrain.runs.preflight import check_machine, check_supported
 from posttrain.runs.run import RunTarget
+from posttrain.tracking.tracker import Tracker
 from tests.helpers.recorded import trajectory
 
 TOKENIZER = fingerprint(builtin_tokenizer("tiny"))
@@ -24,9 +28,9 @@ TOKENIZER = fingerprint(builtin_tokenizer("tiny"))
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three recorded steps, numbered 2, 4 and 6."""
-    groups = [[trajectory(0, 1.0), trajectory(0, 0.0)]]
+    """Three recorded steps, numbered 2, 4 and 6, as the rewards of their first episodes are."""
     for step in (2, 4, 6):
+        groups = [[trajectory(0, float(step)), trajectory(0, 0.0)]]
         path = tmp_path / "rollouts" / f"step_{step:06}.parquet"
         write_rollouts(path, groups, kind="train", step=step, temperature=1.0, tokenizer=TOKENIZER)
     return tmp_path / "rollouts"
@@ -111,6 +115,24 @@ def test_replay_rejects_another_temperature(tmp_path: Path, folder: Path) -> Non
 def test_replay_counts_steps_over_epochs(folder: Path, steps: int | None, epochs: int, expected: int) -> None:
     cfg = Config.model_validate({"command": "rl", "train": {"steps": steps, "epochs": epochs}})
     assert replayed_steps(RolloutFiles(str(folder), vocabulary=1000, tokenizer=TOKENIZER), cfg) == expected
+
+
+def test_replay_begins_again_after_the_last_recorded_step(folder: Path) -> None:
+    run: Any = SimpleNamespace(tracker=Tracker(None, "test", 1, []))
+    rollouts = RecordedRollouts(run, RolloutFiles(str(folder), tokenizer=TOKENIZER))
+    rewards = [asyncio.run(rollouts.next_batch(step)).groups[0][0].reward for step in range(1, 6)]
+    assert rewards == [2.0, 4.0, 6.0, 2.0, 4.0]
+
+
+def test_replay_does_not_go_on_with_another_number_of_recorded_steps(folder: Path) -> None:
+    run: Any = SimpleNamespace()
+    state = RecordedRollouts(run, RolloutFiles(str(folder), tokenizer=TOKENIZER)).state()
+    (folder / "step_000004.parquet").unlink()
+    fewer = RecordedRollouts(run, RolloutFiles(str(folder), tokenizer=TOKENIZER))
+    with pytest.raises(DataError, match="was made with 3 recorded steps; now there are 2"):
+        fewer.resume(1, state)
+    fewer.resume(0, None)
+    fewer.resume(1, fewer.state())
 
 
 def test_replay_ignores_limits_of_engines() -> None:
