@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,6 +143,8 @@ def test_branches_of_the_best_episode_are_no_second_best():
     """An agent's episode of two branches, and two of one."""
     batch = episodes([[1]] * 4, [1.0, 1.0, 0.25, 0.0], [4] * 4, played=torch.tensor([1, 1, 2, 3]))
     assert estimate("grpo_passk", batch, normalize_by_std=False).advantages.tolist() == [0.75, 0.75, 0.0, 0.0]
+    below = replace(batch, rewards=batch.rewards - 2.0)  # the best of negative scores, too
+    assert estimate("grpo_passk", below, normalize_by_std=False).advantages.tolist() == [0.75, 0.75, 0.0, 0.0]
     # Of the three episodes: mean 5/12, squares 49/144 + 4/144 + 25/144 over two.
     expected = 0.75 / (math.sqrt(78 / 144 / 2) + 1e-6)
     check_all = estimate("grpo_passk", batch).advantages.tolist()

@@ -32,6 +32,11 @@ BY_HAND = [
     ({"weight": "token"}, RATIO, 0, 0, 0),
     ({"weight": "token", "upper": 2.0}, [0.5, 2, 2, 1, 1], 2 / 5, 0, 0),
     ({"weight": "token", "upper": 3.5, "lower": 0.6}, [0, 0, 3, 1, 1], 0, 2 / 5, 0),
+    # A ratio at a bound is within it.
+    ({"weight": "token", "upper": 1.0}, [0.5, 1, 1, 1, 1], 2 / 5, 0, 0),
+    ({"weight": "token", "upper": 1.0, "lower": 1.0}, [0, 0, 0, 1, 1], 0, 3 / 5, 0),
+    ({"reject": "max_token", "reject_above": 1.0}, [0, 0, 0, 1, 1], 0, 0, 1 / 2),
+    ({"reject": "geometric_mean", "reject_above": 1.0}, [0, 0, 0, 1, 1], 0, 0, 1 / 2),
     ({"weight": "sequence", "upper": 8.0}, [6, 6, 6, 1, 1], 0, 0, 0),
     ({"weight": "sequence", "upper": 5.0}, [5, 5, 5, 1, 1], 3 / 5, 0, 0),
     ({"weight": "sequence", "upper": 5.0, "lower": 0.5}, [0, 0, 0, 1, 1], 0, 3 / 5, 0),

@@ -157,6 +157,14 @@ def test_kl_by_hand(estimator):
     close(sums["kl_loss"], expected)
 
 
+def test_a_token_that_is_far_off_is_bounded_in_k3_and_has_a_finite_gradient():
+    logprobs = tensor([-1000.0, -8.0, -2.0]).requires_grad_()
+    found = kl_penalty(logprobs, tensor([0.0, -1.0, -1.0]), "k3")
+    close(found, [10.0, 10.0, math.e - 2])
+    found.sum().backward()
+    close(logprobs.grad, [0.0, 0.0, 1 - math.e])
+
+
 @pytest.mark.parametrize("estimator", ["k1", "low_var_kl"])
 def test_kl_estimators_are_unbiased(estimator):
     # The expectation over p is exact: p = (0.7, 0.2, 0.1), q = (0.5, 0.3, 0.2).

@@ -1,9 +1,10 @@
 """Where engines go, and what of the machine they may use."""
 
 import pytest
+import ray
 
 from posttrain.cluster.cluster import _threads
-from posttrain.cluster.placement import node_of, on_one_node
+from posttrain.cluster.placement import check_total, node_of, on_one_node
 from posttrain.config import RolloutConfig
 from posttrain.core.errors import ConfigError
 from posttrain.engines.base import EngineSpec
@@ -76,3 +77,13 @@ def test_engines_that_sample_for_no_trainer_share_gpus_where_they_must(replicas,
 def test_processes_without_gpus_are_spread_over_nodes(count, after, expected):
     assert "".join(node_of("abc", count, index, after) for index in range(count)) == expected
     assert node_of("abc", count, -1, after) == expected[-1]
+
+
+@pytest.mark.parametrize("kind", ["GPU", "CPU"])
+def test_a_run_may_take_all_that_a_cluster_has_and_no_more(monkeypatch, kind):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0, "CPU": 8.0} | {kind: 4.0})
+    check_total(3, "trainers", held=1)
+    with pytest.raises(
+        ConfigError, match=r"samplers want 3 GPUs .* besides 2 GPUs .* of this run; the Ray cluster has"
+    ):
+        check_total(3, "samplers", held=2)

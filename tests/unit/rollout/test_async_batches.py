@@ -262,6 +262,34 @@ def test_the_window_says_how_many_may_overtake_a_slow_group(window):
     assert trained == ([[0, 1, 3, 4], [2, 5, 6, 7]] if window else [[0, 1, 2, 3]])
 
 
+def test_a_group_that_a_whole_window_has_overtaken_is_waited_for():
+    """With a window of a batch a slow group lets one batch pass, and not the next."""
+
+    class Slow(Engine):
+        async def generate(self, prompt_ids, params, images=()):
+            if slow == list(prompt_ids[: len(slow)]):
+                await gate.wait()
+            return await super().generate(prompt_ids, params, images)
+
+    async def play():
+        nonlocal slow
+        world = World([0] * 4, staleness(2, window=1.0), shuffle=False)
+        batches = world.open()
+        slow = world.source.env.prompt_ids(gsm8k_prompt("row 0?", index=0))
+        world.pool = world.source.pool = SamplerPool([Slow(world)])
+        assert [t[0].prompt.index for t in await world.step(batches, 1)] == [1, 2, 3, 4]
+        await world.publish(1)
+        task = asyncio.create_task(world.step(batches, 2))
+        await turns(2000)
+        assert not task.done()
+        gate.set()
+        assert [t[0].prompt.index for t in await task] == [0, 5, 6, 7]
+        await batches.close()
+
+    gate, slow = asyncio.Event(), []
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     delays=DELAYS,

@@ -184,6 +184,41 @@ async def test_replace_gives_a_new_sampler_or_says_why_not():
         await pool.replace(new, WorkerError("gone again"))
 
 
+async def test_a_sampler_that_several_requests_lose_is_replaced_once():
+    dead, fresh, started = Replica(0), Replica(5), []
+
+    async def restart(index):
+        started.append(index)
+        return fresh
+
+    pool = SamplerPool([dead], restart, restarts=3)
+    waiting = [asyncio.create_task(ask(pool, 1, SamplingParams(1000))) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert len(dead.waiting) == 3
+    dead.die()
+    async with asyncio.timeout(60):
+        while len(fresh.waiting) < 3:
+            await asyncio.sleep(0)
+    assert (started, pool.deaths, pool.moved) == ([0], 1, 3)
+    for answer in fresh.waiting:
+        answer.set_result(None)
+    assert [await task for task in waiting] == [[5]] * 3
+
+
+async def test_nothing_is_started_after_close():
+    dead, started = Replica(0), []
+
+    async def restart(index):
+        started.append(index)
+
+    pool = SamplerPool([dead, Replica(1)], restart, restarts=3)
+    await pool.close()
+    dead.die()
+    assert await ask(pool) == [1]
+    await asyncio.sleep(0)
+    assert started == []
+
+
 async def test_close_ends_a_restart():
     async def restart(index):
         await asyncio.sleep(3600)

@@ -58,15 +58,20 @@ def test_the_gap_is_summed_up_where_it_is_asked_for(asked: bool) -> None:
     assert sums.get("gap/diff") == (1.5 if asked else None)
 
 
-def test_a_correction_multiplies_the_weights_of_policy_and_entropy() -> None:
+def test_a_correction_multiplies_the_weights_of_policy_and_entropy_and_has_no_gradient() -> None:
     algo = Config.model_validate({"command": "rl", "algo": {"correction": {"weight": "token", "upper": 1.5}}}).algo
     engine = LOGPROBS - torch.tensor([0.5, 0.25, 1.0]).log()  # ratios 0.5, 0.25 and 1
     columns = {"advantages": ADVANTAGES, "rollout_logprobs": engine}
-    total, sums = loss_of(LossSpec(algo, gap=False, correction=algo.correction), **columns)
+    made = LossSpec(algo, gap=False, correction=algo.correction)
+    total, sums = loss_of(made, **columns)
     weights = WEIGHTS * torch.tensor([0.5, 0.25, 1.0])
     assert total == pytest.approx(-float((weights * ADVANTAGES).sum()))
     assert sums["entropy"] == pytest.approx(float((weights * ENTROPIES).sum()))
     assert sums["weight"] == pytest.approx(float(weights.sum()))
+    logprobs = LOGPROBS.clone().requires_grad_()
+    token_loss(micro_batch(**columns), logprobs, ENTROPIES, slice(None), made)[0].backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx((-weights * ADVANTAGES).tolist())  # none through the weights
 
 
 def test_an_update_names_the_column_that_it_lacks() -> None:

@@ -17,6 +17,7 @@ from posttrain.runs import preflight as startup
 from posttrain.train import saver
 from posttrain.train.optim import (
     build_optimizer,
+    clip_gradients,
     dequantized,
     init_state,
     is_quantized,
@@ -214,3 +215,17 @@ def test_eight_bits_train_as_well() -> None:
     plain = loss_after(OptimConfig(lr=1e-2))
     assert plain < 0.1 * float(network()(torch.arange(64)).square().mean())
     assert loss_after(EIGHT_BIT) < 2 * plain
+
+
+@pytest.mark.parametrize("largest", [1.0, 5.0, 100.0])
+def test_gradients_are_scaled_down_to_the_largest_norm_and_never_up(largest: float) -> None:
+    parameters = [
+        torch.nn.Parameter(torch.zeros(2)),
+        torch.nn.Parameter(torch.zeros(1)),
+        torch.nn.Parameter(torch.ones(1)),
+    ]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([-4.0])
+    assert float(clip_gradients(parameters, largest)) == 5.0
+    scale = min(1.0, largest / 5.0)
+    found = [*parameters[0].grad.tolist(), *parameters[1].grad.tolist()]
+    assert found == pytest.approx([3.0 * scale, 0.0, -4.0 * scale], rel=1e-6)
