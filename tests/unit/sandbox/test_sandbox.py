@@ -232,10 +232,8 @@ def test_background_processes_end_with_the_program(sandbox, tmp_path):
         "    os._exit(0)\n"
         "print('done')"
     )
-    started = time.monotonic()
     result = sandbox.run(code)
-    assert (result.status, result.stdout) == ("ok", "done\n")
-    assert time.monotonic() - started < 2.0
+    assert (result.status, result.stdout) == ("ok", "done\n")  # else it had waited for "late", or until its deadline
     time.sleep(0.5)
     assert sandbox.run("print(1)").stdout == "1\n"
 
