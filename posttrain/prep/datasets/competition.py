@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message
 from posttrain.prep.datasets.base import RawRow, list_of
-from posttrain.prep.datasets.problems import asked, first, given_prompt, given_truth, without_figures
+from posttrain.prep.datasets.problems import first, given_prompt, given_truth, problem_text, without_figures
 from posttrain.prep.datasets.programs import Programs
 
 SOURCES = ("codecontests", "apps", "codeforces", "taco")
@@ -68,7 +68,7 @@ class Code(Programs):
         return None if given or _decoded(row.get("input_output")) else "there are no tests"
 
     def task(self, row: RawRow) -> str:
-        text = without_figures(asked(row, ("problem", "question", "description"))).strip()
+        text = without_figures(problem_text(row, ("problem", "question", "description"))).strip()
         starter = row.get("starter_code")
         return f"{text}\n\n{starter.strip()}" if isinstance(starter, str) and starter.strip() else text
 

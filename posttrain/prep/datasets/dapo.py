@@ -11,10 +11,10 @@ from posttrain.prep.datasets.problems import (
     ANSWER_LINE,
     AnswerForm,
     MathProblems,
-    asked,
     first,
     given_truth,
     plain,
+    problem_text,
 )
 
 
@@ -53,7 +53,7 @@ class DapoMath(MathProblems):
 
     def problem(self, row: RawRow) -> str:
         before, after = self.form.prompt.split("{problem}")
-        return asked(row, ["prompt"]).strip().removeprefix(before).removesuffix(after).strip()
+        return problem_text(row, ["prompt"]).strip().removeprefix(before).removesuffix(after).strip()
 
     def gold(self, row: RawRow) -> str:
         text = plain(first({**row, "given": given_truth(row)}, ("given", "answer", "solution")))

@@ -189,7 +189,7 @@ def last_question(messages: Sequence[Message]) -> str:
     return next((message["content"].strip() for message in reversed(messages) if message["role"] == "user"), "")
 
 
-def asked(row: RawRow, columns: Sequence[str]) -> str:
+def problem_text(row: RawRow, columns: Sequence[str]) -> str:
     """Return the last question of a row in verl's shape, of another the text of the first of these columns that has a
     value. Raises ``DataError`` if it is missing or empty."""
     given = given_prompt(row)
