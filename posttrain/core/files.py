@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from posttrain.core.errors import ConfigError, explained
+
+P = TypeVar("P", str, Path, str | Path)
 
 
 @contextmanager
@@ -64,13 +66,18 @@ def check_new(path: Path, option: str, *, overwrite: bool) -> None:
 
 def refuse_inputs(out: str | Path, option: str, inputs: Iterable[str | Path]) -> None:
     """Raise ``ConfigError`` where the file or folder that ``option`` names is one of those that the command reads, or
-    holds one of them, whatever links and ``..`` lead there: writing it would destroy what was given."""
-    place = Path(os.path.realpath(out))
-    for path in inputs:
-        if Path(os.path.realpath(path)).is_relative_to(place):
-            raise ConfigError(
-                f"{option} {out} would replace {path}, which the command reads", hint=f"give another {option}"
-            )
+    holds one of them: writing it would destroy what was given."""
+    if (path := first_within(out, inputs)) is not None:
+        raise ConfigError(
+            f"{option} {out} would replace {path}, which the command reads", hint=f"give another {option}"
+        )
+
+
+def first_within(place: str | Path, paths: Iterable[P]) -> P | None:
+    """Return the first of ``paths`` that is ``place``, or lies in it, whatever links and ``..`` lead there; None: none
+    does."""
+    real = os.path.realpath(place)
+    return next((path for path in paths if Path(os.path.realpath(path)).is_relative_to(real)), None)
 
 
 @contextmanager

@@ -164,6 +164,6 @@ def _supported(kind: EngineKind, version: str) -> bool:
 
 def vllm_executor(rollout: RolloutConfig) -> str:
     """Return which of vLLM's executors has the model: "mp" in a process for each GPU, "uni" in the scheduler's. Apart
-    neither waits for the other's Python (docs/fp8.md). Told nothing vLLM would choose Ray where it finds one."""
+    neither waits for the other's Python (docs/engines.md). Told nothing vLLM would choose Ray where it finds one."""
     chosen: str = rollout.engine_options.get("distributed_executor_backend", "mp")
     return chosen

@@ -19,6 +19,7 @@ from posttrain.cluster.cluster import Cluster
 from posttrain.config import Config
 from posttrain.config.presets import Resolved
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.files import first_within
 from posttrain.data.loader import total_steps
 from posttrain.launch import TrainingJob
 from posttrain.models.load import load_config
@@ -149,8 +150,7 @@ class RecordedRollouts:
 def check_apart(files: RolloutFiles, cfg: Config) -> None:
     """Raise ``ConfigError`` for rollout files in the run's own folder, where `--overwrite` would delete them."""
     folder = (Path(cfg.run.dir) / cfg.run.name).resolve()
-    inside = next((file for file in files.files if folder in Path(file).resolve().parents), None)
-    if inside is not None:
+    if (inside := first_within(folder, files.files)) is not None:
         raise ConfigError(f"{inside} lies in the folder of this run, {folder}", hint="give another name with --name")
 
 

@@ -153,16 +153,17 @@ def branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
     return tuple(text for key, text in changes.items() if not key.startswith(("run.", "description")))
 
 
-def deleted_with(path: Path, start: Checkpoint | None, config: Config) -> str | None:
-    """Return something in the folder ``path`` that a run reads, or begins with; None: nothing."""
+def files_read(start: Checkpoint | None, config: Config) -> dict[Path, str]:
+    """Return the files and folders that a run reads, and the checkpoint that it begins with, by what they are called in
+    its config."""
     given = [config.data.train, config.data.val, config.model.path, config.critic.path, config.algo.teacher]
-    read = [name for value in given if value for name in ([value] if isinstance(value, str) else value)]
-    read += [] if start is None else [str(start.path)]
-    for name in read:
-        place = Path(config.run.dir, name.removeprefix("run:")) if name.startswith("run:") else Path(name)
-        if place.resolve().is_relative_to(path.resolve()):
-            return name
-    return None
+    names = [name for value in given if value for name in ([value] if isinstance(value, str) else value)]
+    names += [] if start is None else [str(start.path)]
+    of_run = "run:"
+    return {
+        Path(config.run.dir, name.removeprefix(of_run)) if name.startswith(of_run) else Path(name): name
+        for name in names
+    }
 
 
 def play_changes(start: Checkpoint, config: Config) -> list[str]:

@@ -34,7 +34,7 @@ from posttrain import __version__
 from posttrain.config.presets import Resolved
 from posttrain.config.writing import dump_toml
 from posttrain.core.errors import ConfigError, Interrupted, PosttrainError
-from posttrain.core.files import read_object, remove, write_text, writing
+from posttrain.core.files import first_within, read_object, remove, write_text, writing
 from posttrain.core.machines import this_machine
 from posttrain.core.registry import unknown
 from posttrain.core.signals import TERMINATING, handle, leave_terminal, restore
@@ -43,7 +43,7 @@ from posttrain.runs.resume import (
     begun_by_overwrite,
     branch,
     check_resumable,
-    deleted_with,
+    files_read,
     find_start,
     go_back,
     is_barren,
@@ -196,8 +196,11 @@ class RunTarget:
         if resolved.config.run.overwrite:
             if (changes := begun_by_overwrite(path, state, resolved)) is not None:
                 return _Found(True, changes, (f"run {path} was begun by this --overwrite: it goes on, {_ANEW}",))
-            if (lost := deleted_with(path, start, resolved.config)) is not None:
-                raise ConfigError(f"--overwrite would delete {lost}, which the run reads", hint="give --name NAME")
+            read = files_read(start, resolved.config)
+            if (lost := first_within(path, read)) is not None:
+                raise ConfigError(
+                    f"--overwrite would delete {read[lost]}, which the run reads", hint="give --name NAME"
+                )
             return _Found(False, branch(start, resolved))
         if start is not None and start.path.parent.resolve() == (path / "checkpoints").resolve():
             return _Found(True, go_back(path, start, resolved))

@@ -35,7 +35,8 @@ def folder(tmp_path_factory):
     commands = [*([*words, *SHORTER[words[0]]] for words in guide)]
     commands.append([*again.split(), "--set", "rollout.router_replay=R3", *SHARED_OUT])
     dense = "rl --preset tiny-arith --model run:moe-sft --algo ppo --set critic.path=builtin:tiny --name ppo --steps 1"
-    commands.append([*dense.split(), "--set", "train.router_aux_loss_coef=0.01", *RL])
+    commands.append([*dense.split(), "--set", "train.router_aux_loss_coef=0.01"])
+    commands[-1] += ["--set", "reward.weights.length=1.0", *RL]  # of few episodes none may have another reward
     run_commands(folder, commands)
     return folder
 
@@ -56,7 +57,7 @@ def test_the_commands_of_the_guide(folder):
 def test_the_critic_of_a_mixture_may_be_dense(folder):
     [row] = [row for row in metrics(folder, "ppo") if "critic/vf_loss" in row]
     assert row["actor/grad_norm"] > 0.0
-    assert row["critic/grad_norm"] >= 0.0  # none of these few episodes has a reward
+    assert row["critic/grad_norm"] > 0.0
 
 
 @pytest.mark.parametrize(("name", "steps"), [("moe-rl", [1, 2]), ("again", [1])])

@@ -1,7 +1,6 @@
 """Requests of the embedded engine that a weight update cuts off."""
 
 import asyncio
-import threading
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from posttrain.core.types import SamplingParams
 from posttrain.engines.base import EngineSpec
 from posttrain.engines.hf import HFSampler
 from posttrain.models.load import ModelSource
+from tests.helpers.standstill import stopped_when
 
 SPEC = EngineSpec(ModelSource("builtin:tiny"), "cpu", "float32", 0, RolloutConfig(engine="hf", kv_tokens=320), [1023])
 """With room for a few requests, and a stop token that never comes."""
@@ -22,30 +22,13 @@ def moved_out(engine):
     return {name: state.initial_tokens for name, state in waiting.items() if state._true_initial_tokens}
 
 
-async def stopped_when_the_cache_is_full(engine):
-    """Wait until requests are moved out. The generation thread does nothing then until the result is set."""
-    loop, reached, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
-    step = engine.manager._generation_loop_body
-
-    def stop_or_step(*args, **kwargs):
-        if moved_out(engine):
-            engine.manager._generation_loop_body = step
-            loop.call_soon_threadsafe(reached.set)
-            assert go_on.wait(60)
-        return step(*args, **kwargs)
-
-    engine.manager._generation_loop_body = stop_or_step
-    await reached.wait()
-    return go_on
-
-
 async def test_a_request_that_a_full_cache_moved_out_returns_what_it_has_sampled():
     engine = HFSampler(SPEC)
     prompts = [torch.randint(10, 1000, (40,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)]
     try:
         async with asyncio.timeout(120):
             requests = [asyncio.create_task(engine.generate(prompt, SamplingParams(200))) for prompt in prompts]
-            go_on = await stopped_when_the_cache_is_full(engine)
+            go_on = await stopped_when(engine, lambda: bool(moved_out(engine)))
             waiting = {int(name.removeprefix("r")): tokens for name, tokens in moved_out(engine).items()}
             await engine.guard.close()
             go_on.set()

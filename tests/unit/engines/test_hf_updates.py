@@ -1,7 +1,6 @@
 """New weights amid the requests of the embedded engine, which keep their KV cache (`rollout.keep_kv`)."""
 
 import asyncio
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from posttrain.engines.hf import BLOCK, HFSampler
 from posttrain.models.load import ModelSource, load_model
 from posttrain.weight_sync.sender import WeightSender
 from tests.helpers.kept_cache import by_hand
+from tests.helpers.standstill import stopped_when
 
 SOURCE = ModelSource("builtin:tiny")
 STOP = 0
@@ -48,21 +48,13 @@ def run(work, **rollout):
 
 
 async def stopped_at(engine, tokens, request="r0"):
-    """Wait until a request has so many tokens. The generation thread does nothing then until the result is set."""
-    loop, reached, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
-    step = engine.manager._generation_loop_body
+    """Wait until a request has so many tokens, as ``stopped_when`` does."""
 
-    def stop_or_step(*args, **kwargs):
+    def there():
         so_far = engine._so_far(request)
-        if so_far is not None and len(so_far.generated_tokens) == tokens:
-            engine.manager._generation_loop_body = step
-            loop.call_soon_threadsafe(reached.set)
-            assert go_on.wait(60)
-        return step(*args, **kwargs)
+        return so_far is not None and len(so_far.generated_tokens) == tokens
 
-    engine.manager._generation_loop_body = stop_or_step
-    await reached.wait()
-    return go_on
+    return await stopped_when(engine, there)
 
 
 async def load(engine, model):

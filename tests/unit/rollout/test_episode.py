@@ -521,38 +521,6 @@ async def test_a_cancelled_episode_releases_its_tools():
     assert tool.log == ["create", "reward", "release"]
 
 
-@pytest.mark.parametrize("turns", range(8))
-async def test_an_episode_that_is_cancelled_just_as_a_state_is_made_releases_it(turns):
-    """``turns`` of the event loop after it began."""
-    made, released = [], []
-
-    class Made(Probe):
-        async def create(self, prompt):
-            await asyncio.sleep(0)
-            made.append("tool")
-            return {"of": self.name}
-
-        async def release(self, state):
-            released.append("tool")
-
-    class MadeUser(User):
-        def create(self, prompt):
-            made.append("user")
-
-        async def release(self, state):
-            released.append("user")
-
-    episode = Episode(gsm8k_prompt(), with_user(MadeUser(), Made()))
-    task = asyncio.create_task(episode.play(ScriptedSampler(60.0, "late")))
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await episode.release()
-    assert released == made
-
-
 async def test_episodes_do_not_share_state():
     env = environment(Gsm8kTool())
     right, wrong = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Where an episode stops at a limit, and what is told of one that goes wrong in two ways."""
+"""Where an episode stops at a limit or is cancelled, and what is told of one that goes wrong in two ways."""
 
 import asyncio
 
@@ -8,6 +8,7 @@ from posttrain.core.errors import WorkerError
 from posttrain.core.types import Sample
 from posttrain.rollout.episode import Episode
 from tests.helpers.scripted import Gsm8kTool, ScriptedSampler, call, environment, gsm8k_prompt, run_episode, tokens
+from tests.unit.rollout.test_episode import Probe, User, with_user
 
 
 @pytest.mark.parametrize(("spare", "reason"), [(0, "stop"), (-1, "prompt_too_long")])
@@ -49,3 +50,35 @@ async def test_a_turn_that_an_engine_ends_without_a_stop_token_keeps_its_last_to
 
     played = await run_episode(gsm8k_prompt(), WithoutStop(), environment())
     assert played.messages[-1]["content"] == "It is 8"
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_an_episode_that_is_cancelled_just_as_a_state_is_made_releases_it(turns):
+    """``turns`` of the event loop after it began."""
+    made, released = [], []
+
+    class Made(Probe):
+        async def create(self, prompt):
+            await asyncio.sleep(0)
+            made.append("tool")
+            return {"of": self.name}
+
+        async def release(self, state):
+            released.append("tool")
+
+    class MadeUser(User):
+        def create(self, prompt):
+            made.append("user")
+
+        async def release(self, state):
+            released.append("user")
+
+    episode = Episode(gsm8k_prompt(), with_user(MadeUser(), Made()))
+    task = asyncio.create_task(episode.play(ScriptedSampler(60.0, "late")))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await episode.release()
+    assert released == made
