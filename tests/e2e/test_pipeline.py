@@ -353,7 +353,9 @@ def test_ctrl_c_in_a_step_that_does_not_end(
         )
         wait_for(process, expected, 120)
         begun = time.monotonic()
-        while not (tmp_path / "stuck").exists():  # it is in step 3
+        latest = run / "checkpoints/latest"
+        # It is in step 3, and what is written beside that step is complete: a second press does not wait for it.
+        while not ((tmp_path / "stuck").exists() and latest.exists() and latest.read_text() == "global_step_2"):
             assert process.poll() is None
             assert time.monotonic() - begun < 4 * MINUTE
             time.sleep(0.05)
@@ -373,7 +375,7 @@ def test_ctrl_c_in_a_step_that_does_not_end(
             time.sleep(0.1)
         assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
         assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
-        assert (run / "checkpoints/latest").read_text() == "global_step_2"
+        assert latest.read_text() == "global_step_2"
         expected = "resuming after step 2"
     (tmp_path / "flag").write_text("none")
     assert expected in ok(arith, *command).stderr
