@@ -273,9 +273,9 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(arith: Path, command: Sequenc
     sent = time.monotonic()
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
-    assert time.monotonic() - sent < 10.0
+    assert time.monotonic() - sent < 30.0
     assert process.returncode == 130
-    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() - sent < 10.0:
+    while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() - sent < 30.0:
         time.sleep(0.1)
     assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
     run = arith / "runs" / name
@@ -326,22 +326,22 @@ there once they do."""
 @pytest.mark.parametrize(
     ("command", "moments"),
     [
-        (["sft", "--preset", "tiny-arith-sft"], [("update", 2, 5.0)]),
+        (["sft", "--preset", "tiny-arith-sft"], [("update", 2)]),
         (
             ["rl", "--preset", "tiny-arith", "--model", "builtin:tiny", "--set", "data.batch_size=2"],
-            [("generate", 1, 10.0), ("update", 1, 10.0)],
+            [("generate", 1), ("update", 1)],
         ),
     ],
 )
 def test_ctrl_c_in_a_step_that_does_not_end(
-    arith: Path, tmp_path: Path, command: Sequence[str], moments: Sequence[tuple[str, int, float]]
+    arith: Path, tmp_path: Path, command: Sequence[str], moments: Sequence[tuple[str, int]]
 ) -> None:
-    """In each of the moments (where it is stuck, presses, seconds to its end) of one run, which goes on each time."""
+    """In each of the moments (where it is stuck, presses) of one run, which goes on each time."""
     (tmp_path / "stuck.py").write_text(STUCK)
     sets = [f"plugins=['{tmp_path / 'stuck.py'}']", f"run.dir='{tmp_path}'", "run.name='long'", "train.save_every=1"]
     command = [*command, "--steps", "4", *(word for text in sets for word in ("--set", text))]
     run, expected = tmp_path / "long", "step 2/"
-    for stuck_in, presses, seconds in moments:
+    for stuck_in, presses in moments:
         (tmp_path / "flag").write_text(stuck_in)
         (tmp_path / "stuck").unlink(missing_ok=True)
         process = subprocess.Popen(
@@ -365,13 +365,13 @@ def test_ctrl_c_in_a_step_that_does_not_end(
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
         _, rest = process.communicate(timeout=60)
-        assert time.monotonic() - sent < seconds
+        assert time.monotonic() - sent < 30.0
         assert process.returncode == 130
         # Episodes are left where they are; an update is not.
         left = "stopped after step 2 of 4; the same command goes on from there"
         assert rest.splitlines()[-1] == (left if stuck_in == "generate" else "interrupted")
         assert "Traceback" not in rest
-        while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() - sent < 10.0:
+        while any(Path(f"/proc/{worker}").exists() for worker in workers) and time.monotonic() - sent < 30.0:
             time.sleep(0.1)
         assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
         assert json.loads((run / "run.json").read_text())["status"] == "interrupted"

@@ -355,4 +355,4 @@ def test_hostile_responses_are_graded_fast_and_wrong(grader, bait):
     started = time.process_time()
     for extra in ({}, {"method": "flexible", "strict_box_verify": True}):
         assert not grade(grader, HOSTILE[bait], TRUTHS[grader], **extra).correct
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 5

@@ -267,7 +267,7 @@ def test_what_cannot_be_computed_is_wrong_and_fast(answer):
     started = time.perf_counter()
     assert not grade("math_verify", rf"so \boxed{{{answer}}}", "x^2").correct
     assert not grade("math_verify", f"the answer is {answer}", "5").correct
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 20
 
 
 @pytest.mark.slow

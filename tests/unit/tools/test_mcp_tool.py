@@ -194,7 +194,7 @@ async def test_a_slow_call_ends_at_its_deadline_and_leaves_the_others_their_serv
     server(timeout_s=0.8)
     started = time.monotonic()
     late, fine = await asyncio.gather(call("wait", seconds=30), call("wait", seconds=0.1))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
     assert (late.text, late.error) == ("error: no answer for 0.8 s", True)
     assert fine.text == "waited 0.1"
     assert (await call("process_id")).text == pid
