@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 import sysconfig
 import traceback
@@ -131,6 +132,19 @@ def expect(result: Any, kind: type[T], what: str, of: Any) -> T:
         return result
     message = f"{what} returned {type(result).__name__}, not {kind.__name__}"
     raise CodeError(with_place(message, definition_of(of)), hint=f"return a {kind.__name__}")
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number that a user's code gave, of Python, numpy or torch, as a float: an infinite one where it is too
+    large. None: it is no number."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):  # the last is torch's, of several numbers
+        return None
 
 
 def _said(error: BaseException) -> str:

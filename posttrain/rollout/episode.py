@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from posttrain.core.errors import CodeError, PosttrainError
-from posttrain.core.plugins import definition_of, expect, user_code, with_place
+from posttrain.core.plugins import definition_of, expect, number_of, user_code, with_place
+from posttrain.core.text import shortened
 from posttrain.core.types import ENV_PART, ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
 from posttrain.core.user_calls import within
 from posttrain.data.chat import decode
@@ -343,6 +344,9 @@ class Episode:
         what, deadline = "the interaction failed", self.env.cfg.tool_deadline_s
         answer = await within(deadline, what, user.respond, self._user_state, self.messages)
         said = expect(answer, UserTurn, f"{what}: respond", user.respond)
+        if not isinstance(said.text, str | None):
+            message = f"{what}: respond gave {type(said.text).__name__} as the user's text"
+            raise CodeError(with_place(message, definition_of(user.respond)), hint="give a text, or None")
         if said.reward is not None:
             self.reward_parts["user"] = _finite(said.reward, f"{what}: respond")
         return said
@@ -355,10 +359,12 @@ class Episode:
         return reply
 
 
-def _finite(reward: float, what: str) -> float:
-    if not math.isfinite(reward):
-        raise CodeError(f"{what} gave a reward of {reward}", hint="a finite number: others of the group depend on it")
-    return float(reward)
+def _finite(reward: Any, what: str) -> float:
+    number = number_of(reward)
+    if number is None or not math.isfinite(number):
+        message = f"{what} gave a reward of {shortened(str(reward if number is None else number), 80)}"
+        raise CodeError(message, hint="a finite number: others of the group depend on it")
+    return number
 
 
 async def _end(tool: Tool, state: Any) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import CodeError, PosttrainError
-from posttrain.core.plugins import described_briefly, expect
+from posttrain.core.plugins import definition_of, described_briefly, expect, with_place
 from posttrain.core.types import Message
 from posttrain.core.user_calls import LateError, within
 from posttrain.data.images import ImageError, SizedImage
@@ -98,7 +98,11 @@ async def _result(call: ParsedCall, env: EpisodeContext, states: Mapping[str, An
         return ToolResult(f"error: unknown tool {call.name!r}; known: {', '.join(env.tools)}", error=True)
     try:
         result = await within(env.cfg.tool_deadline_s, call.name, tool.call, states[call.name], call.arguments)
-        return expect(result, ToolResult, f"{call.name}: call", tool.call)
+        answer = expect(result, ToolResult, f"{call.name}: call", tool.call)
+        if not isinstance(answer.text, str):
+            message = f"{call.name}: call gave {type(answer.text).__name__} as the text of its ToolResult"
+            raise CodeError(with_place(message, definition_of(tool.call)))
+        return answer
     except LateError:
         late = f"did not answer within {env.cfg.tool_deadline_s:g} s"
         return ToolResult(f"error: {call.name} {late}", error=True)

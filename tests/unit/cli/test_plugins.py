@@ -351,6 +351,7 @@ def test_a_tool_that_breaks_its_contract_fails_its_episode_only(does: dict[str, 
     [
         (SystemExit(2), "error: careless failed: SystemExit: it called sys.exit(2) (test_plugins.py, line "),
         ("text", "error: careless failed: careless: call returned str, not ToolResult ("),
+        (ToolResult(8), "error: careless failed: careless: call gave int as the text of its ToolResult ("),  # type: ignore[arg-type]
     ],
 )
 def test_a_call_that_breaks_its_contract_is_told_to_the_model(result: Any, text: str) -> None:
@@ -360,17 +361,25 @@ def test_a_call_that_breaks_its_contract_is_told_to_the_model(result: Any, text:
     assert text in episode.messages[-2]["content"]
 
 
-def test_an_interaction_that_says_no_turn_fails_its_episode_only() -> None:
+@pytest.mark.parametrize(
+    ("turn", "error"),
+    [
+        ("well done", "the interaction failed: respond returned str, not UserTurn ("),
+        (UserTurn(8), "the interaction failed: respond gave int as the user's text ("),  # type: ignore[arg-type]
+        (UserTurn(None, "much"), "the interaction failed: respond gave a reward of much"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_interaction_that_says_no_turn_fails_its_episode_only(turn: Any, error: str) -> None:
     class Mute(Interaction):
         async def create(self, prompt: Prompt) -> None:
             return None
 
         async def respond(self, state: Any, messages: Any) -> UserTurn:
-            return "well done"  # type: ignore[return-value]
+            return turn  # type: ignore[no-any-return]
 
     env = dataclasses.replace(environment(), interaction=Mute())
     episode = asyncio.run(run_episode(gsm8k_prompt(), ScriptedSampler("4"), env))
-    assert "the interaction failed: respond returned str, not UserTurn (" in (episode.error or "")
+    assert error in (episode.error or "")
 
 
 def test_a_format_of_calls_that_raises_fails_its_episode_only() -> None:

@@ -126,6 +126,8 @@ def failing(method, action):
         ("step", "done", "step returned str, not Step"),
         ("step", Step([]), "gave no messages, and the episode is not over"),
         ("step", Step(reward=float("nan"), done=True), "step gave a reward of nan"),
+        ("step", Step(reward=None, done=True), "step gave a reward of None"),
+        ("step", Step(reward=10**400, done=True), "step gave a reward of inf"),
         ("step", Step([{"role": "assistant", "content": "x"}]), "gave a message that cannot be shown"),
         ("reset", [{"role": "user", "content": None}], "gave a message that cannot be shown"),
     ],
