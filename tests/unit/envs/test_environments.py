@@ -15,7 +15,7 @@ from posttrain.core.errors import CodeError, ConfigError
 from posttrain.data.chat import ChatDeltas
 from posttrain.envs import Environment, Step
 from posttrain.envs.opening import World, open_world
-from posttrain.rewards.compose import Rewarder
+from posttrain.rewards.compose import Rewarder, own_verdict
 from posttrain.rewards.grade import GraderPool
 from posttrain.rollout.episode import Episode
 from posttrain.rollout.pool import SamplerPool
@@ -73,6 +73,20 @@ async def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
         expected += env.deltas.ids([user(reply)]) if reply else []
     assert trajectory.tokens.tolist() == expected
     assert trajectory.loss_mask.sum() == sum(len(tokens(t)) + 1 for t in "abc")
+
+
+async def test_rewards_of_turns_that_make_1_are_1_so_that_the_episode_is_correct():
+    class Shares(Environment):
+        async def reset(self, task, seed):
+            self.left = [0.1, 0.2, 0.7]
+            return task.messages
+
+        async def step(self, message):
+            return Step([user("go on")], self.left.pop(), done=not self.left)
+
+    trajectory = await run_episode(gsm8k_prompt(), ScriptedSampler("a", "b", "c"), playing(Shares))
+    assert trajectory.reward_parts == {"env": 1.0}
+    assert own_verdict(trajectory).correct
 
 
 async def test_episodes_of_one_task_have_one_seed_and_other_tasks_another():
