@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from posttrain.core.child_process import kill_descendants
 from posttrain.core.errors import CodeError, ConfigError, RunError
-from posttrain.core.plugins import definition_of, with_place
+from posttrain.core.plugins import definition_of, number_of, with_place
 from posttrain.core.registry import Registry, load_object
 from posttrain.core.types import Message
 
@@ -104,8 +104,9 @@ def reward_of(value: Any, agent: Agent) -> float | None:
     """Return what an agent gave as its reward. Raises ``CodeError`` for what is no finite number."""
     if value is None:
         return None
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
+    number = number_of(value)
+    if number is not None and math.isfinite(number):
+        return number
     raise CodeError(
         with_place(f"the agent returned {str(value)[:80]!r}", definition_of(agent)),
         hint="return a finite number, or None",

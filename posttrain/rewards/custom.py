@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.errors import CodeError, ConfigError
-from posttrain.core.plugins import definition_of, innermost_is_in_a_file, with_place
+from posttrain.core.plugins import definition_of, innermost_is_in_a_file, number_of, with_place
 from posttrain.core.registry import load_object
+from posttrain.core.text import shortened
 from posttrain.core.types import Score
 from posttrain.rewards import checked, raised
 
@@ -115,7 +116,7 @@ def to_score(result: Any) -> Score:
         score = _number(result["score"])
         correct = bool(rest.pop("correct", rest.pop("acc", score >= 1.0)))
         extracted = rest.pop("extracted", rest.pop("pred", None))
-        parts = {key: float(value) for key, value in rest.items() if isinstance(value, bool | int | float)}
+        parts = {key: number for key, value in rest.items() if (number := number_of(value)) is not None}
         return Score(score, correct, None if extracted is None else str(extracted), parts)
     score = _number(result)
     # It does not say which answer was found: there is none to vote on, but none is missing either.
@@ -123,6 +124,7 @@ def to_score(result: Any) -> Score:
 
 
 def _number(value: Any) -> float:
-    if value is None or isinstance(value, str):
-        raise TypeError(f"the score is {value!r}, not a number")
-    return float(value)
+    number = number_of(value)
+    if number is None:
+        raise TypeError(f"the score is {shortened(repr(value), 80)}, not a number")
+    return number

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from pydantic import ValidationError
@@ -53,6 +54,16 @@ async def test_an_agents_conversation_is_a_trajectory_with_its_reward():
     assert set(trajectory.weight_version[trajectory.loss_mask].tolist()) == {11, 12}
     assert [m["content"] for m in trajectory.messages] == ["What is 3 + 5?", "one", "more", "two"]
     assert (trajectory.response_text, source.stats.branches, source.stats.unmatched) == ("one\ntwo", 0, 0)
+
+
+@pytest.mark.parametrize("reward", [np.float32(0.5), np.array([True, False]).mean(), np.int64(1), np.bool_(True)])
+async def test_a_number_of_numpy_is_a_reward(reward):
+    async def agent(task):
+        await chat(task, task.messages)
+        return reward
+
+    [trajectory], _ = await play(agent, "one")
+    assert (trajectory.error, trajectory.reward) == (None, float(reward))
 
 
 async def test_an_agent_without_a_reward_is_graded():

@@ -287,6 +287,11 @@ def number(data_source, solution_str, ground_truth, extra_info=None):
 def table(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     return {"score": 1 + bonus, "acc": solution_str == ground_truth, "pred": solution_str, "style": 0.25, "note": "x"}
 
+def of_numpy(data_source, solution_str, ground_truth, extra_info=None):
+    import numpy as np
+    parts = {"share": np.float32(0.25), "found": np.int64(3), "short": np.bool_(True), "none": None, "all": np.ones(2)}
+    return {"score": np.float32(0.5), **parts}
+
 async def slow(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0.01)
     return Score(2.0, True, extracted=data_source)
@@ -319,6 +324,8 @@ def test_functions_of_the_user_grade_every_source(tmp_path):
     first, second = grade_by("table", items, tmp_path, function_kwargs={"bonus": 0.5})
     assert first == Score(1.5, True, extracted="a", parts={"style": 0.25})
     assert (second.score, second.correct) == (1.5, False)
+    (numpys,) = grade_by("of_numpy", items[:1], tmp_path)
+    assert numpys == Score(0.5, False, parts={"share": 0.25, "found": 3.0, "short": 1.0})
     assert grade_by("slow", items, tmp_path)[0] == Score(2.0, True, extracted="no/such/source")
 
 
