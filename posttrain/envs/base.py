@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from numbers import Integral
+from typing import Any, Literal, Protocol
 
+from posttrain.core.errors import CodeError
+from posttrain.core.plugins import definition_of, with_place
 from posttrain.core.registry import Registry
 from posttrain.core.types import Message, Prompt, ToolSchema
 
 Split = Literal["train", "val"]
+_MOST_INDEX = 2**31 - 1
+"""Rollout files have it as 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,32 @@ def seeded_tasks(split: Split, count: int, question: str, source: str) -> list[P
     """Return ``count`` tasks to train on that differ by their seeds alone; to validate on, an eighth as many others."""
     places = range(count) if split == "train" else range(count, count + max(1, count // 8))
     return [Prompt(i, [{"role": "user", "content": question}], source, "") for i in places]
+
+
+def checked_tasks(tasks: Sequence[Any], name: str, of: Any) -> list[Prompt]:
+    """Return the tasks that ``name`` brings.
+
+    Args:
+        of: the method that gave them.
+
+    Raises:
+        CodeError: one is no ``Prompt`` with an index and a data source, or two have one index.
+    """
+    places: dict[int, int] = {}
+    for place, prompt in enumerate(tasks):
+        wrong, hint = "", "give objects of posttrain.core.types.Prompt"
+        if not isinstance(prompt, Prompt):
+            wrong = f"its task {place} is {type(prompt).__name__}, not Prompt"
+        elif not isinstance(prompt.index, Integral) or abs(prompt.index) > _MOST_INDEX:
+            wrong, hint = f"its task {place} has the index {prompt.index!r}", "give a whole number below 2^31"
+        elif not isinstance(prompt.data_source, str):
+            wrong, hint = f"its task {place} has the data source {prompt.data_source!r}", "give a text"
+        elif (first := places.setdefault(prompt.index, place)) != place:
+            wrong = f"its tasks {first} and {place} have the index {prompt.index}"
+            hint = "give each Prompt an index of its own: it is the seed of its episodes"
+        if wrong:
+            raise CodeError(with_place(f"{name}: {wrong}", definition_of(of)), hint=hint)
+    return list(tasks)
 
 
 def asked(messages: Sequence[Message], observation: str) -> list[Message]:

@@ -12,7 +12,7 @@ from posttrain.core.plugins import definition_of, user_code, with_place
 from posttrain.core.registry import Registry, load_object
 from posttrain.core.types import Prompt, ToolSchema
 from posttrain.envs.agents import Agent
-from posttrain.envs.base import ENVIRONMENTS, Environment, Split
+from posttrain.envs.base import ENVIRONMENTS, Environment, Split, checked_tasks
 from posttrain.tools.options import check_options
 
 ADAPTERS: Registry[Callable[..., Environment]] = Registry(
@@ -45,7 +45,8 @@ class World:
         """Return the environment's own tasks. Raises ``CodeError``."""
         environment = self.make()
         with user_code(f"{self.name} failed in tasks", environment.tasks):
-            return list(environment.tasks(split))
+            found = list(environment.tasks(split))
+        return checked_tasks(found, self.name, environment.tasks)
 
 
 def open_environment_agent(name: str, options: Mapping[str, Any]) -> Agent | None:

@@ -70,8 +70,8 @@ def own_tasks(env: EpisodeContext, limit: int | None) -> Tasks:
     """Return the tasks that the environment or the agent brings to validate on, or else those to train on.
 
     Raises:
-        ConfigError: it has none, or two of them have one index.
-        CodeError: its ``tasks`` fails.
+        ConfigError: it has none.
+        CodeError: its ``tasks`` fails, or one of them is no task.
     """
     brings = env.world or env.agents
     assert brings is not None
@@ -80,13 +80,6 @@ def own_tasks(env: EpisodeContext, limit: int | None) -> Tasks:
         found, note = brings.tasks("train"), "those to train on, as it has none to validate on"
     if not found:
         raise ConfigError(f"{brings.name} has no tasks of its own", hint="give --data FILE.parquet")
-    places: dict[int, int] = {}
-    for place, prompt in enumerate(found):
-        if (first := places.setdefault(prompt.index, place)) != place:
-            raise ConfigError(
-                f"{brings.name}: its tasks {first} and {place} have the index {prompt.index}",
-                hint="give each Prompt an index of its own: it is the seed of its episodes",
-            )
     own = found[:limit]
     text = json.dumps([prompt_row(prompt) | {"index": prompt.index} for prompt in found], default=str)
     sha256 = hashlib.sha256(text.encode()).hexdigest()

@@ -13,6 +13,7 @@ from posttrain.core.types import ENV_PART, Ids, Prompt, Sample, Sampling, Sampli
 from posttrain.data.images import PlacedImage
 from posttrain.data.record import Record
 from posttrain.envs.agents import Agent
+from posttrain.envs.base import checked_tasks
 from posttrain.envs.play import Played, Player
 from posttrain.envs.session import Branch
 from posttrain.rollout.seeds import seed_of
@@ -40,7 +41,8 @@ class AgentHost:
         if own is None:
             return []
         with user_code(f"{self.name} failed in tasks", own):
-            return list(own(split))
+            found = list(own(split))
+        return checked_tasks(found, self.name, own)
 
 
 class _Requests:

@@ -15,8 +15,10 @@ from posttrain.core.errors import CodeError, ConfigError
 from posttrain.data.chat import ChatDeltas
 from posttrain.envs import Environment, Step
 from posttrain.envs.opening import World, open_world
+from posttrain.envs.play import SessionPlayer
 from posttrain.rewards.compose import Rewarder, own_verdict
 from posttrain.rewards.grade import GraderPool
+from posttrain.rollout.agents import AgentHost
 from posttrain.rollout.episode import Episode
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.seeds import seed_of
@@ -183,6 +185,30 @@ async def test_the_reward_of_an_environment_is_the_verdict_in_place_of_a_graders
     source = TrajectorySource(SamplerPool([ScriptedSampler("a", "b", "c")]), env, rewarder)
     [[trajectory]] = await source.sample([gsm8k_prompt(source="nobody/knows-it")], 1)
     assert (trajectory.error, trajectory.reward, trajectory.correct) == (None, 1.5, True)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ([{"prompt": "q"}], "its task 0 is dict, not Prompt"),
+        ([gsm8k_prompt(index="a")], "its task 0 has the index 'a'"),
+        ([gsm8k_prompt(index=2**31)], "its task 0 has the index 2147483648"),
+        ([gsm8k_prompt(source=None)], "its task 0 has the data source None"),
+        ([gsm8k_prompt(index=1), gsm8k_prompt(index=7), gsm8k_prompt(index=7)], "its tasks 1 and 2 have the index 7"),
+    ],
+)
+def test_tasks_that_are_none_are_refused_before_a_run(tasks, said):
+    class Mine(Environment):
+        def tasks(self, split):
+            return tasks
+
+    async def agent(task):
+        pass
+
+    agent.tasks = Mine().tasks
+    for brings in (World("environment 'mine'", Mine, ()), AgentHost(agent, SessionPlayer(agent, None, None))):
+        with pytest.raises(CodeError, match=rf"{said} \(.*test_environments.py, line"):
+            brings.tasks("train")
 
 
 # ---------------------------------------------------------------------- the examples
