@@ -98,14 +98,14 @@ def response_table(rows: Sequence[Row], further: Sequence[str] = ()) -> pa.Table
         "responses": [[_text(t.response_text) for t in g] for g in groups],
         "response_ids": [[t.tokens[t.prompt_length :] for t in g] for g in groups],
         "response_masks": [[t.loss_mask[t.prompt_length :] for t in g] for g in groups],
-        "conversations": [[_text(json.dumps(t.messages, ensure_ascii=False)) for t in g] for g in groups],
+        "conversations": [[_text(_json(t.messages)) for t in g] for g in groups],
         "stop_reasons": [[t.stop_reason for t in g] for g in groups],
         "num_turns": [[t.turns for t in g] for g in groups],
         "errors": [[None if t.error is None else _text(t.error) for t in g] for g in groups],
         "env_scores": [[None if verdict is None else verdict.score for verdict in g] for g in verdicts],
         "env_correct": [[None if verdict is None else verdict.correct for verdict in g] for g in verdicts],
         TOOL_IMAGES: [[t.tool_images for t in g] for g in groups],
-        BRANCHES: [[_text(json.dumps([*map(_branch, t.branches)], ensure_ascii=False)) for t in g] for g in groups],
+        BRANCHES: [[_text(_json([*map(_branch, t.branches)])) for t in g] for g in groups],
     }
     schema = response_schema(further)
     return pa.table({name: columns[name] for name in schema.names}, schema=schema)
@@ -119,6 +119,11 @@ def _branch(branch: Trajectory) -> dict[str, Any]:
         "given": len(branch.prompt.messages),
         "sampled_tokens": int(branch.loss_mask.sum()),
     }
+
+
+def _json(value: Any) -> str:
+    """Return JSON text. What JSON has no form for, such as metadata of an environment's messages, is text."""
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _text(text: str) -> str:

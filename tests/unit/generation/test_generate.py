@@ -25,7 +25,7 @@ from posttrain.core.errors import ConfigError, DataError, Interrupted, RunError,
 from posttrain.core.types import ON_POLICY, Sample
 from posttrain.engines.hf_sampling import exponentials, keys_of, pick
 from posttrain.generation import command as generate
-from posttrain.generation.output import ResponseParts, differences, manifest_of, parts_folder
+from posttrain.generation.output import ResponseParts, differences, manifest_of, parts_folder, response_table
 from posttrain.models.builtin import builtin_tokenizer, create_builtin
 from posttrain.models.load import ModelSource, locate, mark_of
 from posttrain.prep import command as prep
@@ -212,6 +212,13 @@ def test_rows_are_found_again_and_put_in_order(data, tmp_path):
     source = pq.read_table(data)
     for name in source.column_names:
         assert table[name].to_pylist() == source[name].to_pylist()
+
+
+def test_what_json_has_no_form_for_in_a_message_is_written_as_text():
+    group = group_of(0, "#### 8")
+    group[0].messages.append({"role": "user", "content": "go on", "score": np.int64(3)})
+    (text,) = response_table([(0, group)])["conversations"].to_pylist()[0]
+    assert json.loads(text)[-1] == {"role": "user", "content": "go on", "score": "3"}
 
 
 def test_parts_are_whole_or_gone(data, tmp_path, monkeypatch):
