@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from posttrain.core.errors import ConfigError
-from posttrain.core.plugins import user_code
+from posttrain.core.errors import CodeError, ConfigError
+from posttrain.core.plugins import definition_of, user_code, with_place
 from posttrain.core.registry import Registry
 from posttrain.core.types import Message, Prompt
 from posttrain.tools.options import check_options
@@ -42,6 +42,8 @@ class Interaction(Protocol):
         """Free what ``create`` took. Called exactly once per state, also after errors."""
 
 
+_MEMBERS = ("create", "respond", "release")
+
 INTERACTIONS: Registry[type[Interaction]] = Registry(
     "interaction", {"retry": "posttrain.rollout.interaction:RetryInteraction"}
 )
@@ -49,10 +51,16 @@ INTERACTIONS: Registry[type[Interaction]] = Registry(
 
 def open_interaction(name: str, options: Mapping[str, Any]) -> Interaction:
     """Return the interaction of `rollout.interaction`. Raises ``ConfigError`` for an unknown one, or options it has
-    not."""
+    not; as ``CodeError`` for one that cannot be made, or is none."""
     kind = INTERACTIONS.get(name)
     with user_code(f"interaction {name!r} cannot be made", kind):
-        return kind(**check_options(kind, options, "rollout.interaction_options"))
+        made = kind(**check_options(kind, options, "rollout.interaction_options"))
+    if missing := [member for member in _MEMBERS if not hasattr(made, member)]:
+        raise CodeError(
+            with_place(f"interaction {name!r}: {type(made).__name__} has no {missing[0]!r}", definition_of(type(made))),
+            hint="derive from posttrain.rollout.interaction.Interaction, and write create and respond",
+        )
+    return made
 
 
 class RetryInteraction(Interaction):

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from posttrain.core.errors import ConfigError, RunError
+from posttrain.core.errors import CodeError, ConfigError, RunError
 from posttrain.core.types import ON_POLICY, Sampling
 from posttrain.data.chat import render_prompt
 from posttrain.rollout.episode import Episode
-from posttrain.rollout.interaction import Interaction, UserTurn, open_interaction
+from posttrain.rollout.interaction import INTERACTIONS, Interaction, UserTurn, open_interaction
 from posttrain.tools.base import ToolResult
 from tests.helpers.scripted import (
     EOS,
@@ -390,6 +390,19 @@ def test_interactions_and_their_options():
     assert error.value.hint == "did you mean 'retry'?"
     with pytest.raises(ConfigError, match="unknown option 'mesage'"):
         open_interaction("retry", {"mesage": "x"})
+
+
+def test_an_interaction_that_lacks_a_method_is_refused_before_the_run(monkeypatch):
+    class Bare:
+        async def create(self, prompt):
+            return None
+
+        async def respond(self, state, messages):
+            return UserTurn(None)
+
+    monkeypatch.setitem(INTERACTIONS._entries, "bare", Bare)
+    with pytest.raises(CodeError, match=r"interaction 'bare': Bare has no 'release' \(.*test_episode.py, line"):
+        open_interaction("bare", {})
 
 
 # ---------------------------------------------------------------------- interrupted, and played on
