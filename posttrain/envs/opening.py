@@ -68,7 +68,8 @@ def open_world(name: str, options: Mapping[str, Any]) -> World:
     """
     where = f"environment {name!r}"
     kind = _factory(name)
-    checked = check_options(kind, options, "rollout.env_options")
+    with user_code(f"{where} cannot be made", kind):
+        checked = check_options(kind, options, "rollout.env_options")
 
     def make() -> Environment:
         with user_code(f"{where} cannot be made", kind):

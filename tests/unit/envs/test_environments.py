@@ -281,6 +281,10 @@ def test_unknown_environments_and_options_are_refused_with_a_hint(tmp_path):
         open_world(f"{broken}:Half", {})
     with pytest.raises(CodeError, match=r"cannot be made: ZeroDivisionError.*broken.py, line 6"):
         open_world(f"{broken}:Dead", {})
+    hinted = tmp_path / "hinted.py"
+    hinted.write_text("class Hinted:\n    def __init__(self, board: 'Unknown' = None):\n        pass\n")
+    with pytest.raises(CodeError, match=r"cannot be made: NameError: name 'Unknown' is not defined \(.*hinted.py"):
+        open_world(f"{hinted}:Hinted", {})
 
 
 @pytest.mark.parametrize(
