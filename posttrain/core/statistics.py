@@ -38,18 +38,18 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
-    """Return whether the answer that most responses give is right: the share of right ones, where several are given
-    equally often. A response without an answer (None) has no vote.
+    """Return whether the answer that most responses give is right: the share of right ones among the responses with
+    it, where several are given equally often or the grader reads more than the answer. A response without an answer
+    (None) has no vote.
 
     Args:
         answers: of each response.
         right: whether it is.
     """
     votes = Counter(answer for answer in answers if answer is not None)
-    verdicts = dict(zip(answers, right, strict=True))
     most = max(votes.values(), default=0)
-    winners = [answer for answer, count in votes.items() if count == most]
-    return sum(verdicts[answer] for answer in winners) / len(winners) if winners else 0.0
+    winning = [correct for answer, correct in zip(answers, right, strict=True) if most and votes[answer] == most]
+    return sum(winning) / len(winning) if winning else 0.0
 
 
 def mean_of(values: Floats) -> float | None:

@@ -138,7 +138,16 @@ def test_the_difference_of_few_problems_is_not_certain() -> None:
 
 @pytest.mark.parametrize(
     ("answers", "right", "share"),
-    [("aab", "110", 1.0), ("ab", "10", 0.5), ("a--", "100", 1.0), ("---", "000", 0.0), ("abb", "100", 0.0)],
+    [
+        ("aab", "110", 1.0),
+        ("ab", "10", 0.5),
+        ("a--", "100", 1.0),
+        ("---", "000", 0.0),
+        ("abb", "100", 0.0),
+        ("aab", "100", 0.5),  # a grader that reads more than the answer
+        ("aab", "010", 0.5),
+        ("aabb", "1000", 0.25),
+    ],
 )
 def test_majority_by_hand(answers: str, right: str, share: float) -> None:
     assert majority([None if a == "-" else a for a in answers], [r == "1" for r in right]) == share
