@@ -8,7 +8,8 @@ Shape legend: T tokens of one episode (prompt and all turns).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -70,6 +71,11 @@ class Prompt:
     def tools_kwargs(self) -> dict[str, Any]:
         """Return the row's arguments for tools, by tool name: ``{"create_kwargs": {...}, ...}``."""
         return self.extra_info.get("tools_kwargs") or {}
+
+    def copied(self) -> Prompt:
+        """Return a copy for a user's code, whose messages and ``extra_info`` it may change: all episodes of the prompt
+        share these."""
+        return replace(self, messages=deepcopy(self.messages), extra_info=dict(self.extra_info))
 
 
 Ids = Sequence[int] | npt.NDArray[np.int32]

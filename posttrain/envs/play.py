@@ -74,7 +74,8 @@ class SessionPlayer:
         reward: float | None = None
         token = self.endpoint.open(session)
         url = self.endpoint.url(token)
-        task = AgentTask(prompt.messages, prompt.ground_truth, prompt.extra_info, prompt.index, seed, url, token)
+        own = prompt.copied()
+        task = AgentTask(own.messages, own.ground_truth, own.extra_info, own.index, seed, url, token)
         try:
             reward = await self._run(task, session)
         except LateError:

@@ -249,7 +249,8 @@ class Episode:
         """Open the episode's environment, and begin with its messages in place of the row's."""
         self._environment = world.make()
         reset, seed = self._environment.reset, seed_of(self.prompt.index)
-        begun = await within(self.env.cfg.episode_deadline_s, self._failed("reset"), reset, self.prompt, seed)
+        task, deadline = self.prompt.copied(), self.env.cfg.episode_deadline_s
+        begun = await within(deadline, self._failed("reset"), reset, task, seed)
         self.messages = self._read(begun, "reset", ("system", "user", "assistant", "tool"))
         self.prompt = replace(self.prompt, messages=list(self.messages))
         self.record = Record(self.env.prompt_ids(self.prompt))

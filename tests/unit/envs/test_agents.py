@@ -56,6 +56,19 @@ async def test_an_agents_conversation_is_a_trajectory_with_its_reward():
     assert (trajectory.response_text, source.stats.branches, source.stats.unmatched) == ("one\ntwo", 0, 0)
 
 
+async def test_an_agent_may_change_the_messages_of_its_task():
+    async def agent(task):
+        messages = task.messages
+        messages.append((await chat(task, messages))[-1])
+        await chat(task, [*messages, user("more")])
+        return 1.0
+
+    prompt = gsm8k_prompt()
+    group, _ = await play(agent, "one", "two", "three", "four", n=2, prompt=prompt)
+    assert [len(t.messages) for t in group] == [4, 4]
+    assert len(prompt.messages) == 1
+
+
 @pytest.mark.parametrize("reward", [np.float32(0.5), np.array([True, False]).mean(), np.int64(1), np.bool_(True)])
 async def test_a_number_of_numpy_is_a_reward(reward):
     async def agent(task):

@@ -77,6 +77,21 @@ async def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
     assert trajectory.loss_mask.sum() == sum(len(tokens(t)) + 1 for t in "abc")
 
 
+async def test_an_environment_may_change_its_task():
+    class Adding(Environment):
+        async def reset(self, task, seed):
+            task.messages.append(user(task.extra_info.pop("more")))
+            return task.messages
+
+        async def step(self, message):
+            return Step(done=True)
+
+    prompt = dataclasses.replace(gsm8k_prompt(), extra_info={"more": "now"})
+    for _ in range(2):
+        trajectory = await run_episode(prompt, ScriptedSampler("a"), playing(Adding))
+        assert [m["content"] for m in trajectory.messages] == ["What is 3 + 5?", "now", "a"]
+
+
 async def test_rewards_of_turns_that_make_1_are_1_so_that_the_episode_is_correct():
     class Shares(Environment):
         async def reset(self, task, seed):
