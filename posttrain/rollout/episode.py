@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -343,7 +344,8 @@ class Episode:
 
     async def _ask_user(self, user: Interaction) -> UserTurn:
         what, deadline = "the interaction failed", self.env.cfg.tool_deadline_s
-        answer = await within(deadline, what, user.respond, self._user_state, self.messages)
+        # Users that a model plays may turn the roles around in place.
+        answer = await within(deadline, what, user.respond, self._user_state, deepcopy(self.messages))
         said = expect(answer, UserTurn, f"{what}: respond", user.respond)
         if not isinstance(said.text, str | None):
             message = f"{what}: respond gave {type(said.text).__name__} as the user's text"

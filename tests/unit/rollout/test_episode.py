@@ -321,6 +321,20 @@ def with_user(user, *tools, **cfg):
     return dataclasses.replace(environment(*tools, **cfg), interaction=user)
 
 
+async def test_a_user_may_turn_the_roles_of_what_it_is_shown_around():
+    class Turning(User):
+        async def respond(self, state, messages):
+            for message in messages:
+                message["role"] = {"user": "assistant", "assistant": "user"}[message["role"]]
+            messages.insert(0, {"role": "system", "content": "You are the user."})
+            return await super().respond(state, messages)
+
+    env = with_user(Turning(UserTurn("And now?"), UserTurn(None)))
+    trajectory = await play(ScriptedSampler("a", "b"), env)
+    assert [m["role"] for m in trajectory.messages] == ["user", "assistant"] * 2
+    assert trajectory.response_text == "a\nb"
+
+
 async def test_the_time_of_opening_a_user_counts_as_waiting():
     class Late(User):
         async def create(self, prompt):
