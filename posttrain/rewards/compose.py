@@ -107,7 +107,8 @@ class Rewarder:
         if self.cfg.on_error == "drop":
             episode.error = f"reward: {error}"
         else:  # every part counts as 0, for those who read them one by one
-            episode.reward_parts |= dict.fromkeys(("score", "correct", "format", *self.cfg.weights), 0.0)
+            names = ("score", "correct", "format", *self.cfg.weights, *episode.reward_parts)
+            episode.reward_parts = dict.fromkeys(names, 0.0)
 
 
 def overlong(length: int, limit: int, buffer: int) -> float:

@@ -194,6 +194,13 @@ async def test_a_failing_grader_counts_as_zero_where_asked(moody_grader):
     assert rollout_metrics(groups, pool)["rollout/grader_failed"] == 1.0
 
 
+async def test_parts_that_a_tool_gave_count_as_zero_too(moody_grader):
+    pool = source(ScriptedSampler(call("8"), "boom"), env=environment(Gsm8kTool()), on_error="zero")
+    groups = await pool.sample(prompts(1, "test/moody"), 1)
+    assert groups[0][0].reward_parts == dict.fromkeys(("score", "correct", "format", "tool/calc_gsm8k_reward"), 0.0)
+    assert rollout_metrics(groups, pool)["reward/tool/calc_gsm8k_reward/mean"] == 0.0
+
+
 @pytest.mark.parametrize("advantage", [name for name in ADVANTAGES.names() if not ADVANTAGES.get(name).by_token])
 async def test_every_estimator_takes_an_episode_that_counts_as_zero(moody_grader, advantage):
     weights = {"score": 1.0, "letters": 0.5, "tool/calc": 1.0}
