@@ -18,6 +18,11 @@ class LateError(RunError):
     """A user's code did not end in time."""
 
 
+async def value_of(result: Any) -> Any:
+    """Return what a function, plain or ``async``, has given."""
+    return await result if inspect.isawaitable(result) else result
+
+
 async def within(
     deadline_s: float,
     what: str,
@@ -40,9 +45,7 @@ async def within(
 
     async def call() -> Any:
         with user_code(what, function):
-            result = function(*args)
-            if inspect.isawaitable(result):
-                result = await result
+            result = await value_of(function(*args))
         if keep is not None:
             keep(result)
         return result

@@ -13,6 +13,7 @@ from posttrain.core.plugins import definition_of, innermost_is_in_a_file, number
 from posttrain.core.registry import load_object
 from posttrain.core.text import shortened
 from posttrain.core.types import Score
+from posttrain.core.user_calls import value_of
 from posttrain.rewards import checked, raised
 
 RewardFunction = Callable[..., Any]
@@ -81,7 +82,7 @@ def call_function(
             **kwargs,
         )
         if inspect.isawaitable(result):
-            result = asyncio.run(_wait(result))
+            result = asyncio.run(value_of(result))
     except (SystemExit, asyncio.CancelledError, Exception) as error:
         # An answer that is evaluated may raise a NameError too.
         bug = isinstance(error, SystemExit) or (isinstance(error, _BUGS) and innermost_is_in_a_file(error))
@@ -93,10 +94,6 @@ def call_function(
         message = with_place(f"{name} returned no score: {error}", definition_of(function))
         return BrokenFunction(0.0, correct=False, error=message)
     return checked(score, name)
-
-
-async def _wait(result: Any) -> Any:
-    return await result
 
 
 def to_score(result: Any) -> Score:

@@ -22,7 +22,7 @@ from posttrain.core.errors import CodeError, PosttrainError
 from posttrain.core.plugins import definition_of, expect, number_of, user_code, with_place
 from posttrain.core.text import shortened
 from posttrain.core.types import ENV_PART, ON_POLICY, Message, Prompt, Sampling, StopReason, Trajectory
-from posttrain.core.user_calls import within
+from posttrain.core.user_calls import value_of, within
 from posttrain.data.chat import decode
 from posttrain.data.images import PlacedImage
 from posttrain.data.record import Record
@@ -372,7 +372,7 @@ def _finite(reward: Any, what: str) -> float:
 
 async def _end(tool: Tool, state: Any) -> float | None:
     try:
-        reward = await tool.reward(state)
+        reward = await value_of(tool.reward(state))
         return None if reward is None else float(reward)
     finally:
-        await tool.release(state)
+        await value_of(tool.release(state))

@@ -108,14 +108,14 @@ class FunctionTool(Tool):
         return result if isinstance(result, ToolResult) else ToolResult(_text(result))
 
     async def _run(self, arguments: dict[str, Any]) -> Any:
-        if not inspect.iscoroutinefunction(self.function):
-            from posttrain.core.user_calls import in_thread  # here: a tool's schema alone (prep) needs no event loop
+        from posttrain.core.user_calls import in_thread, value_of  # here: a schema alone (prep) needs no event loop
 
+        if not inspect.iscoroutinefunction(self.function):
             result = await in_thread(self.function, **arguments)
         else:
             result = self.function(**arguments)
         try:
-            return await result if inspect.isawaitable(result) else result
+            return await value_of(result)
         except SystemExit as error:  # it would end the run
             raise RuntimeError(f"it called exit({error.code})") from error
 

@@ -13,6 +13,7 @@ from posttrain.core.errors import CodeError, ConfigError
 from posttrain.core.plugins import definition_of, described, user_code, with_place
 from posttrain.core.registry import load_object, nearest
 from posttrain.core.types import ToolSchema
+from posttrain.core.user_calls import value_of
 from posttrain.tools.base import TOOLS, Tool
 from posttrain.tools.functions import from_function
 from posttrain.tools.options import check_options
@@ -59,7 +60,7 @@ async def close_tools(tools: Mapping[str, Tool], report: Callable[[str], None]) 
     async def close(name: str, tool: Tool) -> None:
         try:
             async with asyncio.timeout(_CLOSE_S):
-                await tool.close()
+                await value_of(tool.close())
         except TimeoutError:
             report(f"tool {name} did not close within {_CLOSE_S:g} s")
         except (SystemExit, Exception) as error:  # a user's code: the other tools are closed all the same

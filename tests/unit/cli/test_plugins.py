@@ -32,6 +32,7 @@ from posttrain.rl import command as rl
 from posttrain.rollout.interaction import Interaction, UserTurn
 from posttrain.tools import Tool, ToolResult
 from posttrain.tools.formats import ParsedTurn, ToolParser
+from posttrain.tools.sets import close_tools
 from tests.helpers.scripted import ScriptedSampler, environment, gsm8k_prompt, run_episode
 
 DATASET = """
@@ -344,6 +345,27 @@ def test_a_tool_that_breaks_its_contract_fails_its_episode_only(does: dict[str, 
     env = environment(Careless(**does))
     episode = asyncio.run(run_episode(gsm8k_prompt(), ScriptedSampler("done"), env))
     assert error in (episode.error or "")
+
+
+def test_the_methods_of_a_tool_may_be_plain() -> None:
+    class Plain(Careless):
+        released = False
+
+        def reward(self, state: Any) -> float | None:  # type: ignore[override]
+            return 0.5
+
+        def release(self, state: Any) -> None:  # type: ignore[override]
+            self.released = True
+
+        def close(self) -> None:  # type: ignore[override]
+            self.does["closed"] = True
+
+    tool = Plain()
+    episode = asyncio.run(run_episode(gsm8k_prompt(), ScriptedSampler("done"), environment(tool)))
+    assert (episode.error, episode.reward_parts) == (None, {"tool/careless": 0.5})
+    told: list[str] = []
+    asyncio.run(close_tools({"careless": tool}, told.append))
+    assert (tool.released, tool.does, told) == (True, {"closed": True}, [])
 
 
 @pytest.mark.parametrize(
