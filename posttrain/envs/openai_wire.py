@@ -71,14 +71,15 @@ class _Function(Shape):
 
 
 def _tools(listed: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return function schemas, of chat completions or (flat) of responses."""
+    """Return function schemas, of chat completions or (flat) of responses. A function may leave its parameters out,
+    where it has none."""
     tools = []
     for tool in listed or ():
         if tool.get("type", "function") != "function":
             raise Refused(400, f"a tool of type {tool['type']!r}: functions alone can be called")
         function = tool.get("function") or {k: tool[k] for k in ("name", "description", "parameters") if k in tool}
-        shaped(_Function, function)
-        tools.append({"type": "function", "function": function})
+        parameters = shaped(_Function, function).parameters or {"type": "object", "properties": {}}
+        tools.append({"type": "function", "function": {**function, "parameters": parameters}})
     return tools
 
 

@@ -1,4 +1,4 @@
-"""Requests that the wire formats refuse, through real HTTP."""
+"""Requests that the wire formats refuse, and one that they take, through real HTTP."""
 
 import pytest
 
@@ -93,6 +93,19 @@ async def test_what_would_not_be_shown_to_the_model_is_refused(path, body):
         answer = await served.client.post(f"/v1/{path}", json=body)
         assert (answer.status_code, served.agent.failure) == (400, None), answer.text
         assert "role" in answer.text or "tool_calls" in answer.text
+
+
+@pytest.mark.parametrize("more", [{}, {"parameters": None}])
+async def test_a_function_without_parameters_is_one_that_takes_none(more):
+    flat = {"type": "function", "name": "roll", "description": "Roll a die.", **more}
+    empty = {"parameters": {"type": "object", "properties": {}}}
+    async with serving("one", "one", "one", "one") as served:
+        for function in (flat, flat | empty):
+            of_chat = {"type": "function", "function": {key: v for key, v in function.items() if key != "type"}}
+            for path, tool in (("chat/completions", of_chat), ("responses", function)):
+                answer = await served.client.post(f"/v1/{path}", json=hi(input="hi", tools=[tool]))
+                assert answer.status_code == 200, answer.text
+        assert served.sampler.prompts[:2] == served.sampler.prompts[2:]
 
 
 async def test_log_probabilities_of_responses_are_refused():
