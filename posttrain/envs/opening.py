@@ -13,6 +13,7 @@ from posttrain.core.registry import Registry, load_object
 from posttrain.core.types import Prompt, ToolSchema
 from posttrain.envs.agents import Agent
 from posttrain.envs.base import ENVIRONMENTS, Environment, Split, checked_tasks
+from posttrain.tools.base import shown_name
 from posttrain.tools.options import check_options
 
 ADAPTERS: Registry[Callable[..., Environment]] = Registry(
@@ -102,7 +103,7 @@ def _factory(name: str) -> Callable[..., Any]:
 
 def _tools(probe: Environment, where: str) -> tuple[ToolSchema, ...]:
     tools = probe.tools
-    if isinstance(tools, Sequence) and all(isinstance(tool, dict) and "function" in tool for tool in tools):
+    if isinstance(tools, Sequence) and None not in map(shown_name, tools):
         return tuple(tools)
     raise CodeError(
         with_place(f"{where}: its tools are no list of OpenAI function schemas", _place(probe)),

@@ -103,6 +103,13 @@ TOOLS: Registry[Any] = Registry(
 """Tool classes, and functions that return a tool or a list of tools. All take options as keyword arguments."""
 
 
+def shown_name(schema: Any) -> str | None:
+    """Return the name by which the model calls the function of a schema; None: it is no OpenAI function schema."""
+    function = schema.get("function") if isinstance(schema, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
 def row_kwargs(prompt: Prompt, function: str, kind: str) -> dict[str, Any]:
     """What a row gives a tool: ``tools_kwargs.<function>.<kind>``, ``kind`` being ``create_kwargs``,
     ``execute_kwargs``, ``calc_reward_kwargs`` or ``release_kwargs`` (verl's names). Empty where the row has none.

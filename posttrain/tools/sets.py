@@ -14,7 +14,7 @@ from posttrain.core.plugins import definition_of, described, user_code, with_pla
 from posttrain.core.registry import load_object, nearest
 from posttrain.core.types import ToolSchema
 from posttrain.core.user_calls import value_of
-from posttrain.tools.base import TOOLS, Tool
+from posttrain.tools.base import TOOLS, Tool, shown_name
 from posttrain.tools.functions import from_function
 from posttrain.tools.options import check_options
 from posttrain.tools.verl import REPLACEMENTS, Entry, read_tool_file
@@ -155,13 +155,15 @@ def _check_members(tool: Any, where: str) -> None:
         what = f"it has no {missing[0]!r}"
     elif not isinstance(tool.name, str):
         what = f"its 'name' is {type(tool.name).__name__}"
-    elif not isinstance(tool.schema, dict):
-        what = f"its 'schema' is {type(tool.schema).__name__}"
+    elif (shown := shown_name(tool.schema)) is None:
+        what = "its 'schema' is no OpenAI function schema"
+    elif shown != tool.name:
+        what = f"its 'schema' has the name {shown!r}, and its 'name' is {tool.name!r}"
     else:
         return
     raise CodeError(
         with_place(f"{where}: {type(tool).__name__} is no tool, {what}", definition_of(tool)),
-        hint="derive from posttrain.tools.Tool, and write name (text), schema (a dict) and call",
+        hint="derive from posttrain.tools.Tool, and write name, schema (type, function.name, ...) and call",
     )
 
 

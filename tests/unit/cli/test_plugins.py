@@ -425,7 +425,15 @@ def test_a_format_of_calls_that_raises_fails_its_episode_only() -> None:
         ("class T:\n    name = 'a'\n", "T is no tool, it has no 'schema' (tools.py, line 1)"),
         (
             "from posttrain.tools import Tool\nclass T(Tool):\n    name, schema = 'a', 'b'\n",
-            "T is no tool, its 'schema' is str (tools.py, line 2)",
+            "T is no tool, its 'schema' is no OpenAI function schema (tools.py, line 2)",
+        ),
+        (
+            "from posttrain.tools import Tool\nclass T(Tool):\n    name, schema = 'a', {'name': 'a'}\n",
+            "T is no tool, its 'schema' is no OpenAI function schema (tools.py, line 2)",
+        ),
+        (
+            "from posttrain.tools import Tool\nclass T(Tool):\n    name, schema = 'a', {'function': {'name': 'b'}}\n",
+            "T is no tool, its 'schema' has the name 'b', and its 'name' is 'a' (tools.py, line 2)",
         ),
     ],
 )

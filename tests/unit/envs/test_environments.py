@@ -296,6 +296,11 @@ def test_unknown_environments_and_options_are_refused_with_a_hint(tmp_path):
         open_world(f"{broken}:Half", {})
     with pytest.raises(CodeError, match=r"cannot be made: ZeroDivisionError.*broken.py, line 6"):
         open_world(f"{broken}:Dead", {})
+    for number, tools in enumerate(("[{'name': 'f'}]", "[{'function': {}}]", "'f'")):
+        unshown = tmp_path / f"unshown{number}.py"
+        unshown.write_text(f"from posttrain.envs import Environment as E\n\nclass Unshown(E):\n    tools = {tools}\n")
+        with pytest.raises(CodeError, match=r"its tools are no list of OpenAI function schemas \(.*unshown"):
+            open_world(f"{unshown}:Unshown", {})
     hinted = tmp_path / "hinted.py"
     hinted.write_text("class Hinted:\n    def __init__(self, board: 'Unknown' = None):\n        pass\n")
     with pytest.raises(CodeError, match=r"cannot be made: NameError: name 'Unknown' is not defined \(.*hinted.py"):
