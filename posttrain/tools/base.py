@@ -142,10 +142,10 @@ def function_schema(function: Callable[..., Any], leave_out: Collection[str] = (
     for name, parameter in inspect.signature(function).parameters.items():
         if name == "self" or name in leave_out:
             continue
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name not in hints:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or name not in hints:
             raise ConfigError(
                 f"tool {function.__name__!r}: parameter {name!r} needs a type hint and a place of its own",
-                hint="write every parameter as `name: type`, without * or **",
+                hint="write every parameter as `name: type`, without *, ** or a / behind it",
             )
         properties[name] = _json_type(hints[name], f"tool {function.__name__!r}, parameter {name!r}")
         if name in documented:

@@ -343,3 +343,9 @@ def test_a_function_that_cannot_be_a_tool_is_refused_where_it_is_decorated():
         @tool
         def untyped(a):
             return a
+
+    with pytest.raises(ConfigError, match="'a' needs a type hint and a place of its own"):
+
+        @tool
+        def by_place(a: int, /) -> int:  # arguments of a call have names
+            return a
