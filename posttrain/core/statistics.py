@@ -46,7 +46,7 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
         answers: of each response.
         right: whether it is.
     """
-    votes = Counter(answer for answer in answers if answer is not None)
+    votes: Counter[str | None] = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
     winning = [correct for answer, correct in zip(answers, right, strict=True) if most and votes[answer] == most]
     return sum(winning) / len(winning) if winning else 0.0
