@@ -25,15 +25,23 @@ class Rewarder:
     Args:
         max_response_tokens: ``rollout.max_response_tokens``, which the parts `length` and `overlong` are measured by.
         scorers: reward models and judges, whose parts have their names.
+        has_user: a simulated user may give the part `user`.
     """
 
     def __init__(
-        self, cfg: RewardConfig, graders: GraderPool, max_response_tokens: int, scorers: Sequence[EpisodeScorer] = ()
+        self,
+        cfg: RewardConfig,
+        graders: GraderPool,
+        max_response_tokens: int,
+        scorers: Sequence[EpisodeScorer] = (),
+        *,
+        has_user: bool = False,
     ) -> None:
         self.cfg = cfg
         self.graders = graders
         self.max_response_tokens = max_response_tokens
         self.scorers = scorers
+        self.has_user = has_user
 
     async def reward(self, episodes: Sequence[Trajectory]) -> list[str]:
         """Fill reward, parts and correctness of episodes that did not fail. Returns why others could not be graded, one
@@ -73,8 +81,9 @@ class Rewarder:
             if score.error is not None:
                 return f"{who} failed: {score.error}"
         parts = self.parts(episode, verdict) | {name: score.score for name, score in opinions.items()}
-        # A tool says nothing about an episode that did not call it.
-        parts |= {name: 0.0 for name in self.cfg.weights if name.startswith("tool/") and name not in parts}
+        # A tool says nothing about an episode that did not call it, and a user nothing about one that was cut off.
+        silent = {name for name in self.cfg.weights if name.startswith("tool/") or (name == "user" and self.has_user)}
+        parts |= dict.fromkeys(silent - parts.keys(), 0.0)
         missing = [name for name in self.cfg.weights if name not in parts]
         if missing:
             return f"reward.weights names {', '.join(missing)}, and the episode has {', '.join(sorted(parts))}"

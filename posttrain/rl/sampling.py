@@ -272,7 +272,8 @@ async def open_source(
     scorers = await open_scorers(cluster, run)
     for scorer in scorers:
         closing.push_async_callback(scorer.close)
-    rewarder = Rewarder(run.cfg.reward, task.graders, run.cfg.rollout.max_response_tokens, scorers)
+    has_user, limit = task.env.interaction is not None, run.cfg.rollout.max_response_tokens
+    rewarder = Rewarder(run.cfg.reward, task.graders, limit, scorers, has_user=has_user)
     source = TrajectorySource(pool, task.env, rewarder, seed=seed)
     gc.freeze()  # else Python looks through all that was loaded so far, for a second, amid sampling
     run.tracker.watch(source.in_flight)

@@ -23,6 +23,7 @@ from posttrain.rl.batch import fill_advantages, minibatch, pack, usable, weigh
 from posttrain.rl.metrics import accuracy_metrics, episode_metrics, rollout_metrics, update_metrics, validation_metrics
 from posttrain.rl.sampling import greedy_rewards
 from posttrain.rollout.batches import has_signal
+from posttrain.rollout.interaction import RetryInteraction
 from posttrain.rollout.pool import SamplerPool
 from posttrain.rollout.source import TrajectorySource
 from tests.helpers import recorded
@@ -49,9 +50,9 @@ def moody_grader(monkeypatch):
 
 def source(*samplers, env=None, scorers=(), **reward):
     cfg, env = RewardConfig(**reward), env or environment()
-    return TrajectorySource(
-        SamplerPool(samplers), env, Rewarder(cfg, GraderPool(cfg), env.cfg.max_response_tokens, scorers)
-    )
+    limit, has_user = env.cfg.max_response_tokens, env.interaction is not None
+    rewarder = Rewarder(cfg, GraderPool(cfg), limit, scorers, has_user=has_user)
+    return TrajectorySource(SamplerPool(samplers), env, rewarder)
 
 
 def prompts(count, name="openai/gsm8k"):
@@ -192,6 +193,17 @@ async def test_a_failing_grader_counts_as_zero_where_asked(moody_grader):
     assert [(t.reward, t.correct, t.error) for t in groups[0]] == [(0.1, True, None), (0.0, False, None)]
     assert prepared(groups)[0].num_sequences == 2
     assert rollout_metrics(groups, pool)["rollout/grader_failed"] == 1.0
+
+
+async def test_an_episode_that_is_cut_off_before_its_user_is_asked_has_no_part_of_the_user_and_is_graded():
+    """Were it left out, the policy would learn from short answers alone."""
+    weights = {"score": 1.0, "user": 0.5}
+    env = replace(environment(max_response_tokens=8), interaction=RetryInteraction())
+    sampler = ScriptedSampler("#### 8", "one two three four five six seven eight nine ten")
+    groups = await source(sampler, env=env, weights=weights).sample(prompts(1), 2)
+    assert [(t.stop_reason, t.error, t.reward) for t in groups[0]] == [("stop", None, 1.5), ("length", None, 0.0)]
+    groups = await source(ScriptedSampler("#### 8"), weights=weights).sample(prompts(1), 1)
+    assert "reward.weights names user" in groups[0][0].error
 
 
 async def test_parts_that_a_tool_gave_count_as_zero_too(moody_grader):
