@@ -40,6 +40,11 @@ def has_login(text: str) -> bool:
     return _LOGIN.search(text) is not None
 
 
+def encodable(text: str) -> str:
+    """``text`` with question marks for halves of surrogate pairs, which JSON can bring and UTF-8 cannot hold."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
 def shortened(text: str, width: int) -> str:
     """``text`` in one line of at most so many characters: its beginning and its end."""
     line = " ".join(printable(text).split())

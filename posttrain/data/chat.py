@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import DataError, ModelError
+from posttrain.core.text import encodable
 from posttrain.core.types import ToolSchema
 from posttrain.data.frames import frame, keeps_track
 from posttrain.data.messages import AnyMessage, normalize_messages, normalize_tools
@@ -104,7 +105,7 @@ class ChatRenderer:
         for i, (messages, tools) in enumerate(conversations):
             with _named(f"conversation {i}"):
                 text, found = self._spans.find(normalize_messages(messages), normalize_tools(tools))
-            texts.append(text)
+            texts.append(encodable(text))
             spans.append(found)
         encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         columns = zip(texts, encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
@@ -181,16 +182,14 @@ def encoded_lengths(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) ->
         return [len(encode(tokenizer, text)) for text in texts]
     lengths, left = list[int](), iter(texts)
     while some := list(islice(left, _AT_ONCE)):
-        found = tokenizer.backend_tokenizer.encode_batch_fast(some, add_special_tokens=False)
+        found = tokenizer.backend_tokenizer.encode_batch_fast(list(map(encodable, some)), add_special_tokens=False)
         lengths += [len(encoded.ids) for encoded in found]
     return lengths
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return token ids of a text that has its control tokens in it. Halves of surrogate pairs, which JSON can bring and
-    UTF-8 cannot hold, are read as question marks."""
-    if not text.isascii():
-        text = text.encode("utf-8", "replace").decode("utf-8")
+    """Return token ids of a text that has its control tokens in it. Halves of surrogate pairs are question marks."""
+    text = encodable(text)
     if tokenizer.is_fast:  # past the wrapper, which starts threads even for one text
         encoded: list[int] = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return encoded

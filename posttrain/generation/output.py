@@ -26,6 +26,7 @@ import numpy.typing as npt
 from posttrain.config.keys import current_keys
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.files import write_text, writing
+from posttrain.core.text import encodable
 from posttrain.data.parquet import append_columns, write_table
 from posttrain.rewards.compose import own_verdict
 from posttrain.runs.lock import RunLock
@@ -95,17 +96,17 @@ def response_table(rows: Sequence[Row], further: Sequence[str] = ()) -> pa.Table
     verdicts = [[None if t.error is not None else own_verdict(t) for t in g] for g in groups]
     columns: dict[str, list[Any]] = {
         "row": [row for row, _ in rows],
-        "responses": [[_text(t.response_text) for t in g] for g in groups],
+        "responses": [[encodable(t.response_text) for t in g] for g in groups],
         "response_ids": [[t.tokens[t.prompt_length :] for t in g] for g in groups],
         "response_masks": [[t.loss_mask[t.prompt_length :] for t in g] for g in groups],
-        "conversations": [[_text(_json(t.messages)) for t in g] for g in groups],
+        "conversations": [[encodable(_json(t.messages)) for t in g] for g in groups],
         "stop_reasons": [[t.stop_reason for t in g] for g in groups],
         "num_turns": [[t.turns for t in g] for g in groups],
-        "errors": [[None if t.error is None else _text(t.error) for t in g] for g in groups],
+        "errors": [[None if t.error is None else encodable(t.error) for t in g] for g in groups],
         "env_scores": [[None if verdict is None else verdict.score for verdict in g] for g in verdicts],
         "env_correct": [[None if verdict is None else verdict.correct for verdict in g] for g in verdicts],
         TOOL_IMAGES: [[t.tool_images for t in g] for g in groups],
-        BRANCHES: [[_text(_json([*map(_branch, t.branches)])) for t in g] for g in groups],
+        BRANCHES: [[encodable(_json([*map(_branch, t.branches)])) for t in g] for g in groups],
     }
     schema = response_schema(further)
     return pa.table({name: columns[name] for name in schema.names}, schema=schema)
@@ -124,11 +125,6 @@ def _branch(branch: Trajectory) -> dict[str, Any]:
 def _json(value: Any) -> str:
     """Return JSON text. What JSON has no form for, such as metadata of an environment's messages, is text."""
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _text(text: str) -> str:
-    """Text that parquet can hold: half of a surrogate pair, which a tool may return, is written as ``?``."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def manifest_of(

@@ -22,6 +22,7 @@ import httpx
 from posttrain.config import JudgeConfig
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.http import Endpoint, Unanswered, api_key, http_url
+from posttrain.core.text import encodable
 from posttrain.core.types import Message, Score, Trajectory
 from posttrain.rewards import failed
 
@@ -137,7 +138,7 @@ class Judge:
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             excerpt = self._endpoint.excerpt(response.text)
             raise Unanswered(f"{self._endpoint.where}: not a chat completion: {excerpt}") from error
-        return _Answer(_encodable(content) if isinstance(content, str) else "", cut)
+        return _Answer(encodable(content) if isinstance(content, str) else "", cut)
 
     def _verdict(self, answer: _Answer) -> Score:
         """The last number that the pattern finds, scaled."""
@@ -214,7 +215,7 @@ def fill(template: str, episode: Trajectory) -> str:
     """
     questions = [_text(m) for m in episode.prompt.messages if m["role"] == "user"]
     truth = episode.prompt.ground_truth
-    return _encodable(
+    return encodable(
         template.format(
             conversation=conversation_text(episode.messages),
             response=episode.response_text,
@@ -249,11 +250,6 @@ def _text(message: Message) -> str:
 
 def _json(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _encodable(text: str) -> str:
-    """Without lone surrogates, which JSON can carry and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode()
 
 
 # ---------------------------------------------------------------------- checks of the config

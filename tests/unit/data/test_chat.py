@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from posttrain.config import Config, DataConfig
 from posttrain.core.errors import DataError
 from posttrain.core.types import Prompt
-from posttrain.data.chat import ChatDeltas, render_chat, render_chats, render_prompt
+from posttrain.data.chat import ChatDeltas, encoded_lengths, render_chat, render_chats, render_prompt
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.models.load import ModelSource
 from posttrain.runs.episodes import episode_context
@@ -244,6 +244,15 @@ def test_the_end_of_a_turn_that_takes_the_white_space_behind_it_is_in_the_mask()
     shown = [token for token, on in zip(tokenizer.convert_ids_to_tokens(chat.ids), chat.mask, strict=True) if on]
     assert shown == [*"yes", "</s>", *"no", "</s>"]
     assert chat.straddling == 0
+
+
+def test_half_of_a_surrogate_pair_is_a_question_mark(tokenizer):
+    """JSON text can bring it, in a message and in the arguments of a call."""
+    said = [user("1 \ud83d é"), assistant("2 \ude00", call(a="3 \ud83d")), tool("4"), assistant("5")]
+    read = [user("1 ? é"), assistant("2 ?", call(a="3 ?")), tool("4"), assistant("5")]
+    assert render_chat(said, tokenizer, TOOLS) == render_chat(read, tokenizer, TOOLS)
+    assert render_prompt(said[:1], tokenizer) == render_prompt(read[:1], tokenizer)
+    assert encoded_lengths(tokenizer, ["\ud83d é"]) == encoded_lengths(tokenizer, ["? é"])
 
 
 # ---------------------------------------------------------------------- refused
