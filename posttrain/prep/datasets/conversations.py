@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message, Score
 from posttrain.data.messages import normalize_messages, normalize_tools
 from posttrain.data.parquet import Conversation, sft_row
-from posttrain.data.schema import RowError, SftRow, parse_row
+from posttrain.data.schema import RowError, SftRow, parse_row, without_none
 from posttrain.prep.datasets.base import FileSet, Kind, RawRow
 from posttrain.prep.datasets.problems import first
 
@@ -20,7 +21,18 @@ _COLUMNS = ("messages", "conversations", "conversation")
 _PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output"))
 
 
-class Messages(FileSet):
+class ConversationFiles(FileSet):
+    """Files of conversations, whose calls and tools have no fixed shape."""
+
+    def complete(self, row: RawRow, file: Path) -> RawRow:
+        """The row without the nulls with which parquet fills the structs of calls and tools, for keys that other rows
+        have. Those of JSON text, and of jsonl, were written by someone."""
+        if ".parquet" not in file.suffixes:
+            return row
+        return {column: without_none(value) for column, value in row.items()}
+
+
+class Messages(ConversationFiles):
     """Any file of conversations. Raw rows ``{"messages", "tools"}``, both also as JSON text:
 
     - OpenAI's messages: ``role``, ``content`` (text, null, or a list of typed parts), ``tool_calls`` with arguments as

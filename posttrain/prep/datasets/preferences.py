@@ -11,14 +11,14 @@ from posttrain.data.messages import normalize_messages, normalize_tools
 from posttrain.data.parquet import Preference, preference_row
 from posttrain.data.preferences import PreferenceRow
 from posttrain.data.schema import RowError, parse_row
-from posttrain.prep.datasets.base import FileSet, Kind, RawRow
-from posttrain.prep.datasets.conversations import asked, images_of, json_list, modern, role_of
+from posttrain.prep.datasets.base import Kind, RawRow
+from posttrain.prep.datasets.conversations import ConversationFiles, asked, images_of, json_list, modern, role_of
 from posttrain.prep.datasets.problems import first
 
 _PROMPTS = ("prompt", "question", "instruction", "conversations", "messages")
 
 
-class Preferences(FileSet):
+class Preferences(ConversationFiles):
     """Any file of pairs. Raw rows ``{"prompt", "chosen", "rejected", "tools"}``:
 
     - ``prompt`` (also ``question``, ``instruction``): a text, which is a user's message, or messages; a system message

@@ -429,6 +429,26 @@ def test_every_style_of_messages_gives_the_same_conversation(tmp_path, row):
     assert dataset.to_rlhf(rows[0], 0, "train") is None
 
 
+def test_structs_of_parquet_have_no_keys_of_other_rows(tmp_path):
+    def row(name: str, key: str) -> RawRow:
+        properties = {key: {"type": "integer"}}
+        tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        call = {"type": "function", "function": {"name": name, "arguments": {key: 1}}}
+        talk = [OPENAI[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+        answer = {"role": "assistant", "content": "No."}
+        return {"messages": talk, "chosen": talk[1:], "rejected": [answer], "prompt": talk[:1], "tools": [tool]}
+
+    raw = [row("add", "a"), row("halve", "b")]
+    path = parquet(tmp_path / "my.parquet", raw)
+    dataset, rows = read("messages", "train", path)
+    pairs, _ = read("preferences", "train", path)
+    for i, given in enumerate(raw):
+        made, pair = sft(dataset, rows[i], tmp_path), pairs.to_preference(rows[i], i, "train")
+        assert pair is not None
+        assert made.tools == pair.tools == [{"type": "function", "function": given["tools"][0]}]
+        assert made.messages[1]["tool_calls"] == pair.chosen[0]["tool_calls"] == given["messages"][1]["tool_calls"]
+
+
 @pytest.mark.parametrize(
     "row",
     [
