@@ -31,7 +31,7 @@ _GENERATION = -1
 """Stands for a ``{% generation %}`` block where loops have their number."""
 _FENCES = range(0xF0000, 0xFFFFD)
 """Private-use characters (Unicode plane 15), of which one that the conversation lacks encloses each marker."""
-_RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+RAISED = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """What a template raises that meets a conversation it was not written for."""
 
 
@@ -118,7 +118,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.kwargs,
             )
-        except _RAISED as error:
+        except RAISED as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         return str(rendered)
 
@@ -129,7 +129,7 @@ class ChatTemplate:
         variables |= {"messages": messages, "tools": listed, "documents": None, "add_generation_prompt": False}
         try:
             return instrument(self.source(tools)).render({**variables, _MARK: _marker(messages, fence)})
-        except _RAISED as error:
+        except RAISED as error:
             raise DataError(f"the chat template cannot be traced: {error}") from error
 
     def _check_parts(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -163,7 +163,7 @@ def shows_parts_alone(source: str) -> bool:
     try:
         environment, tree = parse(source)
         template = environment.from_string(tree)
-    except _RAISED:  # rendering a conversation says what is wrong
+    except RAISED:  # rendering a conversation says what is wrong
         return False
 
     def shows(content: Any) -> bool:
@@ -171,7 +171,7 @@ def shows_parts_alone(source: str) -> bool:
             rendered: str = template.render(
                 messages=[{"role": "user", "content": content}], add_generation_prompt=False
             )
-        except _RAISED:  # it needs something that a real conversation has: then that decides
+        except RAISED:  # it needs something that a real conversation has: then that decides
             return True
         return text in rendered
 

@@ -110,8 +110,9 @@ class ChatLengths:
         return len(render_chat(messages, self._tokenizer, tools or None).ids)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema], add_generation_prompt: bool) -> str:
-        from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
+
+        from posttrain.data.template import RAISED
 
         try:
             rendered: Any = render_jinja_template(
@@ -120,8 +121,9 @@ class ChatLengths:
                 chat_template=self._template,
                 add_generation_prompt=add_generation_prompt,
             )
-        except TemplateError as error:
-            raise DataError(f"the chat template refuses the conversation: {error}", hint="use another one") from error
+        except RAISED as error:
+            hint = "use another one; or does it need what --tokenizer MODEL has, such as bos_token?"
+            raise DataError(f"the chat template refuses the conversation: {error}", hint=hint) from error
         return str(rendered[0][0])
 
 

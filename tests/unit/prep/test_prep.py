@@ -311,15 +311,23 @@ def test_tools_go_into_both_kinds_of_rows(tmp_path):
 
 def test_a_template_that_must_render_every_row(tmp_path):
     template = tmp_path / "t.jinja"
+    shows = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     template.write_text(
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-        "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     )
     source = word_problems(tmp_path / "raw", train=[problem(1)], test=[problem(2)])
     with pytest.raises(DataError, match=r"sft_train.parquet: row 0: the chat template refuses .* no tools"):
         prep.run("gsm8k", source, str(tmp_path / "out"), template=str(template))
     assert not (tmp_path / "out").exists()
-    template.write_text(template.read_text().replace("raise_exception('no tools')", "''"))
+    for broken in ("'' + m", "bos_token + ''"):
+        template.write_text(f"{{% for m in messages %}}{{{{ {broken} }}}}{{% endfor %}}")
+        with pytest.raises(DataError, match=r"train.parquet: row 0: the chat template refuses .*") as error:
+            prep.run("gsm8k", source, str(tmp_path / "out"), template=str(template))
+        assert "--tokenizer MODEL" in str(error.value.hint)
+    template.write_text(shows)
     prep.run("gsm8k", source, str(tmp_path / "out"), template=str(template))
     (prompt,) = read_prompts(tmp_path / "out" / "train.parquet")
     shown = "".join(f"[{m['role']}]{m['content']}" for m in prompt.messages) + "[assistant]"
