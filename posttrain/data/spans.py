@@ -8,6 +8,7 @@ has no characters.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -205,9 +206,10 @@ def _check_calls(text: str, regions: list[Span], i: int, message: Mapping[str, A
     for key in ("content", "reasoning_content"):  # which may have a tool's name as a word
         if isinstance(said := message.get(key), str) and said.strip():
             written = written.replace(said.strip(), "", 1)
-    for call in message.get("tool_calls", ()):
-        if regions and call["function"]["name"] not in written:
+    called = Counter(call["function"]["name"] for call in message.get("tool_calls", ()))
+    for name, times in called.items():
+        if regions and written.count(name) < times:
             raise DataError(
-                f"message {i}: the chat template leaves out its call of {call['function']['name']!r}",
+                f"message {i}: the chat template leaves out {'its call' if times == 1 else 'calls'} of {name!r}",
                 hint="use the template of a model that calls tools",
             )

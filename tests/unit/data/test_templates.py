@@ -297,6 +297,15 @@ def test_a_call_is_not_shown_by_the_word_that_its_tool_has_for_a_name(said):
         render_chat([user("Please add 1."), assistant(said, call(a=1)), tool("3"), assistant("3")], hides)
 
 
+def test_a_second_call_of_the_same_tool_that_the_template_leaves_out_is_refused():
+    """As gpt-oss' template does, which writes the first call alone."""
+    first = with_template(THINKING.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]"), "<assistant>")
+    talk = [user("a"), assistant("", call(a=1), call(a=2)), tool("3"), tool("4"), assistant("b")]
+    with pytest.raises(DataError, match="message 1: the chat template leaves out calls of 'add'"):
+        render_chat(talk, first)
+    assert render_chat(talk, with_template(THINKING, "<assistant>")).ids
+
+
 def test_thoughts_are_shown_under_the_name_that_the_template_has_for_them():
     tokenizer = with_template(THINKING, "<assistant>")
     thought = {"reasoning_content": "why"}
