@@ -300,25 +300,28 @@ def plain_row(raw: Mapping[str, Any]) -> dict[str, Any]:
             row[column] = _sequence(_decoded(row[column]))
     for column in _MESSAGES:
         if isinstance(row.get(column), list):
-            row[column] = [_plain_message(message, f"{column}.{i}") for i, message in enumerate(row[column])]
+            text = isinstance(raw[column], str)
+            row[column] = [_plain_message(message, f"{column}.{i}", text) for i, message in enumerate(row[column])]
     return row
 
 
-def _plain_message(message: Any, here: str) -> Any:
+def _plain_message(message: Any, here: str, text: bool) -> Any:
+    """Return a message of a struct, or of JSON ``text``."""
     if not isinstance(message, dict):
         return message
-    message = {
-        **message,
-        "content": _sequence(message.get("content")),
-        "tool_calls": _sequence(message.get("tool_calls")),
-    }
-    if not isinstance(message["content"], list) or not isinstance(message.get("role"), str):
+    content, calls = _sequence(message.get("content")), _sequence(message.get("tool_calls"))
+    # A null in JSON text was written by someone, one in a struct may be parquet's.
+    message = {**message, "content": content, "tool_calls": calls if text else without_none(calls)}
+    if not isinstance(message.get("role"), str) or not (isinstance(content, list) or (text and calls)):
         return message
     try:
         (normal,) = normalize_messages([message])
     except DataError as error:
-        hint = f"it holds {_short(message['content'])}"
-        raise RowError(f"{here}.content", error.message.removeprefix("message 0: "), hint) from None
+        field = "content" if isinstance(content, list) else "tool_calls"
+        hint = f"it holds {_short(message[field])}"
+        raise RowError(f"{here}.{field}", error.message.removeprefix("message 0: "), hint) from None
+    for call in normal.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     parts = normal["content"]
     if not isinstance(parts, str):
         normal["content"] = "".join(IMAGE if part["type"] == "image" else part.get("text", "") for part in parts)

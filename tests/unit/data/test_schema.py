@@ -250,6 +250,20 @@ def test_a_null_that_someone_wrote_stays_and_one_of_parquet_goes() -> None:
     assert filled["function"]["parameters"] == {"properties": {"x": {}}}
 
 
+@pytest.mark.parametrize("content", ["Yes.", [{"type": "text", "text": "Yes."}]])
+def test_a_null_argument_that_someone_wrote_stays(content: Any) -> None:
+    def arguments(given: Any, column: Any = None) -> Any:
+        message = assistant(content, {"function": {"name": "search", "arguments": given}})
+        row = sft(user(), message)
+        conversation = parse_row(SftRow, {**row, "messages": column(row["messages"])} if column else row).typed(0)
+        return conversation.messages[1]["tool_calls"][0]["function"]["arguments"]
+
+    null = {"query": None, "options": {"limit": None}}
+    assert arguments(json.dumps(null)) == null
+    assert arguments(null, column=json.dumps) == null
+    assert arguments(null) == {"options": {}}
+
+
 def test_images_survive_and_need_no_bytes(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "i.parquet"
     row = sft(user("<image> or <image>?"), assistant(), images=[{"bytes": b"\x89PNG"}, {"path": "b.png"}])
