@@ -92,6 +92,7 @@ class Messages(ConversationFiles):
             # "message 3: it has no role": what is wrong is the reason, where it is wrong the detail.
             reason = error.message.partition(": ")[2] if error.message.startswith("message ") else error.message
             raise DataError(reason.partition(": ")[0], hint=error.message) from error
+        check_text(normal)
         return Conversation(cast(list[Message], normal), tools or [], images_of(row))
 
     def check(self, row: RawRow) -> Score:
@@ -147,6 +148,14 @@ def modern(message: Any) -> dict[str, Any]:
     if message.get("weight") is not None and role_of(turn) in ("assistant", "gpt"):
         turn["train"] = bool(message["weight"])
     return turn
+
+
+def check_text(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``DataError`` for half of a surrogate pair, which JSON text in a column can bring."""
+    try:
+        json.dumps(messages, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise DataError("a message has a character that UTF-8 cannot hold", hint=str(error)) from error
 
 
 def asked(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:

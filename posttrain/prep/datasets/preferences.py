@@ -12,7 +12,15 @@ from posttrain.data.parquet import Preference, preference_row
 from posttrain.data.preferences import PreferenceRow
 from posttrain.data.schema import RowError, parse_row
 from posttrain.prep.datasets.base import Kind, RawRow
-from posttrain.prep.datasets.conversations import ConversationFiles, asked, images_of, json_list, modern, role_of
+from posttrain.prep.datasets.conversations import (
+    ConversationFiles,
+    asked,
+    check_text,
+    images_of,
+    json_list,
+    modern,
+    role_of,
+)
 from posttrain.prep.datasets.problems import first
 
 _PROMPTS = ("prompt", "question", "instruction", "conversations", "messages")
@@ -77,10 +85,12 @@ def _messages(row: RawRow, column: str, role: str) -> list[Message]:
     if not listed:
         raise DataError(f"`{column}` is missing or empty", hint=f"the row has {list(row)}")
     try:
-        return cast(list[Message], normalize_messages([modern(message) for message in listed]))
+        normal = normalize_messages([modern(message) for message in listed])
     except DataError as error:
         reason = error.message.partition(": ")[2] if error.message.startswith("message ") else error.message
         raise DataError(f"`{column}`: {reason.partition(': ')[0]}", hint=error.message) from error
+    check_text(normal)
+    return cast(list[Message], normal)
 
 
 def _listed(value: Any) -> list[Any]:

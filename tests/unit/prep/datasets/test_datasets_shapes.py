@@ -449,6 +449,14 @@ def test_structs_of_parquet_have_no_keys_of_other_rows(tmp_path):
         assert made.messages[1]["tool_calls"] == pair.chosen[0]["tool_calls"] == given["messages"][1]["tool_calls"]
 
 
+def test_half_of_a_surrogate_pair_in_json_text_refuses_the_row():
+    talk = json.dumps([{"role": "user", "content": "Hi \ud83d"}, OPENAI[4]])
+    for name, row in (("messages", {"messages": talk}), ("preferences", {"chosen": talk, "rejected": talk})):
+        found = refusal(DATASETS.get(name)(), row)
+        assert found is not None
+        assert found.reason == "a message has a character that UTF-8 cannot hold"
+
+
 @pytest.mark.parametrize(
     "row",
     [
