@@ -17,7 +17,7 @@ from posttrain.core.types import ToolSchema
 AnyMessage = Mapping[str, Any]
 """A message in any of the styles that this module reads."""
 
-_SHAREGPT_ROLES = {
+SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
     "user": "user",
@@ -84,9 +84,9 @@ def normalize_tools(tools: str | Sequence[Any] | None) -> list[ToolSchema] | Non
 
 def _from_sharegpt(message: AnyMessage) -> dict[str, Any]:
     origin = message["from"]
-    if origin not in _SHAREGPT_ROLES:
-        raise ValueError(f"'from' is {origin!r}; known: {', '.join(_SHAREGPT_ROLES)}")
-    turn: dict[str, Any] = {"role": _SHAREGPT_ROLES[origin]}
+    if origin not in SHAREGPT_ROLES:
+        raise ValueError(f"'from' is {origin!r}; known: {', '.join(SHAREGPT_ROLES)}")
+    turn: dict[str, Any] = {"role": SHAREGPT_ROLES[origin]}
     if origin in _SHAREGPT_CALLS:
         turn |= {"content": "", "tool_calls": _calls(message["value"])}
     else:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message, Score
-from posttrain.data.messages import normalize_messages, normalize_tools
+from posttrain.data.messages import SHAREGPT_ROLES, normalize_messages, normalize_tools
 from posttrain.data.parquet import Conversation, sft_row
 from posttrain.data.schema import RowError, SftRow, parse_row, without_none
 from posttrain.prep.datasets.base import FileSet, Kind, RawRow
@@ -145,7 +145,7 @@ def modern(message: Any) -> dict[str, Any]:
         turn["role"] = _ROLES[turn["role"]]
     if message.get("function_call"):
         turn["tool_calls"] = [message["function_call"]]
-    if message.get("weight") is not None and role_of(turn) in ("assistant", "gpt"):
+    if message.get("weight") is not None and SHAREGPT_ROLES.get(str(role_of(turn))) == "assistant":
         turn["train"] = bool(message["weight"])
     return turn
 

@@ -449,6 +449,14 @@ def test_structs_of_parquet_have_no_keys_of_other_rows(tmp_path):
         assert made.messages[1]["tool_calls"] == pair.chosen[0]["tool_calls"] == given["messages"][1]["tool_calls"]
 
 
+@pytest.mark.parametrize("origin", ["gpt", "model", "chatgpt", "assistant"])
+def test_a_weight_of_0_leaves_a_turn_of_sharegpt_out_of_the_loss(origin):
+    asked = {"from": "human", "value": "1+1?", "weight": 0}
+    turns = [asked, {"from": origin, "value": "3", "weight": 0}, asked, {"from": origin, "value": "2", "weight": 1}]
+    made = DATASETS.get("messages")().to_sft({"conversations": turns}, 0, "train")
+    assert [message.get("train") for message in made.messages] == [None, False, None, True]
+
+
 def test_half_of_a_surrogate_pair_in_json_text_refuses_the_row():
     talk = json.dumps([{"role": "user", "content": "Hi \ud83d"}, OPENAI[4]])
     for name, row in (("messages", {"messages": talk}), ("preferences", {"chosen": talk, "rejected": talk})):
