@@ -64,6 +64,8 @@ class Preferences(ConversationFiles):
         """
         chosen, rejected = _messages(row, "chosen", "assistant"), _messages(row, "rejected", "assistant")
         prompt = _prompt(row, [chosen, rejected])
+        chosen, rejected = (_begun(row, a) if a[: len(prompt)] == prompt else a for a in (chosen, rejected))
+        prompt = _begun(row, prompt) if prompt else prompt
         raw = preference_row(Preference(prompt, chosen, rejected, _tools(row), images_of(row)))
         try:
             return parse_row(PreferenceRow, raw).typed(index)
@@ -107,11 +109,15 @@ def _prompt(row: RawRow, answers: Sequence[Sequence[Message]]) -> list[Message]:
         raise DataError("there is no prompt", hint=f"looked for {', '.join(_PROMPTS)}; the row has {list(row)}")
     if column is None or (whole and isinstance(row[column], str) and not _listed(row[column])):
         return []
-    prompt = _messages(row, column, "user")
+    return _messages(row, column, "user")
+
+
+def _begun(row: RawRow, conversation: list[Message]) -> list[Message]:
+    """A conversation with the row's system message, if it has none of its own."""
     system = row.get("system")
-    if isinstance(system, str) and system.strip() and prompt[0]["role"] != "system" and not whole:
-        prompt = [{"role": "system", "content": system}, *prompt]
-    return prompt
+    if not isinstance(system, str) or not system.strip() or conversation[0]["role"] == "system":
+        return conversation
+    return [{"role": "system", "content": system}, *conversation]
 
 
 def _tools(row: RawRow) -> list[dict[str, Any]]:

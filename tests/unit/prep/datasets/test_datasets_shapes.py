@@ -449,6 +449,32 @@ def test_structs_of_parquet_have_no_keys_of_other_rows(tmp_path):
         assert made.messages[1]["tool_calls"] == pair.chosen[0]["tool_calls"] == given["messages"][1]["tool_calls"]
 
 
+USER, GOOD, BAD = OPENAI[1], OPENAI[4], {"role": "assistant", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "1+1?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": [USER, GOOD], "rejected": [DONE[0], USER, BAD]},
+    ],
+)
+def test_the_system_message_of_a_pair_may_be_a_column(row):
+    pair = DATASETS.get("preferences")().to_preference({"system": "Be brief.", **row}, 0, "train")
+    assert (pair.prompt, pair.chosen, pair.rejected) == ([DONE[0], USER], [GOOD], [BAD])
+
+
+def test_answers_that_go_on_from_a_prompt_get_no_system_message_of_their_own():
+    asks = {"role": "user", "content": "1+2?"}
+    row = {"prompt": [USER, GOOD], "chosen": [asks, BAD], "rejected": [asks, GOOD], "system": "Be brief."}
+    pair = DATASETS.get("preferences")().to_preference(row, 0, "train")
+    assert [m["role"] for m in pair.prompt] == ["system", "user", "assistant", "user"]
+    assert (pair.chosen, pair.rejected) == ([BAD], [GOOD])
+
+
 @pytest.mark.parametrize("origin", ["gpt", "model", "chatgpt", "assistant"])
 def test_a_weight_of_0_leaves_a_turn_of_sharegpt_out_of_the_loss(origin):
     asked = {"from": "human", "value": "1+1?", "weight": 0}
