@@ -102,6 +102,8 @@ def _from_openai(message: AnyMessage) -> dict[str, Any]:
         }  # most are, and agents send them again and again
     if not isinstance(message.get("role"), str):
         raise ValueError("it has no role")
+    if message["role"] == "user" and "content" not in message:
+        raise ValueError("a user message without `content`")
     turn = {"role": message["role"], "content": ""}
     turn |= {k: v for k, v in message.items() if k not in ("content", "tool_calls") and v is not None}
     calls = _calls(message.get("tool_calls") or [])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core.types import Message, ToolSchema
-from posttrain.data.schema import BaseRow, MessageField, tool_names, typed_message
+from posttrain.data.schema import BaseRow, MessageField, tool_names, typed_messages
 from posttrain.data.turns import RowError, check_messages
 
 
@@ -48,9 +48,9 @@ class PreferenceRow(BaseRow):
         Raises:
             RowError: a conversation is out of order, or the two are no answers to one prompt, or the same.
         """
-        prompt = [typed_message(message) for message in self.prompt or ()]
-        chosen = _whole(prompt, [typed_message(message) for message in self.chosen], "chosen")
-        rejected = _whole(prompt, [typed_message(message) for message in self.rejected], "rejected")
+        prompt = typed_messages(self.prompt or (), "prompt")
+        chosen = _whole(prompt, typed_messages(self.chosen, "chosen"), "chosen")
+        rejected = _whole(prompt, typed_messages(self.rejected, "rejected"), "rejected")
         tools = self.tools or []
         for column, messages in (("chosen", chosen), ("rejected", rejected)):
             where = f"prompt + {column}" if len(messages) > len(getattr(self, column)) else column

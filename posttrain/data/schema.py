@@ -28,7 +28,8 @@ Bytes = bytes
 """The type, where a field has its name."""
 
 __all__ = [
-    "BaseRow", "Conversation", "RlhfRow", "RowError", "SftRow", "parse_row", "plain_row", "tool_names", "typed_message",
+    "BaseRow", "Conversation", "RlhfRow", "RowError", "SftRow", "parse_row", "plain_row", "tool_names",
+    "typed_messages",
 ]  # fmt: skip
 
 
@@ -80,7 +81,7 @@ class MessageField(TypedDict):
     role: Role
     """Who speaks. A system message comes first, an assistant answers a user or a tool."""
     content: NotRequired[str | None]
-    """The text; `<image>` where an image belongs. A typed list of parts is joined to one text."""
+    """The text; `<image>` where an image belongs. A list of typed parts becomes one text. A user's message has it."""
     reasoning_content: NotRequired[str | None]
     """Assistant only: its thoughts, for templates that show them apart."""
     reasoning: NotRequired[str | None]
@@ -97,8 +98,17 @@ class MessageField(TypedDict):
     """Assistant only: false leaves the message out of the SFT loss."""
 
 
-def typed_message(given: MessageField) -> Message:
-    """Return a message as the rest of posttrain knows it: without absent fields, and its content always a text."""
+def typed_messages(given: Sequence[MessageField], column: str) -> list[Message]:
+    """Return the messages of a column as the rest of posttrain knows them: without absent fields, and their content
+    always a text. Raises ``RowError`` for a user's without one, whose text must have another name."""
+    for i, message in enumerate(given):
+        if "content" not in message and message["role"] == "user":
+            hint = "is its text under another name, such as `value` or `text`? a null is an empty text"
+            raise RowError(f"{column}.{i}.content", "a user message without it", hint)
+    return [_typed_message(message) for message in given]
+
+
+def _typed_message(given: MessageField) -> Message:
     message: Message = {"role": given["role"], "content": given.get("content") or ""}
     if thoughts := given.get("reasoning_content") or given.get("reasoning") or given.get("thinking"):
         message["reasoning_content"] = thoughts
@@ -219,7 +229,7 @@ class RlhfRow(BaseRow):
         Raises:
             RowError: the messages are out of order, or their calls or images do not match the row.
         """
-        messages = [typed_message(message) for message in self.prompt]
+        messages = typed_messages(self.prompt, "prompt")
         extra = dict(self.extra_info or {})
         tools = self.tools or []
         kwargs = _tools_kwargs(extra.get("tools_kwargs"), self.tools_kwargs)
@@ -249,7 +259,7 @@ class SftRow(BaseRow):
         Raises:
             RowError: the messages are out of order, or their calls or images do not match the row.
         """
-        messages = [typed_message(message) for message in self.messages]
+        messages = typed_messages(self.messages, "messages")
         tools = self.tools or []
         check_messages(
             messages,
@@ -311,7 +321,9 @@ def _plain_message(message: Any, here: str, text: bool) -> Any:
         return message
     content, calls = _sequence(message.get("content")), _sequence(message.get("tool_calls"))
     # A null in JSON text was written by someone, one in a struct may be parquet's.
-    message = {**message, "content": content, "tool_calls": calls if text else without_none(calls)}
+    message = {**message, "tool_calls": calls if text else without_none(calls)}
+    if "content" in message:
+        message["content"] = content
     if not isinstance(message.get("role"), str) or not (isinstance(content, list) or (text and calls)):
         return message
     try:

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from posttrain.core.errors import DataError
+from posttrain.data.messages import normalize_messages
 from posttrain.data.parquet import (
     append_columns,
     parse_prompt,
@@ -19,7 +20,7 @@ from posttrain.data.parquet import (
     sft_row,
     write_rows,
 )
-from posttrain.data.schema import Conversation, RlhfRow, SftRow, parse_row
+from posttrain.data.schema import Conversation, RlhfRow, RowError, SftRow, parse_row
 
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 Row = dict[str, Any]
@@ -248,6 +249,18 @@ def test_a_null_that_someone_wrote_stays_and_one_of_parquet_goes() -> None:
     assert parse_row(SftRow, sft(user(), assistant(), tools=json.dumps([schema]))).tools == [schema]
     (filled,) = parse_row(SftRow, sft(user(), assistant(), tools=[schema])).tools or []
     assert filled["function"]["parameters"] == {"properties": {"x": {}}}
+
+
+@pytest.mark.parametrize("column", [list, json.dumps])
+def test_a_user_message_whose_text_has_another_name_is_refused(column: Any) -> None:
+    """As in files that mix OpenAI's style and ShareGPT's: all of its messages were empty."""
+    talk = [{"role": "user", "value": "1+1?"}, {"role": "assistant", "value": "2"}]
+    with pytest.raises(RowError, match=r"'messages\.0\.content': a user message without it") as error:
+        parse_row(SftRow, {"messages": column(talk)}).typed(0)
+    assert "`value`" in error.value.hint
+    with pytest.raises(DataError, match="message 0: a user message without `content`"):
+        normalize_messages(talk)
+    assert parse_row(SftRow, {"messages": column([user(None), assistant()])}).typed(0).messages[0]["content"] == ""
 
 
 @pytest.mark.parametrize("content", ["Yes.", [{"type": "text", "text": "Yes."}]])
