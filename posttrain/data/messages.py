@@ -158,7 +158,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call has no function name: {str(call)[:80]}")
     arguments = function.get("arguments")
-    arguments = {} if arguments is None else _json(arguments, f"the arguments of {function['name']}")
+    arguments = {} if arguments in (None, "") else _json(arguments, f"the arguments of {function['name']}")
     if not isinstance(arguments, Mapping):
         raise ValueError(f"the arguments of {function['name']} are not a JSON object: {str(arguments)[:80]}")
     named = {"id": call["id"]} if call.get("id") is not None else {}

@@ -66,6 +66,13 @@ def test_null_and_missing_content_is_empty(qwen):
             assert first.endswith('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>')
 
 
+@pytest.mark.parametrize("none", [None, "", "{}", {}])
+def test_a_call_without_arguments_in_many_styles(none):
+    """Servers say "" where the model wrote none."""
+    (message,) = normalize_messages([assistant("", {"function": {"name": "now", "arguments": none}})])
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+
+
 def test_ids_names_and_own_keys_are_kept_and_null_keys_are_not():
     call_with_id = {"id": "c1", **call(a=1)}
     messages = [
