@@ -210,7 +210,7 @@ class SampleStream:
             position += 1
             counts = counts.add(rendered)
             left_out = left_out + 1 if rendered.left_out else 0
-            if left_out == self.shards.rows:
+            if position % self.shards.rows == 0 and left_out >= self.shards.rows:  # all of an epoch
                 raise nothing_left(self.shards.name, "conversation", counts)
             if not rendered.left_out:
                 samples.append(TokenRow(row, rendered.ids, rendered.mask, rendered.second, rendered.images))

@@ -90,6 +90,23 @@ def test_small_data_has_the_order_of_the_plain_loader(tmp_path: Path) -> None:
         assert [rows_of([stream.next()]) for _ in range(20)] == [order.next() for _ in range(20)]
 
 
+@pytest.mark.parametrize("stream_above", [0, 1000])
+def test_data_of_which_most_rows_are_left_out_gives_the_others_in_every_epoch(
+    tmp_path: Path, stream_above: int
+) -> None:
+    """The last rows of an epoch and the first ones of the next may be more than an epoch has."""
+    table = pa.table({"messages": [[n, int(n == 4)] for n in range(20)]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with open_stream(tmp_path, 0, stream_above=stream_above) as stream:
+        assert rows_of(take(stream, 10)) == [4] * 10 * BATCH
+
+
+def test_streamed_data_of_which_all_rows_are_left_out_is_an_error(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"messages": [[n, 0] for n in range(20)]}), tmp_path / "a.parquet")
+    with open_stream(tmp_path, 0) as stream, pytest.raises(DataError, match="no conversation with assistant tokens"):
+        stream.next()
+
+
 def test_without_shuffle_rows_come_as_they_lie(data: tuple[Path, list[tuple[int, int]]]) -> None:
     folder, rows = data
     with open_stream(folder, 0, shuffle=False) as stream:
