@@ -26,7 +26,7 @@ from posttrain.data.parquet import (
     sft_row,
 )
 from posttrain.prep.datasets import DATASETS, Dataset, Refusal, available_splits, fault, open_dataset, raw_rows, refusal
-from posttrain.prep.datasets.raw import RawRow
+from posttrain.prep.datasets.raw import EVALUATION, RawRow
 from posttrain.prep.decontaminate import EvalSet, Overlap, PromptText, asked
 from posttrain.prep.measure import question
 from posttrain.tools import Tool
@@ -37,8 +37,6 @@ TOLERATED = 0.005
 """Share of a split's rows that may be bad: fewer are dropped and listed, from there on it is an error."""
 _SHARED = 0.5
 """Share of the smaller of two splits from which on it is an error that its rows are also the other's."""
-EVALUATION = ("test", "val", "validation", "dev", "eval")
-"""Names of splits that are not for training."""
 _SHOWN = 200
 """Characters of a dropped row's question in its card."""
 _BATCH = 1024

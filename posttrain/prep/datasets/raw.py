@@ -11,6 +11,7 @@ import glob
 import gzip
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -25,6 +26,8 @@ RawRow = dict[str, Any]
 
 FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 """Where a folder has one file in several formats, the first of these is read."""
+EVALUATION = ("test", "val", "validation", "dev", "eval")
+"""Names of splits that are not for training."""
 _CONVERSATION = frozenset({"messages", "conversations", "conversation", "prompt"})
 """Lists of objects that are part of one row, so that an object with one of them is a row, not a container of rows."""
 _LONGEST_CELL = 1 << 30
@@ -111,8 +114,11 @@ def _stem(file: Path) -> str:
 def _in_folder(folder: Path, patterns: Mapping[str, Sequence[str]]) -> dict[str, list[Path]]:
     found = {}
     for split, globs in patterns.items():
-        matches = (_matching(folder, pattern) for pattern in globs)
-        if files := next(filter(None, matches), None):
+        matches = ((pattern, _matching(folder, pattern)) for pattern in globs)
+        pattern, files = next((match for match in matches if match[1]), ("", []))
+        if pattern == "*":
+            _check_alike(folder, files)
+        if files:
             found[split] = files
     if not found:
         name = next(iter(patterns.values()))[0]
@@ -121,6 +127,16 @@ def _in_folder(folder: Path, patterns: Mapping[str, Sequence[str]]) -> dict[str,
             hint=f"looked for {', '.join(_listed(patterns))} as {', '.join(FORMATS)}, also .gz",
         )
     return found
+
+
+def _check_alike(folder: Path, files: Sequence[Path]) -> None:
+    """Raise ``DataError`` where some of the files that no split is named for are for evaluation, by their names."""
+    held = [file for file in files if not set(re.split("[^a-z]+", _stem(file).lower())).isdisjoint(EVALUATION)]
+    if held and len(held) < len(files):
+        raise DataError(
+            f"{folder}: {held[0].name} is for evaluation, by its name, and lies beside files that are not",
+            hint="name the files to read with --source: one, or a glob",
+        )
 
 
 def _listed(patterns: Mapping[str, Sequence[str]]) -> list[str]:

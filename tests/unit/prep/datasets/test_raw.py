@@ -152,6 +152,20 @@ def test_files_of_a_folder(tmp_path):
     }
 
 
+@pytest.mark.parametrize("name", ["chat_test.jsonl", "chat-dev.parquet", "Eval.json.gz", "x.validation.jsonl"])
+def test_a_file_for_evaluation_is_not_read_with_the_others_of_a_folder(tmp_path, name):
+    patterns = {"train": ("train", "*")}
+    held = file_of(tmp_path, name, "x")
+    assert split_files(str(tmp_path), patterns) == {"train": [held]}
+    other = file_of(tmp_path, "contest.jsonl", "x")
+    with pytest.raises(DataError, match=f"{name} is for evaluation") as error:
+        split_files(str(tmp_path), patterns)
+    assert "--source" in error.value.hint
+    assert split_files(str(tmp_path / "c*t.jsonl"), patterns)["train"][-1] == other
+    train = file_of(tmp_path, "train.jsonl", "x")
+    assert split_files(str(tmp_path), patterns) == {"train": [train]}
+
+
 def test_cards_that_prep_wrote_are_no_data(tmp_path):
     for name in ("sft_train.parquet", "sft_train.parquet.card.json", "my.json"):
         file_of(tmp_path, name, "x")
