@@ -46,7 +46,8 @@ class Rendered:
     too_long: int = 0
     """Its tokens, where they were more than allowed: it is cut, or left out. Else 0."""
     nothing_to_learn: bool = False
-    """It is left out because not one token carries loss, before or after a cut."""
+    """It is left out because not one token carries loss, before or after a cut, or its two conversations have the same
+    tokens."""
     straddling: int = 0
     """Tokens without loss because they are only in part the assistant's (see ``RenderedChat``)."""
     second: int = 0

@@ -141,7 +141,7 @@ class RenderPairs:
     """A ``Render`` of preference rows: both conversations of a pair, one behind the other (``Rendered.second``).
 
     Loss falls on the two answers, not on what the conversations begin with in common. Each is cut to length by itself;
-    where nothing is left of one, the pair is left out.
+    where nothing is left of one, or nothing in which they differ, the pair is left out.
 
     Args:
         conversations: how each of the two is rendered.
@@ -172,6 +172,8 @@ class RenderPairs:
         if chosen.left_out or rejected.left_out:
             nothing = chosen.nothing_to_learn or rejected.nothing_to_learn
             return Rendered.nothing(too_long=too_long, nothing_to_learn=nothing)
+        if np.array_equal(chosen.ids, rejected.ids):
+            return Rendered.nothing(too_long=too_long, nothing_to_learn=True)
         ids, masks = [chosen.ids, rejected.ids], [chosen.mask, rejected.mask]
         if self._end is not None:
             ids = [np.append(part, np.int32(self._end)) for part in ids]

@@ -100,14 +100,25 @@ class SampleStream:
         cfg: its ``shuffle``, ``shuffle_rows``, ``stream_above``, ``workers``, ``prefetch`` and ``deadline_s``.
         batch_size: samples of a batch. The next row makes up for one that is left out.
         seed: of the order.
+        one: name of a sample in messages.
 
     Raises:
         DataError: a row that is rendered beforehand is refused (all are, or the first ``CHECK_ROWS`` where they are
             streamed), or none of the data is left.
     """
 
-    def __init__(self, shards: Shards, render: Render, cfg: DataConfig, *, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        render: Render,
+        cfg: DataConfig,
+        *,
+        batch_size: int,
+        seed: int,
+        one: str = "conversation",
+    ) -> None:
         self.shards = shards
+        self._one = one
         self.cfg = cfg
         self.batch_size = batch_size
         self.seed = seed
@@ -126,7 +137,7 @@ class SampleStream:
         else:
             self.rendered = render_all(shards, render)
             if not self.usable_rows:
-                raise nothing_left(shards.name, "conversation", Counts.of(self.rendered))
+                raise nothing_left(shards.name, self._one, Counts.of(self.rendered))
             self._batches = self._assemble(self._renderer)
 
     @property
@@ -211,7 +222,7 @@ class SampleStream:
             counts = counts.add(rendered)
             left_out = left_out + 1 if rendered.left_out else 0
             if position % self.shards.rows == 0 and left_out >= self.shards.rows:  # all of an epoch
-                raise nothing_left(self.shards.name, "conversation", counts)
+                raise nothing_left(self.shards.name, self._one, counts)
             if not rendered.left_out:
                 samples.append(TokenRow(row, rendered.ids, rendered.mask, rendered.second, rendered.images))
             if len(samples) == self.batch_size:
@@ -325,4 +336,6 @@ def nothing_left(name: str, one: str, counts: Counts) -> DataError:
         rows = "the rows that are not longer" if counts.too_long else "the rows"
         hint = f"{hint}; " if counts.too_long else ""
         hint += f'in {rows}, all assistant messages have "train": false or are empty, and carry no loss'
+        if one == "pair":
+            hint += ", or both answers have the same tokens"
     return DataError(f"{name}: no {one} with assistant tokens is left", hint=hint)

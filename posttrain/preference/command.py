@@ -58,6 +58,7 @@ class Pairs(Objective):
     """Pairs of answers, of which one is preferred."""
 
     one, many = "pair", "pairs"
+    nothing = "no assistant token to train on, or the same tokens in both answers"
 
     def shards(self, paths: str | Sequence[str]) -> Shards:
         return preference_shards(paths)

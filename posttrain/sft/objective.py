@@ -48,6 +48,8 @@ class Objective(ABC):
     one: ClassVar[str]
     """Name of a sample in messages; ``many`` is its plural."""
     many: ClassVar[str]
+    nothing: ClassVar[str] = "no assistant token to train on"
+    """Why there may be nothing to learn from a sample, for messages."""
 
     @abstractmethod
     def shards(self, paths: str | Sequence[str]) -> Shards:

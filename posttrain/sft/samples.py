@@ -37,6 +37,7 @@ def open_stream(objective: Objective, cfg: Config, tokenizer: PreTrainedTokenize
         cfg.data,
         batch_size=cfg.data.batch_size,
         seed=cfg.run.seed,
+        one=objective.one,
     )
 
 
@@ -66,6 +67,6 @@ def notes(objective: Objective, name: str, counts: Counts, cfg: Config) -> Itera
             f"longest has {counts.longest} (data.truncation = {cfg.data.truncation})"
         )
     if counts.nothing_to_learn:
-        yield f"{name}: {counts.nothing_to_learn} {of} left out: no assistant token to train on"
+        yield f"{name}: {counts.nothing_to_learn} {of} left out: {objective.nothing}"
     if counts.straddling:
         yield f"{name}: {counts.straddling} tokens without loss: they are the assistant's only in part"

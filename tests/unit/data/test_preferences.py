@@ -20,11 +20,12 @@ from posttrain.data.parquet import (
 )
 from posttrain.data.preferences import PreferenceRow
 from posttrain.data.prefetch import Row
+from posttrain.data.stream import Counts
 from posttrain.models.builtin import builtin_tokenizer
 from posttrain.preference.command import Pairs, pack
 from posttrain.prep import command as prep
 from posttrain.prep.card import read_card
-from posttrain.sft.samples import load_validation, open_stream
+from posttrain.sft.samples import load_validation, notes, open_stream
 
 TOKENIZER = builtin_tokenizer("builtin:tiny")
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -179,6 +180,22 @@ def test_a_pair_is_left_out_with_either_side(tmp_path, stream_above):
     with stream(tmp_path / "f.parquet", *rows, **settings) as again:
         again.restore(state)
         assert again.position == 5
+
+
+def test_a_pair_that_differs_in_no_token_is_left_out(tmp_path):
+    """After a cut, or where the template drops the thoughts in which they differ."""
+    cut = row(chosen=[assistant("word " * 200 + "2")], rejected=[assistant("word " * 200 + "3")])
+    thoughts = row(rejected=[{**GOOD, "reasoning_content": "why"}])
+    settings = {"max_length": 64, "truncation": "right"}
+    for method in ("dpo", "reward_model"):
+        data = stream(tmp_path / "f.parquet", cut, row(), thoughts, method=method, **settings)
+        assert [sample.row for sample in data.next().samples] == [1, 1]
+        assert [r.nothing_to_learn for r in data.rendered] == [True, False, True]
+        (_, note) = notes(Pairs(), "f", Counts.of(data.rendered), config("f", **settings))
+        assert note == f"f: 2 of 3 pairs left out: {Pairs.nothing}"
+        with pytest.raises(DataError, match="no pair with assistant tokens is left") as error:
+            stream(tmp_path / "f.parquet", thoughts, method=method)
+        assert "both answers have the same tokens" in error.value.hint
 
 
 def test_rendering_is_the_same_in_another_process(tmp_path):
