@@ -29,7 +29,7 @@ class ConversationFiles(FileSet):
         have. Those of JSON text, and of jsonl, were written by someone."""
         if ".parquet" not in file.suffixes:
             return row
-        return {column: without_none(value) for column, value in row.items()}
+        return {column: _without_nulls(value) for column, value in row.items()}
 
 
 class Messages(ConversationFiles):
@@ -111,6 +111,15 @@ class GlaiveToolcall(Messages):
     patterns: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "train": ("glaive_toolcall_en*", "glaive*", "train", "train-*", "data/train-*")
     }
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without nulls in structs. Messages keep their own: a null content is an empty text."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if role_of(value) is not None:
+        return {key: without_none(item) for key, item in value.items()}
+    return without_none(value)
 
 
 def json_list(value: Any) -> list[Any]:

@@ -467,6 +467,12 @@ def test_the_system_message_of_a_pair_may_be_a_column(row):
     assert (pair.prompt, pair.chosen, pair.rejected) == ([DONE[0], USER], [GOOD], [BAD])
 
 
+def test_a_null_content_of_a_user_in_parquet_is_an_empty_text(tmp_path):
+    row = {"messages": [{"role": "user", "content": None}, GOOD]}
+    dataset, rows = read("messages", "train", parquet(tmp_path / "my.parquet", [row]))
+    assert [m["content"] for m in sft(dataset, rows[0], tmp_path).messages] == ["", "2"]
+
+
 def test_answers_that_go_on_from_a_prompt_get_no_system_message_of_their_own():
     asks = {"role": "user", "content": "1+2?"}
     row = {"prompt": [USER, GOOD], "chosen": [asks, BAD], "rejected": [asks, GOOD], "system": "Be brief."}
