@@ -192,6 +192,21 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     return config
 
 
+def check_unquantized(source: ModelSource, config: PreTrainedConfig) -> None:
+    """Check that the files of ``source``, a model of this config, hold its weights themselves. Raises ``ModelError``
+    where they hold codes whose scales, under names of their own, nothing here reads."""
+    settings: Any = getattr(config, "quantization_config", None)
+    if settings is None:
+        return
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    raise ModelError(
+        f"the weights of {source.path} are quantized ({getattr(method, 'value', method) or 'by an unknown method'}), "
+        "and trainers and the embedded engine do not read such",
+        hint="take the weights in bfloat16 that they were made from; vllm and sglang sample from quantized ones, in "
+        "commands that do not train",
+    )
+
+
 def dropout_settings(config: PreTrainedConfig) -> dict[str, float]:
     """What a model's config asks for that is random and active in training only: dropout by any of its names, and noise
     in routers. Settings of heads that a causal LM does not have are left out."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from posttrain.core.errors import ModelError
 from posttrain.core.registry import some
 from posttrain.models import lora, shards
-from posttrain.models.load import ModelSource, loading, not_loadable
+from posttrain.models.load import ModelSource, check_unquantized, loading, not_loadable
 from posttrain.models.shards import copy_held, held
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def _load(
     elif read is not None:
         read(parameters)
     else:
+        check_unquantized(source, model.config)
         try:
             _load_files(model, parameters, _Files(_safetensors(source)), source)
         except (OSError, ValueError) as error:

@@ -19,7 +19,7 @@ from posttrain.engines.hf import BLOCK
 from posttrain.engines.start import NO_BATCH_INVARIANCE
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import VALUE_HEAD, is_classifier
-from posttrain.models.load import ModelSource, build, load_config, load_tokenizer, locate
+from posttrain.models.load import ModelSource, build, check_unquantized, load_config, load_tokenizer, locate
 from posttrain.models.processors import load_vision
 from posttrain.models.vision import in_tiles
 from posttrain.runs.run import weights_of
@@ -216,8 +216,9 @@ def check_use(cfg: Config, source: ModelSource) -> None:
         experts.check_routers(config)
     if cfg.trains:
         check_expert_parallel(config, cfg.train.expert_parallel, cfg.cluster.workers // cfg.train.expert_parallel)
-    if not (cfg.trains or engine == "hf") or getattr(config, "quantization_config", None) is not None:
+    if not (cfg.trains or engine == "hf"):
         return
+    check_unquantized(source, config)
     adapted = cfg.trains and cfg.train.lora.rank is not None
     if support.is_proven(config) and not adapted and cfg.train.sequence_parallel == 1:
         return
@@ -286,7 +287,9 @@ def check_algo(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     ``ConfigError``."""
     for key, path in (("critic.path", cfg.critic.path), ("algo.teacher", cfg.algo.teacher)):
         if path:
-            other = check_model(cfg, find_model(cfg, path, key), path, values=key == "critic.path")
+            source = find_model(cfg, path, key)
+            check_unquantized(source, load_config(source))
+            other = check_model(cfg, source, path, values=key == "critic.path")
             if other.get_vocab() != tokenizer.get_vocab():
                 raise ConfigError(
                     f"{key} = {path!r} has other tokens than model.path = {cfg.model.path!r}",

@@ -23,7 +23,7 @@ from posttrain.core.errors import ConfigError, ModelError
 from posttrain.models.attention_kernels import available, choose, needs
 from posttrain.models.load import ModelSource, build
 from posttrain.models.ulysses import check_heads
-from posttrain.models.weights import load_weights, materialize
+from posttrain.models.weights import load_weights, materialize, stream
 from posttrain.train.flops import model_flops
 
 CPU = torch.device("cpu")
@@ -115,6 +115,23 @@ def test_rejects_missing_or_misshaped_weight(tmp_path):
         load_weights(model, source, 0)
 
 
+@pytest.mark.parametrize("how", ["load", "stream"])
+def test_rejects_quantized_weights(tmp_path, how):
+    """Codes have the names and shapes of weights: without their scales they would be weights of another size."""
+    saved("qwen2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = ModelSource(str(tmp_path))
+    model = build(source, dtype=torch.float32)
+    with pytest.raises(ModelError, match=r"the weights of .* are quantized \(fp8\)"):
+        if how == "load":
+            materialize(model, CPU)
+            load_weights(model, source, 0)
+        else:
+            list(stream(model, source, dtype=torch.float32))
+
+
 def test_rejects_truncated_weight_file(tmp_path):
     saved("qwen2", tmp_path)
     file = next(tmp_path.glob("*.safetensors"))
@@ -128,7 +145,7 @@ def test_rejects_truncated_weight_file(tmp_path):
 
 LOAD = """
 import pathlib, sys, torch
-from posttrain.models.weights import load_weights, materialize
+from posttrain.models.weights import load_weights, materialize, stream
 from posttrain.models.load import ModelSource, build
 
 def kib(name):

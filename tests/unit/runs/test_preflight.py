@@ -1,6 +1,7 @@
 """What is settled before any process starts."""
 
 import dataclasses
+import json
 import re
 import socket
 from importlib import metadata
@@ -24,6 +25,7 @@ from posttrain.rewards import DATA_SOURCES, GRADERS
 from posttrain.rl import command as rl
 from posttrain.runs.episodes import episode_context
 from posttrain.runs.preflight import (
+    check_algo,
     check_machine,
     check_packages,
     check_steps,
@@ -415,6 +417,24 @@ def test_a_damaged_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=str(tmp_path)):
         open_model(config(model={"path": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("command", ["sft", "rl", "generate"])
+def test_quantized_weights_are_refused_but_where_the_engine_reads_them(tmp_path, command):
+    create_builtin("tiny", 0).save_pretrained(tmp_path)
+    save_text_side(ModelSource("builtin:tiny"), tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    settings = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    (tmp_path / "config.json").write_text(json.dumps(stored | settings))
+    model = {"path": str(tmp_path)}
+    quantized = rf"the weights of {tmp_path} are quantized \(compressed-tensors\)"
+    with pytest.raises(ModelError, match=quantized):
+        open_model(config(command, model=model, rollout={"engine": "hf"}))
+    if command == "generate":
+        open_model(config(command, model=model, rollout={"engine": "vllm"}))
+    if command == "rl":
+        with pytest.raises(ModelError, match=quantized):
+            check_algo(config(algo={"advantage": "gae"}, critic=model), open_model(config(command))[1])
 
 
 def test_a_model_without_chat_template(tmp_path):
