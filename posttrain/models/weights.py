@@ -193,13 +193,15 @@ def _merge_adapters(model: nn.Module, parameters: Mapping[str, Tensor], source: 
 
 
 def _safetensors(source: ModelSource) -> list[Path]:
-    """The model's weight files; from the hub's cache or the hub itself where it is no folder."""
+    """The model's weight files; from the hub's cache or the hub itself where it is no folder. Raises ``ModelError``."""
     folder = Path(source.path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
         folder = Path(snapshot_download(source.path, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
-    index = folder / "model.safetensors.index.json"
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]  # as in transformers: an index beside it is of the files that it replaced
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

@@ -23,7 +23,7 @@ from posttrain.core.errors import ConfigError, ModelError
 from posttrain.models.attention_kernels import available, choose, needs
 from posttrain.models.load import ModelSource, build
 from posttrain.models.ulysses import check_heads
-from posttrain.models.weights import load_weights, materialize, stream
+from posttrain.models.weights import check_files, load_weights, materialize, stream
 from posttrain.train.flops import model_flops
 
 CPU = torch.device("cpu")
@@ -132,6 +132,26 @@ def test_rejects_quantized_weights(tmp_path, how):
             list(stream(model, source, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_one_file_takes_the_place_of_those_that_an_index_names(tmp_path, left):
+    """transformers leaves the index where it saves a model in one file over one in several."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    saved("qwen2", old)
+    config, kind, more = KINDS["qwen2"]
+    expected = kind(config(**COMMON, **more))
+    expected.save_pretrained(old)
+    assert (old / "model.safetensors.index.json").is_file()
+    if left:
+        saved("qwen2", new)
+        for file in new.glob("model-*.safetensors"):
+            file.rename(old / file.name)
+    source = ModelSource(str(old))
+    model = build(source, dtype=torch.float32)
+    check_files(model, source)
+    weights = dict(stream(model, source, dtype=torch.float32))
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in expected.named_parameters())
+
+
 def test_rejects_truncated_weight_file(tmp_path):
     saved("qwen2", tmp_path)
     file = next(tmp_path.glob("*.safetensors"))
@@ -145,7 +165,7 @@ def test_rejects_truncated_weight_file(tmp_path):
 
 LOAD = """
 import pathlib, sys, torch
-from posttrain.models.weights import load_weights, materialize, stream
+from posttrain.models.weights import check_files, load_weights, materialize, stream
 from posttrain.models.load import ModelSource, build
 
 def kib(name):
