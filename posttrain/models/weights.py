@@ -222,6 +222,10 @@ def _safetensors(source: ModelSource) -> list[Path]:
     return files
 
 
+_Place = tuple[slice, ...]
+"""Where a part of a tensor is in the whole"""
+
+
 class _Files:
     """Safetensors files, of which one is open at a time: pages of a mapped file count as the process's memory."""
 
@@ -235,6 +239,10 @@ class _Files:
     def slice(self, name: str) -> Any:
         """A lazy slice, to be read before another tensor is asked for."""
         return self._reader(self.file_of[name]).get_slice(name)
+
+    def holds(self, name: str, part: Tensor, place: _Place) -> bool:
+        """Return whether a tensor has the values of ``part`` in this place."""
+        return torch.equal(part, self.slice(name)[place].to(part))
 
     def _reader(self, file: Path) -> Any:
         """An open file, of which the header has been read: its length must be what the header says."""
@@ -254,6 +262,9 @@ class _Headers(_Files):
 
     def slice(self, name: str) -> Tensor:
         return torch.empty(super().slice(name).get_shape(), device="meta")
+
+    def holds(self, name: str, part: Tensor, place: _Place) -> bool:
+        return True
 
 
 @dataclass
@@ -284,6 +295,20 @@ def _load_files(model: PreTrainedModel, parameters: Mapping[str, Tensor], reader
                 copy_held(parameters[full], tensor)
                 loaded.add(full)
     _check_missing([name for name in parameters if name not in loaded], source.path)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (first := names[id(parameter)]) != name and first in parameters and {first, name} <= targets.keys():
+            _check_tied(name, targets[name].sources[-1][0], first, parameters[first], reader, source.path)
+
+
+def _check_tied(name: str, stored: str, first: str, parameter: Tensor, reader: _Files, place: str) -> None:
+    """Check that what is ``stored`` of ``name`` is the ``parameter`` with which the config ties it."""
+    part, where = held(parameter)
+    if not reader.holds(stored, part, where):
+        raise ModelError(
+            f"{place}: the config ties {name} to {first}, and the files hold other values of it",
+            hint="set tie_word_embeddings to false in config.json, as transformers reads these files",
+        )
 
 
 def _check_missing(names: list[str], place: str) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -150,6 +151,26 @@ def test_one_file_takes_the_place_of_those_that_an_index_names(tmp_path, left):
     check_files(model, source)
     weights = dict(stream(model, source, dtype=torch.float32))
     assert all(torch.equal(parameter, weights[name]) for name, parameter in expected.named_parameters())
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_rejects_a_tied_weight_with_two_values(tmp_path, change):
+    """transformers does not tie them then, whatever the config says."""
+    saved("tied", tmp_path)
+    (file,) = [file for file in tmp_path.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(file)]
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
+    save_file(tensors, file, metadata={"format": "pt"})
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = file.name
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = build(ModelSource(str(tmp_path)), dtype=torch.bfloat16)
+    materialize(model, CPU)
+    if not change:
+        load_weights(model, ModelSource(str(tmp_path)), 0)
+        return
+    with pytest.raises(ModelError, match=r"the config ties lm_head\.weight to model\.embed_tokens\.weight, and the files"):
+        load_weights(model, ModelSource(str(tmp_path)), 0)
 
 
 def test_rejects_truncated_weight_file(tmp_path):
