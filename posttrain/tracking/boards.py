@@ -128,7 +128,7 @@ class MLflow:
         from mlflow.tracking import MlflowClient
 
         self._file = run_path / "mlflow.json"
-        where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run_path / 'mlflow.db').resolve()}"
+        where = os.environ.get("MLFLOW_TRACKING_URI") or _sqlite_uri((run_path / "mlflow.db").resolve())
         try:
             self._client = MlflowClient(tracking_uri=where)
             if self._file.is_file():
@@ -197,6 +197,17 @@ def _new_mlflow_run(client: MlflowClient, run_path: Path, config: Mapping[str, A
     for i in range(0, len(params), _PARAMS):
         client.log_batch(run_id, params=params[i : i + _PARAMS])
     return run_id
+
+
+def _sqlite_uri(file: Path) -> str:
+    """Return the URI of a database. Escapes, after which MLflow makes an empty folder of the escaped name too, are only
+    in that of a path that would be read as another one: with ``?``, or with what looks like an escape."""
+    from sqlalchemy import URL, make_url
+
+    plain = f"sqlite:///{file}"
+    return (
+        plain if make_url(plain).database == str(file) else URL.create("sqlite", database=str(file)).render_as_string()
+    )
 
 
 def _mlflow_name(name: str) -> str:

@@ -162,6 +162,20 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path: Path, monkeyp
     assert {"a", "b", "timing_s/step", "acc/mean_at_4"} == set(run.data.metrics)
 
 
+@needs_mlflow
+@pytest.mark.parametrize("name", ["a?b", "a%20b", "50% é#"])
+def test_the_database_of_mlflow_is_in_the_folder_of_a_run_of_any_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / name
+    folder.mkdir()
+    log(folder, "mlflow", range(1, 2))
+    assert json.loads((folder / "mlflow.json").read_text())["step"] == 1
+    assert (folder / "mlflow.db").is_file()
+    assert not (tmp_path / "a").exists()
+
+
 def fail(folder: Path, logger: str, error: Exception) -> None:
     """A run that logs a step and ends with ``error``."""
     with pytest.raises(type(error)), Tracker(folder, "t", 9, [logger]) as tracker:
