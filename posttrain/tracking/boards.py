@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.errors import ConfigError, first_line
+from posttrain.core.errors import ConfigError, PosttrainError, first_line
 from posttrain.core.files import write_text
 from posttrain.core.text import printable
 
@@ -124,7 +124,6 @@ class MLflow:
         # A server that is gone is given up after seconds: MLflow's own limits are minutes for each step.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
         self._file = run_path / "mlflow.json"
@@ -137,7 +136,9 @@ class MLflow:
             else:
                 self._state = {"id": _new_mlflow_run(self._client, run_path, config), "step": -1}
                 write_text(self._file, json.dumps(self._state))
-        except MlflowException as error:
+        except PosttrainError:
+            raise
+        except Exception as error:  # of MLflow, its database, or a driver for that which is not installed
             raise ConfigError(
                 f"MLflow at {where} did not start: {first_line(error)}",
                 hint="set MLFLOW_TRACKING_URI, or leave mlflow out of run.logger",

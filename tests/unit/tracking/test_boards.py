@@ -216,6 +216,9 @@ def test_mlflow_that_is_gone_is_one_message_or_one_warning(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"MLflow at http://127.0.0.1:9 did not start"):
         log(tmp_path, "mlflow", range(1, 2))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mssql+nothing://127.0.0.1/runs")
+    with pytest.raises(ConfigError, match=r"MLflow at mssql\+nothing://127.0.0.1/runs did not start"):
+        log(tmp_path, "mlflow", range(1, 2))
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     with Tracker(tmp_path, "t", 9, ["mlflow"]) as tracker:
         state = json.loads((tmp_path / "mlflow.json").read_text())
