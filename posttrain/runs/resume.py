@@ -157,13 +157,16 @@ def files_read(start: Checkpoint | None, config: Config) -> dict[Path, str]:
     """Return the files and folders that a run reads, and the checkpoint that it begins with, by what they are called in
     its config."""
     given = [config.data.train, config.data.val, config.model.path, config.critic.path, config.algo.teacher]
+    given += [config.reward.model.path]
     names = [name for value in given if value for name in ([value] if isinstance(value, str) else value)]
     names += [] if start is None else [str(start.path)]
     of_run = "run:"
-    return {
+    read = {
         Path(config.run.dir, name.removeprefix(of_run)) if name.startswith(of_run) else Path(name): name
         for name in names
     }
+    repeated = config.rollout.replay_schedule  # the name of a run, or its folder
+    return read | ({Path(config.run.dir, repeated): repeated, Path(repeated): repeated} if repeated else {})
 
 
 def play_changes(start: Checkpoint, config: Config) -> list[str]:

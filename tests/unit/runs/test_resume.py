@@ -252,6 +252,17 @@ def test_a_run_does_not_delete_what_it_reads(tmp_path: Path, key: str, place: st
     assert checkpoint.find(run.path).step == 2
 
 
+@pytest.mark.parametrize("repeated", ["a", "{}/a"])
+def test_a_run_does_not_delete_the_reward_model_or_the_run_that_it_repeats(tmp_path: Path, repeated: str) -> None:
+    run = with_checkpoints(tmp_path, 2, status="finished")
+    scored = [f'reward.model.path="{tmp_path}/a/scores"', "reward.weights={score = 1.0, model = 1.0}"]
+    again = [f'rollout.replay_schedule="{repeated.format(tmp_path)}"', "rollout.batch_invariant=true"]
+    for sets in (scored, [*again, "rollout.record_schedule=true", "rollout.engine=hf"]):
+        with pytest.raises(ConfigError, match=r"--overwrite would delete \S+, which the run reads"):
+            RunTarget.find(make(tmp_path, *sets, "run.overwrite=true", command="rl")).open()
+    assert checkpoint.find(run.path).step == 2
+
+
 # ---------------------------------------------------------------------- SIGTERM
 
 
