@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from posttrain.core.errors import ConfigError, PosttrainError, first_line
 from posttrain.core.files import write_text
 from posttrain.core.text import printable
@@ -64,7 +66,7 @@ class WeightsAndBiases:
     of W&B only moves forward: steps that are trained again are not logged again.
 
     Raises:
-        ConfigError: wandb does not start, for example without a login.
+        ConfigError: wandb does not start, for example without a login, or with a variable that it cannot read.
     """
 
     def __init__(self, run_path: Path, config: Mapping[str, Any]) -> None:
@@ -84,9 +86,11 @@ class WeightsAndBiases:
                 config=dict(config),
                 settings=wandb.Settings(console="off", silent=True, finish_timeout=_UPLOAD_S),
             )
-        except wandb.Error as error:
+        except (wandb.Error, ValidationError) as error:  # the second: of a variable, by its name among wandb's settings
+            wrong = error.errors() if isinstance(error, ValidationError) else []
+            said = ", ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in wrong) or str(error)
             raise ConfigError(
-                f"W&B did not start: {error}",
+                f"W&B did not start: {said}",
                 hint="run `wandb login`, or set WANDB_MODE=offline, or leave wandb out of run.logger",
             ) from error
 

@@ -145,6 +145,18 @@ def test_wandb_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.
     assert "WANDB_MODE=offline" in str(error.value.hint)
 
 
+@needs_wandb
+def test_a_variable_that_wandb_cannot_read_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "of-line")
+    import wandb
+
+    wandb.teardown()
+    with pytest.raises(ConfigError, match="W&B did not start: mode: Input should be 'online'") as error:
+        log(tmp_path, "wandb", range(1, 2))
+    wandb.teardown()
+    assert "\n" not in error.value.message
+
+
 @needs_mlflow
 def test_a_resumed_run_goes_on_in_the_same_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
