@@ -11,6 +11,18 @@ NOT_SENT = ["base.json"]
 """Paths on this machine, see ``models.lora``."""
 
 
+def is_repository(name: str) -> bool:
+    """Return whether a repository of the hub may have this name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
 def check_target(repo: str) -> None:
     """Check that something could be uploaded to ``repo``, as far as can be told without the network.
 
@@ -18,15 +30,8 @@ def check_target(repo: str) -> None:
         ConfigError: it is not NAMESPACE/NAME, or there is no token, or no network is wanted.
     """
     from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-    try:
-        validate_repo_id(repo)
-        well_formed = repo.count("/") == 1
-    except HFValidationError:
-        well_formed = False
-    if not well_formed:
+    if repo.count("/") != 1 or not is_repository(repo):
         raise ConfigError(f"--push: {repo!r} is not a repository", hint="write NAMESPACE/NAME, as my-team/my-model")
     if constants.HF_HUB_OFFLINE:
         raise ConfigError("--push: HF_HUB_OFFLINE forbids it", hint="unset HF_HUB_OFFLINE")

@@ -20,6 +20,7 @@ from urllib.request import getproxies
 
 from posttrain.core.errors import ModelError, PosttrainError
 from posttrain.models.config_json import read_config_file
+from posttrain.models.hub import is_repository
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,11 @@ def locate(path: str, *, trust_remote_code: bool = False) -> ModelSource:
         raise ModelError(
             f"no model in {path}", hint="a model folder holds config.json; a checkpoint of ours holds actor/model"
         )
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    if folder.is_file():
+        raise ModelError(
+            f"{path} is a file, and a model is a folder", hint="give the folder that holds its config.json"
+        )
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1 or not is_repository(path):
         raise ModelError(
             f"model folder not found: {path}", hint="give an existing folder, a hub id (org/name) or builtin:tiny"
         )

@@ -340,6 +340,11 @@ def test_models_that_are_not_there():
         open_model(config(model={"path": ""}))
     with pytest.raises(ModelError, match="not found: /no/such/folder"):
         open_model(config(model={"path": "/no/such/folder"}))
+    for name in ("my model", "modèle", "my..model"):  # no repository of the hub can have it
+        with pytest.raises(ModelError, match=f"not found: {name}"):
+            open_model(config(model={"path": name}))
+    with pytest.raises(ModelError, match="is a file"):
+        open_model(config(model={"path": __file__}))
 
 
 SEEING = {"model": {"path": "builtin:tiny-vision"}}
