@@ -35,10 +35,10 @@ def _annotate(text: str, provenance: Mapping[str, str]) -> str:
     """Add `# where from` to each value. An array that tomli_w spreads over lines gets it on its last line."""
     lines: list[str] = []
     section = key = ""
-    for line in text.splitlines():
+    for line in text.removesuffix("\n").split("\n"):  # strings may have other line ends of Unicode in them
         if line.startswith("["):
             section = line.strip("[]") + "."
-        elif match := re.match(r'([A-Za-z0-9_-]+|"[^"]*") = ', line):
+        elif match := re.match(r'([A-Za-z0-9_-]+|"(?:[^"\\]|\\.)*") = ', line):
             key = section + match[1]
         ends_value = line and not line.startswith("[") and not line.endswith("[") and not line.startswith(" ")
         lines.append(f"{line}  # {origin(key, provenance)}" if ends_value else line)

@@ -222,6 +222,15 @@ def test_provenance_comments_do_not_change_the_toml() -> None:
     assert text.count("  # ") == len(flatten_config(resolved.config))
 
 
+def test_provenance_comments_of_odd_keys_and_texts() -> None:
+    weights = {'tool/a"b': 1.0, "score": 1.0}
+    preset = {"extends": "tiny-gsm8k", "reward.weights": weights, "reward.judge.prompt": "a\u2028b\x85c"}
+    resolved = resolve("rl", preset)
+    text = dump_toml(resolved.config, resolved.provenance)
+    assert tomli.loads(text) == tomli.loads(dump_toml(resolved.config))
+    assert r'"tool/a\"b" = 1.0  # the preset given in Python' in text.splitlines()
+
+
 def test_set_changes_one_entry_of_a_table() -> None:
     """A preset's table stays as it is but for that entry; in TOML as in `--set tools={...}` a table is one value."""
     sets = ["tools.search.type=search", "tools.search.options.k=3", "reward.weights.format=0.5"]
