@@ -139,7 +139,7 @@ def memory() -> list[CheckResult]:
     if text.isdigit() and int(text) < total:
         total, used = int(text), int(Path("/sys/fs/cgroup/memory.current").read_text())
         free = min(free, total - used)
-    detail = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free, {os.cpu_count()} CPUs"
+    detail = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free, {len(os.sched_getaffinity(0))} CPUs"
     if free < 2 * GIB:
         return [CheckResult("host memory", "warn", detail, "Ray and a driver take about 2 GiB before any model")]
     return [CheckResult("host memory", "ok", detail)]
