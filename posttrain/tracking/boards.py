@@ -29,6 +29,8 @@ _UPLOAD_S = 60.0
 """Longest wait for the last upload. What is left of W&B's then is on disk, for `wandb sync`."""
 _PARAMS = 100
 """Most parameters that MLflow takes at once."""
+_NAME = 250
+"""Most characters of a name that MLflow takes."""
 
 
 class TensorBoard:
@@ -216,9 +218,12 @@ def _sqlite_uri(file: Path) -> str:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name that MLflow takes, which has letters, digits and a few other characters: `mean@4` is `mean_at_4`
-    there."""
-    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
+    """Return a name that MLflow takes, which has letters, digits and a few other characters, and reads as a path that
+    cannot be written in a shorter way: `mean@4` is `mean_at_4` there, and `http://x` is `http:/x`."""
+    parts = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")).split("/")
+    return "/".join(part.replace(".", "_") if part in (".", "..") else part for part in parts if part)[:_NAME].rstrip(
+        "/"
+    )
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

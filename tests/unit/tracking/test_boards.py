@@ -188,6 +188,29 @@ def test_the_database_of_mlflow_is_in_the_folder_of_a_run_of_any_name(
     assert not (tmp_path / "a").exists()
 
 
+@needs_mlflow
+def test_mlflow_takes_metrics_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of data sources and of parts of the reward are the user's."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    names = [
+        "val/http://x.org/acc",
+        "val/../acc",
+        "val/\u6570\u5b66",
+        "val/\u4ee3\u7801",
+        "val/./b[0]",
+        "/c/",
+        "x" * 300,
+    ]
+    with Tracker(tmp_path, "t", 9, ["mlflow"]) as tracker:
+        tracker.log(1, {name: float(i) for i, name in enumerate(names)})
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    found = client.get_run(json.loads((tmp_path / "mlflow.json").read_text())["id"]).data.metrics
+    shown = ["val/http:/x.org/acc", "val/__/acc", "val/\u6570\u5b66", "val/\u4ee3\u7801", "val/_/b_0_", "c", "x" * 250]
+    assert {name: found.get(name) for name in shown} == {name: float(i) for i, name in enumerate(shown)}
+
+
 def fail(folder: Path, logger: str, error: Exception) -> None:
     """A run that logs a step and ends with ``error``."""
     with pytest.raises(type(error)), Tracker(folder, "t", 9, [logger]) as tracker:
