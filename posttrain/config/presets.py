@@ -188,7 +188,10 @@ def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) ->
         try:
             json.dumps(value, default=str, allow_nan=False)
         except ValueError:  # in a table of free names; a resumed run would find it changed
-            raise ConfigError(f"{key} = {value!r} has a number that is not finite") from None
+            raise ConfigError(
+                f"{key} = {value!r} has a number that is not finite",
+                hint="TOML has nan and inf, and no setting takes them",
+            ) from None
     return Resolved(config, provenance, name)
 
 

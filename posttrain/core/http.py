@@ -144,7 +144,9 @@ def api_key(variable: str, *, what: str) -> str:
     if not key:
         raise ConfigError(f"{what}: ${variable} is not set", hint=f"export {variable}=...")
     if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(f"{what}: ${variable} holds characters that no HTTP header may")
+        raise ConfigError(
+            f"{what}: ${variable} holds characters that no HTTP header may", hint=f"export {variable}=... without them"
+        )
     return key
 
 

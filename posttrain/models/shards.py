@@ -78,7 +78,10 @@ class VerlShards:
             if numbers := re.fullmatch(r"model_world_size_(\d+)_rank_(\d+)\.pt", file.name):
                 found.setdefault(int(numbers[1]), {})[int(numbers[2])] = file
         if len(found) != 1:
-            raise ModelError(f"{folder} holds the shards of several world sizes: {sorted(found)}")
+            raise ModelError(
+                f"{folder} holds the shards of several world sizes: {sorted(found)}",
+                hint="leave those of one in it: a later save has not removed the others",
+            )
         [(size, files)] = found.items()
         if missing := sorted(set(range(size)) - set(files)):
             raise ModelError(f"{folder} lacks the file of rank {missing[0]} of {size}", hint="is the copy complete?")
@@ -107,7 +110,10 @@ class VerlShards:
         if isinstance(first, DTensor):
             tensor = self._join(name, first.device_mesh.mesh, first.placements)
         if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self.folder}: {name} is {tuple(tensor.shape)}, and the config makes it {shape}")
+            raise ModelError(
+                f"{self.folder}: {name} is {tuple(tensor.shape)}, and the config makes it {shape}",
+                hint="is huggingface/ that of these weights?",
+            )
         return tensor
 
     def _join(self, name: str, ranks: Tensor, placements: tuple[Any, ...]) -> Tensor:
@@ -118,7 +124,10 @@ class VerlShards:
         if isinstance(placement, Replicate):
             return self._join(name, ranks[0], tuple(rest))
         if not isinstance(placement, Shard):
-            raise ModelError(f"{self.folder}: {name} is placed as {placement}, which cannot be joined")
+            raise ModelError(
+                f"{self.folder}: {name} is placed as {placement}, which cannot be joined",
+                hint="merge it with verl's own merger first",
+            )
         return torch.cat([self._join(name, part, tuple(rest)) for part in ranks], placement.dim)
 
 

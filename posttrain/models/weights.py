@@ -186,7 +186,10 @@ def _merge_adapters(model: nn.Module, parameters: Mapping[str, Tensor], source: 
     for folder in source.adapters:
         for name, update in lora.read(folder):
             if name not in known or known[name].shape != (len(update.up), update.down.shape[1]):
-                raise ModelError(f"the adapter in {folder} is of another model: {name} does not fit")
+                raise ModelError(
+                    f"the adapter in {folder} is of another model: {name} does not fit",
+                    hint="put the model that it was trained on back in its place",
+                )
             if name in parameters:
                 part, (rows, columns) = held(parameters[name])
                 part.copy_(update.added_to(part, rows, columns))

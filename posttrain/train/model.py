@@ -86,7 +86,8 @@ class PackedValues(PackedLM):
         name = next(name for name, module in model.named_modules() if module is head)
         if f"{name}.weight" != self.HEAD:
             raise ModelError(
-                f"the output head of {type(model).__name__} is {name}, and that of a model of values must be lm_head"
+                f"the output head of {type(model).__name__} is {name}, and that of a model of values must be lm_head",
+                hint="take a model of another type; docs/models.md lists those that work",
             )
         model.config.tie_word_embeddings = False
         model.set_output_embeddings(nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype))

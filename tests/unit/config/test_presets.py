@@ -114,7 +114,7 @@ def test_set_takes_toml_values_and_bare_words(text: str, key: str, value: object
         ("run.name.x=1", "unknown key `run.name.x` in --set", "did you mean `run.name`?"),
         ("qqq=1", "unknown key `qqq` in --set", "posttrain presets show"),
         ("train.steps", "not of the form key=value", "--set train.steps=20"),
-        ("tools.a.x=nan", "tools = {'a': {'x': nan}} has a number that is not finite", None),
+        ("tools.a.x=nan", "tools = {'a': {'x': nan}} has a number that is not finite", "no setting takes them"),
         ('tools."a.b".type="x"', 'has a " in its key', "without quotes"),
         ("train.steps=ten", "train.steps = 'ten' (--set): ", None),
         ('data.batch_size="4"', "data.batch_size = '4' (--set): ", None),
