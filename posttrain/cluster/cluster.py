@@ -434,7 +434,7 @@ class Cluster:
 
 def _threads(processes: int) -> int:
     """Return the CPU threads of each of several processes that work at the same time: OMP_NUM_THREADS, if it is set,
-    else an equal share of the CPUs that this process may use, as a scheduler or a container gives them.
-    (The variable may be a list, one number for each level of nesting; the first counts.)"""
+    else an equal share of the CPUs that this process may use. (The variable may be a list, one number for each level of
+    nesting; the first counts.)"""
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(asked) if asked.isdigit() and int(asked) else max(1, len(os.sched_getaffinity(0)) // processes)
