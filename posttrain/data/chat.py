@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
@@ -204,6 +204,24 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id of the control token with which the chat template ends a turn of the assistant. It may be another
+    than the tokenizer's end of sequence, as in Gemma, Phi-3 and Qwen's base models; that one is returned where the
+    template writes none."""
+
+    def behind(*more: AnyMessage) -> str:
+        return ChatTemplate(tokenizer, {}).text([_USER, _ASSISTANT, *more]).partition(_ASSISTANT["content"])[2]
+
+    ends: list[str] = []
+    if tokenizer.chat_template:
+        with suppress(DataError):  # it shows no such conversation: rendering one says why
+            # What ends a turn is there whether the conversation goes on or not.
+            last, amid = behind(), behind(_USER)
+            found = _control_tokens(tokenizer).finditer(last)
+            ends = [token[0] for token in found if amid.startswith(last[: token.end()])]
+    return int(tokenizer.convert_tokens_to_ids(ends[-1]) if ends else tokenizer.eos_token_id)
+
+
 _AT_ONCE = 1024
 """Texts that are encoded together: each takes much more memory meanwhile than its ids do."""
 _USER: dict[str, Any] = {"role": "user", "content": "?"}
@@ -220,6 +238,9 @@ class ChatDeltas:
     The text is rendered after a stand-in conversation of fixed size, so a turn costs the same at any length of history.
     It is exact wherever the template does not rewrite history.
 
+    Attributes:
+        end_id: the token that ends a turn of the assistant.
+
     Raises:
         DataError: the template cannot show the result of a tool, and there are ``tools``.
     """
@@ -233,7 +254,8 @@ class ChatDeltas:
         self.tokenizer = tokenizer
         self.tools = tools
         self.template = ChatTemplate(tokenizer, template_kwargs)
-        self.eos = str(tokenizer.eos_token)
+        self.end_id = end_of_turn(tokenizer)
+        self._end = decode(tokenizer, [self.end_id])
         self._control = _control_tokens(tokenizer)
         self._frames: dict[tuple[str, ...], list[str] | None] = {}
         self._shows: dict[str, bool] = {}
@@ -246,8 +268,8 @@ class ChatDeltas:
         sampled, up to where the assistant writes again. Raises ``DataError``."""
         # Behind that token, as in the whole conversation: some tokenizers put a space before the start of a text, and
         # some of these tokens take the white space behind them.
-        ids = encode(self.tokenizer, self.eos + self.text(messages))
-        return ids[ids.index(self.tokenizer.eos_token_id) + 1 :]
+        ids = encode(self.tokenizer, self._end + self.text(messages))
+        return ids[ids.index(self.end_id) + 1 :]
 
     def text(self, messages: Sequence[AnyMessage]) -> str:
         """Return ``ids`` as text. Raises ``DataError``."""
@@ -278,11 +300,11 @@ class ChatDeltas:
         before = [_USER, self._stand_in(replies) if self._with_calls else _ASSISTANT]
         text = self.template.text([*before, *replies], self.tools, add_generation_prompt=True)
         _, wrote, rest = text.partition(_ASSISTANT["content"])
-        calls, ended, delta = rest.partition(self.eos)
+        calls, ended, delta = rest.partition(self._end)
         if not wrote or not ended or (calls and not self._with_calls):
             raise DataError(
                 "the chat template does not continue a finished assistant turn",
-                hint="multi-turn rollouts need a template that ends turns with the end-of-sequence token",
+                hint="multi-turn rollouts need a template that ends turns with a control token",
             )
         return delta
 

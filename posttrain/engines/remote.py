@@ -14,6 +14,7 @@ from posttrain.config import ServerConfig
 from posttrain.core.errors import ConfigError, RunError
 from posttrain.core.http import Endpoint, Unanswered, api_key, http_url
 from posttrain.core.types import FinishReason, Ids, Sample, SamplingParams
+from posttrain.data.chat import end_of_turn
 from posttrain.data.images import PlacedImage, given_to_none
 
 if TYPE_CHECKING:
@@ -29,11 +30,12 @@ class RemoteGenerator:
     those that were sampled, but give the same text.
 
     Args:
-        stop_token_ids: end a turn; the tokenizer's own is appended where the server does not say at which it stopped.
+        stop_token_ids: end a turn; the chat template's is appended where the server does not say at which it stopped.
     """
 
     def __init__(self, cfg: ServerConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
         self.cfg, self._tokenizer, self._stops = cfg, tokenizer, list(stop_token_ids)
+        self._end = end_of_turn(tokenizer)
         self._base = http_url(cfg.url, what=f"{_KEY}.url", example="http://127.0.0.1:8000/v1")
         self._secret = api_key(cfg.api_key_env, what=f"{_KEY}.api_key_env")
         self._endpoint = Endpoint(
@@ -112,7 +114,7 @@ class RemoteGenerator:
         ids = [int(i) for i in ids]
         if reason == "stop" and (not ids or ids[-1] not in self._stops):
             token = choice.get("stop_reason")
-            ids.append(token if token in self._stops else int(self._tokenizer.eos_token_id))
+            ids.append(token if token in self._stops else self._end)
         return Sample(ids, [math.nan] * len(ids), reason, 0)
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:

@@ -95,6 +95,11 @@ class TokenRenderer:
         """Return the text of one token."""
         return decode(self.tokenizer, [token])
 
+    @property
+    def end_id(self) -> int:
+        """The token with which the template ends a turn."""
+        return self._plain.end_id
+
     def ended(self, ids: Sequence[int]) -> bool:
         """Return true if the turn ends with an end-of-turn token."""
         return bool(ids) and ids[-1] in self.stop_token_ids
@@ -186,7 +191,7 @@ class TokenSession:
                 parent = None
         if parent is not None:
             if not parent.ended:
-                delta = [int(self.renderer.tokenizer.eos_token_id), *delta]
+                delta = [self.renderer.end_id, *delta]
             before = parent.branch.record.ids[: parent.end]
             ids = np.concatenate([before, np.asarray(delta, np.int32)])
             return Asked(ids, conversation, tools, digests[-1], parent, delta)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from posttrain.core.defaults import MERGED_DTYPE, MERGED_SHARD_SIZE
 from posttrain.core.errors import DataError
 from posttrain.core.files import replacing
+from posttrain.data.chat import end_of_turn
 from posttrain.models.classifier import (
     build_classifier,
     classifier_config,
@@ -22,7 +23,7 @@ from posttrain.models.load import ModelSource, build, load_config, load_generati
 from posttrain.models.processors import load_vision, processor_files
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 def save_text_side(source: ModelSource, folder: Path, *, reward_model: bool = False) -> None:
@@ -34,9 +35,10 @@ def save_text_side(source: ModelSource, folder: Path, *, reward_model: bool = Fa
     """
     folder.mkdir(parents=True, exist_ok=True)
     (classifier_config(source) if reward_model else load_config(source)).save_pretrained(folder)
+    tokenizer = load_tokenizer(source)
     if not reward_model and (generation := load_generation_config(source)) is not None:
-        _save_generation_config(generation, folder)
-    load_tokenizer(source).save_pretrained(folder)
+        _save_generation_config(generation, tokenizer, folder)
+    tokenizer.save_pretrained(folder)
     _save_processor(source, folder)
 
 
@@ -92,14 +94,20 @@ def save_whole(
     if model.is_remote_code():
         custom_object_save(model, folder, config=cast(Any, model.config))
     model.config.save_pretrained(folder)
+    tokenizer = load_tokenizer(source)
     if model.can_generate():
-        _save_generation_config(load_generation_config(source) or model.generation_config, folder)
-    load_tokenizer(source).save_pretrained(folder)
+        _save_generation_config(load_generation_config(source) or model.generation_config, tokenizer, folder)
+    tokenizer.save_pretrained(folder)
     _save_processor(source, folder)
 
 
-def _save_generation_config(config: GenerationConfig, folder: Path) -> None:
-    """As it is: its own ``save_pretrained`` refuses what some releases say."""
+def _save_generation_config(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write it, by no ``save_pretrained``, which refuses what some releases say. A base model's lacks the token with
+    which the chat template ends turns: whoever samples from the trained model would not stop there."""
+    declared = config.eos_token_id
+    ends = declared if isinstance(declared, list) else [i for i in (declared,) if i is not None]
+    if tokenizer.chat_template and (end := end_of_turn(tokenizer)) not in ends:
+        config.eos_token_id = [*ends, end]
     config.to_json_file(folder / "generation_config.json")
 
 

@@ -354,15 +354,18 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, seed: int = 0) -> Pre
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> list[int]:
-    """Ids that end a turn: the tokenizer's and the model's generation config's, since they differ in some releases.
-    Without one the config's, as in transformers, where they are control tokens: its class may state another model's."""
+    """Ids that end a turn: the chat template's, the tokenizer's and the model's generation config's, which differ in
+    some releases. Without a generation config the config's, as in transformers, where they are control tokens: its
+    class may state another model's."""
+    from posttrain.data.chat import end_of_turn
+
     generation = load_generation_config(source)
     ends = getattr(load_config(source).get_text_config() if generation is None else generation, "eos_token_id", None)
     declared = ends if isinstance(ends, list) else [ends]
     if generation is None:
         control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         declared = [i for i in declared if i in control]
-    return sorted({int(tokenizer.eos_token_id), *(i for i in declared if i is not None)})
+    return sorted({end_of_turn(tokenizer), int(tokenizer.eos_token_id), *(i for i in declared if i is not None)})
 
 
 def _check_reachable(source: ModelSource) -> None:

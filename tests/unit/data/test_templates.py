@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from posttrain.core.errors import DataError, ModelError
 from posttrain.data import render_chat
-from posttrain.data.chat import render_prompt
+from posttrain.data.chat import ChatDeltas, end_of_turn, render_prompt
 from posttrain.models.builtin import builtin_tokenizer
 from tests.unit.data.test_chat import TINY, TOOLS, assistant, call, masked_runs, template_ids, tool, user
 from tests.unit.data.test_chat_masks import check_roles, conversations
@@ -311,3 +311,48 @@ def test_thoughts_are_shown_under_the_name_that_the_template_has_for_them():
     thought = {"reasoning_content": "why"}
     talk = [user("a"), assistant("", call(a=1)) | thought, tool("3"), assistant("b") | thought]
     assert masked_runs(render_chat(talk, tokenizer), tokenizer) == ["<t>why</t><call>add</call></s>", "<t>why</t>b</s>"]
+
+
+# ---------------------------------------------------------------------- ends of turns
+
+COHERE = """\
+{%- for message in messages %}
+{{- '<turn>' + message.role + '<said>' + message.content + '<end><end_of_turn>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<turn>assistant<said>' }}{% endif %}"""
+
+# The header of the next turn ends a turn.
+GLM = """\
+{%- for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+
+ENDS = {
+    "Gemma": (GEMMA_TOKENIZER, "<end_of_turn>"),
+    "Phi-3": (with_template(PHI3, "<|end|>", "<|user|>", "<|assistant|>", eos="<|endoftext|>"), "<|end|>"),
+    "Llama": (LLAMA3_TOKENIZER, "<|eot_id|>"),
+    "Cohere, two tokens": (with_template(COHERE, "<end>", "<end_of_turn>", "<turn>", "<said>"), "<end_of_turn>"),
+    "GLM, none": (with_template(GLM, "<|user|>", "<|assistant|>"), "</s>"),
+    "no template": (with_template(None), "</s>"),
+}
+
+
+@pytest.mark.parametrize("family", ENDS)
+def test_the_token_that_ends_a_turn(family):
+    tokenizer, end = ENDS[family]
+    assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == end
+
+
+def test_a_base_model_ends_turns_as_its_template_does(qwen):
+    """The end of sequence of Qwen's base models is that of documents."""
+    tokenizer = copy.deepcopy(qwen("qwen2_5"))
+    tokenizer.eos_token = "<|endoftext|>"
+    assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == "<|im_end|>"
+
+
+@pytest.mark.parametrize("family", ["Gemma", "Phi-3"])
+def test_a_conversation_goes_on_behind_the_end_of_a_turn(family):
+    tokenizer, end = ENDS[family]
+    prompt, asks = [user("a")], [user("c")]
+    sampled = template_ids(tokenizer, [*prompt, assistant("b")], None)[len(render_prompt(prompt, tokenizer)) :]
+    sampled = sampled[: sampled.index(tokenizer.convert_tokens_to_ids(end)) + 1]
+    whole = template_ids(tokenizer, [*prompt, assistant("b"), *asks], None, add_generation_prompt=True)
+    assert [*render_prompt(prompt, tokenizer), *sampled, *ChatDeltas(tokenizer).ids(asks)] == whole

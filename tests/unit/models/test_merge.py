@@ -80,6 +80,21 @@ def test_tokens_that_end_a_turn_stay_with_the_model(tmp_path):
     assert GenerationConfig.from_pretrained(tmp_path / "out").top_k == 20
 
 
+def test_a_merged_model_stops_where_its_chat_template_ends_turns(tmp_path):
+    """A base model's generation config has the end of documents alone, and its training was on turns."""
+    saved("qwen2", tmp_path / "model")
+    tokenizer = builtin_tokenizer("tiny")
+    end = tokenizer.eos_token_id
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(tmp_path / "model")
+    of_text = tokenizer.eos_token_id
+    assert of_text != end
+    GenerationConfig(eos_token_id=of_text).to_json_file(tmp_path / "model" / "generation_config.json")
+    assert stop_token_ids(tokenizer, locate(str(tmp_path / "model"))) == sorted({of_text, end})
+    export(ModelSource(str(tmp_path / "model")), tmp_path / "out", overwrite=False)
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [of_text, end]
+
+
 def test_without_a_generation_config_the_config_says_which_tokens_end_a_turn(tmp_path):
     """Where they are control tokens: the class of Llama's config has 2 for an end, which is a letter elsewhere."""
     saved("llama", tmp_path)
