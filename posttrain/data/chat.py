@@ -208,18 +208,21 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of the control token with which the chat template ends a turn of the assistant. It may be another
     than the tokenizer's end of sequence, as in Gemma, Phi-3 and Qwen's base models; that one is returned where the
     template writes none."""
-
-    def behind(*more: AnyMessage) -> str:
-        return ChatTemplate(tokenizer, {}).text([_USER, _ASSISTANT, *more]).partition(_ASSISTANT["content"])[2]
-
-    ends: list[str] = []
+    end = str(tokenizer.eos_token)
     if tokenizer.chat_template:
+        template, words = ChatTemplate(tokenizer, {}), _ASSISTANT["content"]
         with suppress(DataError):  # it shows no such conversation: rendering one says why
-            # What ends a turn is there whether the conversation goes on or not.
-            last, amid = behind(), behind(_USER)
-            found = _control_tokens(tokenizer).finditer(last)
-            ends = [token[0] for token in found if amid.startswith(last[: token.end()])]
-    return int(tokenizer.convert_tokens_to_ids(ends[-1]) if ends else tokenizer.eos_token_id)
+            last, amid = (template.text([_USER, _ASSISTANT, *more]).partition(words)[2] for more in ([], [_USER]))
+            end = last[_closing(last, amid, _control_tokens(tokenizer), end)] or end
+    return int(tokenizer.convert_tokens_to_ids(end))
+
+
+def _closing(last: str, amid: str, control: re.Pattern[str], eos: str) -> slice:
+    """Return where the token is that ends a turn: the end of sequence, else the last control token, of what stands
+    behind a turn whether it is the ``last`` or ``amid`` a conversation. Empty: there is none."""
+    found = [token.span() for token in control.finditer(last) if amid.startswith(last[: token.end()])]
+    of_sequence = [span for span in found if last[slice(*span)] == eos]
+    return slice(*next(reversed(of_sequence or found), (0, 0)))
 
 
 _AT_ONCE = 1024
@@ -255,7 +258,7 @@ class ChatDeltas:
         self.tools = tools
         self.template = ChatTemplate(tokenizer, template_kwargs)
         self.end_id = end_of_turn(tokenizer)
-        self._end = decode(tokenizer, [self.end_id])
+        self._eos = str(tokenizer.eos_token)
         self._control = _control_tokens(tokenizer)
         self._frames: dict[tuple[str, ...], list[str] | None] = {}
         self._shows: dict[str, bool] = {}
@@ -268,11 +271,22 @@ class ChatDeltas:
         sampled, up to where the assistant writes again. Raises ``DataError``."""
         # Behind that token, as in the whole conversation: some tokenizers put a space before the start of a text, and
         # some of these tokens take the white space behind them.
-        ids = encode(self.tokenizer, self._end + self.text(messages))
-        return ids[ids.index(self.end_id) + 1 :]
+        text = self._continued(messages)
+        ids = encode(self.tokenizer, text)
+        return ids[ids.index(self.tokenizer.convert_tokens_to_ids(self._end_of(text))) + 1 :]
 
     def text(self, messages: Sequence[AnyMessage]) -> str:
         """Return ``ids`` as text. Raises ``DataError``."""
+        text = self._continued(messages)
+        return text.removeprefix(self._end_of(text))
+
+    def _end_of(self, text: str) -> str:
+        found = self._control.match(text)
+        assert found is not None
+        return found[0]
+
+    def _continued(self, messages: Sequence[AnyMessage]) -> str:
+        """Return the end of the turn before ``messages``, and what follows it."""
         replies = normalize_messages(messages)
         texts = [reply["content"] for reply in replies]
         # Nothing but the texts differs from one time to the next.
@@ -298,15 +312,19 @@ class ChatDeltas:
 
     def _render(self, replies: Sequence[dict[str, Any]]) -> str:
         before = [_USER, self._stand_in(replies) if self._with_calls else _ASSISTANT]
-        text = self.template.text([*before, *replies], self.tools, add_generation_prompt=True)
-        _, wrote, rest = text.partition(_ASSISTANT["content"])
-        calls, ended, delta = rest.partition(self._end)
-        if not wrote or not ended or (calls and not self._with_calls):
+        words, last = _ASSISTANT["content"], ""
+        with suppress(DataError):  # it may refuse calls that nobody answers
+            last = self.template.text(before, self.tools).partition(words)[2]
+        amid = self.template.text([*before, *replies], self.tools, add_generation_prompt=True).partition(words)[2]
+        if (end := _closing(last, amid, self._control, self._eos)).stop:
+            return amid[end.start :]
+        calls, ended, delta = amid.partition(self._eos)  # which may stand between turns alone
+        if not ended or (calls and not self._with_calls):
             raise DataError(
                 "the chat template does not continue a finished assistant turn",
                 hint="multi-turn rollouts need a template that ends turns with a control token",
             )
-        return delta
+        return ended + delta
 
     def shows_images(self, image_id: int, name: str = "f") -> bool:
         """Return true if the template shows an image in what a tool says as one token. Raises ``DataError``."""

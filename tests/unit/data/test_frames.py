@@ -22,7 +22,7 @@ def test_a_framed_delta_is_the_rendered_one(qwen, template, replies):
     deltas = ChatDeltas(qwen(template), [SCHEMA])
     first = deltas.text([{**reply, "content": "x"} for reply in replies])
     assert "x" in first
-    assert deltas.text(replies) == deltas._render(replies)
+    assert deltas._continued(replies) == deltas._render(replies)
 
 
 def test_tool_results_are_framed_on_every_template(qwen):

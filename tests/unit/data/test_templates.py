@@ -348,7 +348,7 @@ def test_a_base_model_ends_turns_as_its_template_does(qwen):
     assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == "<|im_end|>"
 
 
-@pytest.mark.parametrize("family", ["Gemma", "Phi-3"])
+@pytest.mark.parametrize("family", ["Gemma", "Phi-3", "Cohere, two tokens"])
 def test_a_conversation_goes_on_behind_the_end_of_a_turn(family):
     tokenizer, end = ENDS[family]
     prompt, asks = [user("a")], [user("c")]
@@ -356,3 +356,23 @@ def test_a_conversation_goes_on_behind_the_end_of_a_turn(family):
     sampled = sampled[: sampled.index(tokenizer.convert_tokens_to_ids(end)) + 1]
     whole = template_ids(tokenizer, [*prompt, assistant("b"), *asks], None, add_generation_prompt=True)
     assert [*render_prompt(prompt, tokenizer), *sampled, *ChatDeltas(tokenizer).ids(asks)] == whole
+
+
+# As gpt-oss: a turn with a call, one amid a conversation and the last one end with three tokens.
+HARMONY = """\
+{%- for message in messages %}{% if message.role == 'assistant' %}{{ '<start>assistant<said>' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<end><start>assistant to=' + call.function.name + '<said>' }}{{ call.function.arguments | tojson }}<call>
+    {%- else %}{{ '<return>' if loop.last else '<end>' }}{% endfor %}
+    {%- else %}{{ '<start>' + message.role + '<said>' + message.content + '<end>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start>assistant' }}{% endif %}"""
+
+
+def test_what_a_tool_says_follows_the_end_of_a_call():
+    tokenizer = with_template(HARMONY, "<start>", "<said>", "<end>", "<call>", eos="<return>")
+    assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == "<return>"
+    deltas = ChatDeltas(tokenizer, TOOLS)
+    assert deltas.text([tool("3")]) == "<start>tool<said>3<end><start>assistant"
+    with pytest.raises(DataError, match="does not continue a finished assistant turn"):
+        deltas.text([user("more")])  # the last turn's end is rewritten
