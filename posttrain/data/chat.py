@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from posttrain.core.errors import DataError, ModelError
 from posttrain.core.text import encodable
@@ -214,7 +214,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
         with suppress(DataError):  # it shows no such conversation: rendering one says why
             last, amid = (template.text([_USER, _ASSISTANT, *more]).partition(words)[2] for more in ([], [_USER]))
             end = last[_closing(last, amid, _control_tokens(tokenizer), end)] or end
-    return int(tokenizer.convert_tokens_to_ids(end))
+    return cast(int, tokenizer.convert_tokens_to_ids(end))
 
 
 def _closing(last: str, amid: str, control: re.Pattern[str], eos: str) -> slice:
@@ -273,7 +273,8 @@ class ChatDeltas:
         # some of these tokens take the white space behind them.
         text = self._continued(messages)
         ids = encode(self.tokenizer, text)
-        return ids[ids.index(self.tokenizer.convert_tokens_to_ids(self._end_of(text))) + 1 :]
+        end = cast(int, self.tokenizer.convert_tokens_to_ids(self._end_of(text)))
+        return ids[ids.index(end) + 1 :]
 
     def text(self, messages: Sequence[AnyMessage]) -> str:
         """Return ``ids`` as text. Raises ``DataError``."""
