@@ -210,11 +210,23 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
     template writes none."""
     end = str(tokenizer.eos_token)
     if tokenizer.chat_template:
-        template, words = ChatTemplate(tokenizer, {}), _ASSISTANT["content"]
         with suppress(DataError):  # it shows no such conversation: rendering one says why
-            last, amid = (template.text([_USER, _ASSISTANT, *more]).partition(words)[2] for more in ([], [_USER]))
+            last, amid = _behind_a_turn(tokenizer), _behind_a_turn(tokenizer, _USER)
             end = last[_closing(last, amid, _control_tokens(tokenizer), end)] or end
     return cast(int, tokenizer.convert_tokens_to_ids(end))
+
+
+def ends_turns(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes a control token behind the assistant's last words. Without one, as in
+    GLM's, where the header of the next turn is the end of a turn, nothing in a conversation teaches a model to stop."""
+    try:
+        return _control_tokens(tokenizer).search(_behind_a_turn(tokenizer)) is not None
+    except DataError:  # it shows no such conversation: those of the data say more
+        return True
+
+
+def _behind_a_turn(tokenizer: PreTrainedTokenizerBase, *more: AnyMessage) -> str:
+    return ChatTemplate(tokenizer, {}).text([_USER, _ASSISTANT, *more]).partition(_ASSISTANT["content"])[2]
 
 
 def _closing(last: str, amid: str, control: re.Pattern[str], eos: str) -> slice:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from posttrain.config.presets import Resolved
+from posttrain.data.chat import ends_turns
 from posttrain.data.loader import check_batch, total_steps
 from posttrain.data.prefetch import Rendered
 from posttrain.data.stream import Counts, SampleStream
@@ -22,6 +23,8 @@ from posttrain.sft.objective import Objective
 from posttrain.sft.samples import describe, load_validation, notes, open_stream
 from posttrain.tracking.tracker import Tracker
 
+_ENDLESS = "warning: the chat template ends turns with no control token: nothing teaches the model to stop"
+
 
 def prepare(resolved: Resolved, *, objective: Objective) -> SamplesJob:
     """Check all that can be checked before something is written. Streamed data is checked in part. Raises
@@ -35,8 +38,9 @@ def prepare(resolved: Resolved, *, objective: Objective) -> SamplesJob:
     data = open_stream(objective, cfg, tokenizer)
     with reading_validation():
         val = load_validation(objective, cfg, tokenizer) if cfg.data.val else []
+    endless = None if cfg.trains_reward_model or ends_turns(tokenizer) else _ENDLESS
     steps = total_steps(data.usable_rows, cfg.data.batch_size, cfg.train.epochs, cfg.train.steps)
-    return SamplesJob(resolved, source, steps, objective, data, val)
+    return SamplesJob(resolved, source, steps, objective, data, val, endless)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class SamplesJob(TrainingJob):
     data: SampleStream
     rendered_val: Sequence[Rendered]
     """The validation set, with the samples that are left out"""
+    warning: str | None = None
+    """What the chat template does not teach"""
 
     @property
     def val(self) -> list[Rendered]:
@@ -58,6 +64,8 @@ class SamplesJob(TrainingJob):
         yield f"{describe(objective, data)}, {self.steps} steps"
         if (warning := check_batch(data.usable_rows, cfg.data.batch_size)) is not None:
             yield warning
+        if self.warning is not None:
+            yield self.warning
         yield validation_note(self.resolved, len(self.val), objective.many)
         for name, rows in ((data.shards.name, data.rendered or []), (str(cfg.data.val), self.rendered_val)):
             yield from notes(objective, name, Counts.of(rows), cfg)

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 from posttrain.core.errors import DataError, ModelError
 from posttrain.data import render_chat
-from posttrain.data.chat import ChatDeltas, end_of_turn, render_prompt
+from posttrain.data.chat import ChatDeltas, end_of_turn, ends_turns, render_prompt
 from posttrain.models.builtin import builtin_tokenizer
 from tests.unit.data.test_chat import TINY, TOOLS, assistant, call, masked_runs, template_ids, tool, user
 from tests.unit.data.test_chat_masks import check_roles, conversations
@@ -339,6 +339,8 @@ ENDS = {
 def test_the_token_that_ends_a_turn(family):
     tokenizer, end = ENDS[family]
     assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == end
+    if tokenizer.chat_template:
+        assert ends_turns(tokenizer) == (family != "GLM, none")
 
 
 def test_a_base_model_ends_turns_as_its_template_does(qwen):

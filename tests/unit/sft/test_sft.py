@@ -5,12 +5,16 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import Config
+from posttrain.config.presets import resolve
 from posttrain.core.errors import DataError
 from posttrain.core.types import Message
 from posttrain.data.parquet import Conversation, sft_row, write_rows
 from posttrain.data.stream import Counts, SampleStream
 from posttrain.models.builtin import builtin_tokenizer
+from posttrain.models.export import save_whole
+from posttrain.models.load import locate
 from posttrain.sft.command import Conversations
+from posttrain.sft.job import prepare
 from posttrain.sft.samples import describe, load_validation, notes, open_stream
 
 TOKENIZER = builtin_tokenizer("builtin:tiny")
@@ -156,3 +160,17 @@ def test_how_much_there_is(tmp_path: Path) -> None:
     many = [chat("yes")] * 12
     assert describe(SFT, load(tmp_path / "c.parquet", *many)).startswith("12 conversations, ")
     assert describe(SFT, load(tmp_path / "c.parquet", *many, stream_above=5)) == "12 conversations streamed from 1 file"
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_a_template_that_teaches_no_end_is_said(tmp_path: Path, endless: bool) -> None:
+    """In GLM's the header of the next turn ends a turn, and a conversation ends without one."""
+    save_whole(locate("builtin:tiny"), tmp_path / "model")
+    if endless:
+        tokenizer = builtin_tokenizer("builtin:tiny")
+        tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+        tokenizer.save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "c.parquet", [sft_row(chat("yes"))])
+    flags = {"model.path": str(tmp_path / "model"), "data.train": str(tmp_path / "c.parquet"), "data.batch_size": 1}
+    said = list(prepare(resolve("sft", "tiny-arith-sft", flags=flags), objective=SFT).notes())
+    assert any("nothing teaches the model to stop" in note for note in said) == endless
