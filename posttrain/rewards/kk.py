@@ -60,7 +60,7 @@ def truth_roles(ground_truth: Any) -> dict[str, str]:
 def _roles(text: str) -> dict[str, set[str]]:
     """All roles that a text gives each name."""
     roles: dict[str, set[str]] = {}
-    for name, _, negated, contracted, role in _ROLE.findall(text):
+    for name, _, negated, contracted, role in _ROLE.findall(text.replace("\u2019", "'")):
         said = role.lower()
         roles.setdefault(name.lower(), set()).add(_OTHER[said] if negated or contracted else said)
     return roles

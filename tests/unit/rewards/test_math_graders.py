@@ -282,6 +282,7 @@ TRUTH = {"solution_text_format": "(1) Ann is a knight\n(2) Bob is a knave\n(3) C
         ("<answer>Ann is a knave, Bob is a knight, Cid is a knight</answer>", 0, True),
         ("<answer>Ann is a knight, Bob is a knave</answer>", 2, True),
         ("<answer>Ann is a knight, Bob is a knave, Cid is a knave, Cid is a knight</answer>", 2, True),
+        ("Ann is a knight, Bob isn\u2019t a knight, Cid isn\u2019t a knight.", 3, True),
         ("<answer>all are knaves</answer> Ann is a knight, Bob is a knave, Cid is a knave", 0, False),
         ("Ann is a knight, Bob is a knave, Cid is a knave.\n\nI hope this helps.", 0, False),
         ("Joann is a knight, Bobby is a knave, Cidney is a knave", 0, False),
