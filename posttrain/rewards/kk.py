@@ -14,9 +14,11 @@ from posttrain.rewards import cheap
 from posttrain.rewards.boxed import after
 
 _ROLE = re.compile(
-    r"(?<![\w'])([^\W\d_][\w'-]{0,40})\**\s?(?:(is|:|=|-|\u2013)\s?(not\s)?|(isn't)\s)\**\s?(?:an?\s)?\**(knight|knave)(?![a-z])",
+    r"(?<![\w'])([^\W\d_][\w'-]{0,40})\**\s?(?:(is|:|=|-|\u2013)\s?(not\s)?|(isn't)\s)\**\s?(?:an?\s)?\**(knight|knave)(?![a-z])"
+    r"(?:[*\s,(]{0,4}(?:/|or(?![a-z]))[*\s]{0,3}(?:[a-z]{1,8}\s)?(?:an?\s)?\**(knight|knave)(?![a-z]))?",
     re.IGNORECASE,
 )
+"""Name, negation, role, and a second role ("is a knight or a knave")."""
 _CONCLUSION = re.compile(r"conclusion\s?:?|in conclusion,?", re.IGNORECASE)
 _OTHER = {"knight": "knave", "knave": "knight"}
 
@@ -26,7 +28,8 @@ def grade(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score
     """1.0 if the conclusion gives every person the right role and no one two roles, else 0.0.
 
     The conclusion is the last ``<answer>`` block, else what follows the last "conclusion", else the last paragraph.
-    "Ann is not a knight" makes her a knave. ``parts["people"]`` is the share of people with the right role.
+    "Ann is not a knight" makes her a knave, and "a knight or a knave" is two roles. ``parts["people"]`` is the share of
+    people with the right role.
 
     ``ground_truth``: the parquet's ``reward_model["ground_truth"]`` (a dict with ``solution_text_format``), or that
     text, one "(1) Zoey is a knight" a person. ``extra_info`` is not used.
@@ -60,9 +63,9 @@ def truth_roles(ground_truth: Any) -> dict[str, str]:
 def _roles(text: str) -> dict[str, set[str]]:
     """All roles that a text gives each name."""
     roles: dict[str, set[str]] = {}
-    for name, _, negated, contracted, role in _ROLE.findall(text.replace("\u2019", "'")):
-        said = role.lower()
-        roles.setdefault(name.lower(), set()).add(_OTHER[said] if negated or contracted else said)
+    for name, _, negated, contracted, *said in _ROLE.findall(text.replace("\u2019", "'").lower()):
+        given = {_OTHER[role] if negated or contracted else role for role in said if role}
+        roles.setdefault(name, set()).update(given)
     return roles
 
 

@@ -283,6 +283,8 @@ TRUTH = {"solution_text_format": "(1) Ann is a knight\n(2) Bob is a knave\n(3) C
         ("<answer>Ann is a knight, Bob is a knave</answer>", 2, True),
         ("<answer>Ann is a knight, Bob is a knave, Cid is a knave, Cid is a knight</answer>", 2, True),
         ("Ann is a knight, Bob isn\u2019t a knight, Cid isn\u2019t a knight.", 3, True),
+        ("Ann is a knight or a knave, Bob is a knave, Cid is a knave", 2, True),
+        ("Ann: knight/knave, Bob: **knave** / **knight**, Cid is a knave (or maybe a knight)", 0, True),
         ("<answer>all are knaves</answer> Ann is a knight, Bob is a knave, Cid is a knave", 0, False),
         ("Ann is a knight, Bob is a knave, Cid is a knave.\n\nI hope this helps.", 0, False),
         ("Joann is a knight, Bobby is a knave, Cidney is a knave", 0, False),
