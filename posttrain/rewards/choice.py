@@ -28,8 +28,9 @@ _LETTERS = rf"(?>{_GROUP}(?:{_COMMA}(?>{_GROUP}){_NO_CLAUSE})*)"
 _BEFORE = rf"[\s{_OPENING}{{]*+"
 _CHOICE = rf"{_BEFORE}({_LETTERS})(?![A-Za-z]){_NO_WORD}"
 _ENGLISH = r"(?i:(?:answer|option|choice)s?\s*+(?:is|are|:))"
-# 选项D ("option D ...") and 不选D ("not D") say nothing of what is chosen.
-_CHINESE = r"答案\s*+(?:应?(?:是|为|选)|:)|正确(?:的)?选项\s*+(?:是|为|:)|(?<!不)选(?!项)择?\s*+(?:是|为|:)?"
+# 选项D ("option D ...") and 不选D and 不应选D ("not D") say nothing of what is chosen.
+_NOT = r"(?<!不)(?<!不[应该能可会要宜])"
+_CHINESE = rf"答案\s*+(?:应?(?:是|为|选)|:)|正确(?:的)?选项\s*+(?:是|为|:)|{_NOT}选(?!项)择?\s*+(?:是|为|:)?"
 _NAMED = rf"(?:{_BEFORE}(?i:(?:the\s++)?(?:option|choice)s?+)(?![A-Za-z]))?"
 _SAID = re.compile(rf"(?:{_ENGLISH}|{_CHINESE})\s*+:?{_NAMED}" + _CHOICE)
 _FORMULA = re.compile(r"\\[()\[\]]")

@@ -62,6 +62,7 @@ def grade(grader: str, response: str, truth: object) -> Score:
         ("We choose D at first. The answer is B.", "B"),
         ("答案是B,选项C错误", "B"),
         ("答案是B,不选C", "B"),
+        ("答案是B,不应选C,也不能选D", "B"),
         ("正确选项是D", "D"),
         ("Answer: D\n\nExplanation: the others fail.", "D"),
         ("The answer is B\n\nHere is why: 3+4=7.", "B"),
