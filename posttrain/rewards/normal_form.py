@@ -18,7 +18,7 @@ LONGEST = 2000
 SYMBOLS = str.maketrans(
     dict(zip("\u2212\u2013\u00a0，（）", "-- ,()", strict=True))
     | {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "×": r"\times ", "·": r"\cdot "}
-    | {"∪": r"\cup ", "∈": r"\in ", "°": "", "％": ""}
+    | {"∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "°": "", "％": ""}
 )
 """Symbols of text -> LaTeX."""
 
@@ -64,6 +64,7 @@ _NAME = re.compile(r"[a-zA-Z]{1,3}(?:_\w|\([a-z]\))?(?:=|\\in(?![a-zA-Z]))")
 _REPLACED = (
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\(le|ge|ne)q(?![a-zA-Z])"), r"\\\1"),
+    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
     (re.compile(r"<="), r"\\le"),
     (re.compile(r">="), r"\\ge"),
     (re.compile(r"\\(begin|end)\{bmatrix\}"), r"\\\1{pmatrix}"),

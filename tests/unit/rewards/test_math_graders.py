@@ -117,6 +117,8 @@ SAME = [
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix}1\\2\end{bmatrix}"),
     ("5.", "5"),
     (r"\\frac{1}{2}", r"\frac{1}{2}"),
+    (r"\emptyset", r"\varnothing"),
+    (r"\emptyset", "∅"),
 ]
 
 DIFFERENT = [
