@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -165,5 +166,7 @@ def _given(raw: dict[str, Any], count: int, wrong: Callable[[str, str, Any], Dat
         if not all(isinstance(value, kind | None) for value in values):
             raise wrong(name, "a list of numbers" if name == _SCORES else "a list of true and false", values)
     assert correct is not None
-    pairs = zip(scores, correct, strict=True)
-    return [None if score is None else Score(float(score), right is True) for score, right in pairs]
+    pairs = list(zip(scores, correct, strict=True))
+    if not all(right is None if score is None else right is not None and isfinite(score) for score, right in pairs):
+        raise wrong(_SCORES, f"a list of finite numbers, null where {_CORRECT} is", scores)
+    return [None if score is None else Score(float(score), right) for score, right in pairs]
