@@ -94,7 +94,9 @@ def _read(file: Path, columns: Sequence[str]) -> pd.DataFrame:
             frame[name] = frame[name].map(json.loads)
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise DataError(f"{file}: unreadable: {error}", hint="the file is damaged: delete it") from error
-    frame["response"] = frame["messages"].map(_response)
+    frame["response"] = [
+        _response(said[len(asked) :]) for said, asked in zip(frame["messages"], frame["prompt"], strict=True)
+    ]
     return frame
 
 

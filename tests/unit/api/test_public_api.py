@@ -20,6 +20,7 @@ from posttrain.config.keys import leaf_keys
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, DataError, Interrupted
 from posttrain.core.signals import call_in_thread
+from posttrain.core.types import Message
 from posttrain.data.parquet import write_rows
 from posttrain.prep import command as prep
 from posttrain.runs.run import StopSignal
@@ -187,6 +188,15 @@ def test_load_run_gives_metrics_and_rollouts_as_frames(tmp_path: Path) -> None:
         posttrain.load_run("frst", tmp_path)
     assert error.value.hint is not None
     assert "first" in error.value.hint
+
+
+def test_load_run_takes_no_answer_of_the_prompt_for_the_models(tmp_path: Path) -> None:
+    played = episode(0, 1.0)
+    shots: list[Message] = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "#### 2"}]
+    played.prompt.messages[:0] = shots
+    played.messages[:0] = shots
+    write_run(tmp_path, "shots", [[[played]]])
+    assert "#### 2" not in posttrain.load_run("shots", tmp_path).rollouts["response"][0]
 
 
 def test_load_run_reads_a_run_that_has_recorded_nothing(tmp_path: Path) -> None:
