@@ -113,7 +113,7 @@ class RawImage:
                     raise _too_large(f"it has {image.width} x {image.height} pixels")
                 try:
                     frames = getattr(image, "n_frames", 1)
-                    if frames > 1:
+                    if frames > 1 and image.format != "MPO":  # a JPEG file with a preview or a depth map behind it
                         raise ImageError(f"the image is animated: it has {frames} frames", "give one of them")
                     image.load()
                     return _rgb(ImageOps.exif_transpose(image))

@@ -116,6 +116,15 @@ def test_what_is_transparent_lies_on_white():
     assert np.asarray(found).min() == 255
 
 
+def test_a_photograph_with_a_small_copy_of_itself_is_no_film():
+    """Phones write JPEG files with a preview or a depth map after the photograph, which Pillow calls MPO."""
+    photograph = encoded(RGB, "MPO", save_all=True, append_images=[RGB.resize((3, 2))])
+    found = RawImage(photograph)
+    assert found.decode().size == (30, 20)
+    assert found.size() == (20, 30)
+    assert np.array_equal(np.asarray(found.decode()), np.asarray(RawImage(encoded(RGB, "JPEG")).decode()))
+
+
 def test_an_image_stands_as_its_exif_data_says():
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees
