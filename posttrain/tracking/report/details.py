@@ -6,6 +6,7 @@ Shape legend: K sampled tokens of all trajectories shown, in their order.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -160,8 +161,8 @@ def _episode(
     metadata |= {
         "source": row["data_source"],
         "truth": _cut(row["ground_truth"]),
-        "reward": round(float(row["reward"]), 6),
-        "parts": {name: round(float(value), 6) for name, value in row["reward_parts"] or ()},
+        "reward": _number(row["reward"]),
+        "parts": {name: _number(value) for name, value in row["reward_parts"] or ()},
         "seconds": round(row["seconds"], 3),
         "tool_seconds": round(row["tool_seconds"], 3),
         "prompt_tokens": row["prompt_length"],
@@ -173,7 +174,7 @@ def _episode(
     shown = [_shown(message) for message in messages]
     coloured = splitter is not None and len(own) == len(turns)
     for message, reward in zip(own, row.get("turn_rewards", ()), strict=False):
-        shown[message]["reward"] = round(float(reward), 6)
+        shown[message]["reward"] = _number(reward)
     scale = 0.0 if advantages is None else float(np.abs(np.nan_to_num(advantages)).max(initial=0.0))
     if splitter is not None and coloured:
         split = [splitter.split(row["tokens"][first:last].tolist()) for first, last in turns]
@@ -183,6 +184,13 @@ def _episode(
             weighed = np.zeros(last - first) if advantages is None else np.nan_to_num(advantages[first:last])
             tokens.add(numbers, row["logprobs"][first:last], weighed, scale)
     return metadata | {"messages": shown, "prompt": asked, "scale": None if advantages is None else scale}
+
+
+def _number(value: float) -> float | str:
+    """Return a number to six decimals; one that is not finite, which a tool or an environment gave, is text: JSON has
+    none."""
+    number = float(value)
+    return round(number, 6) if math.isfinite(number) else str(number)
 
 
 def _show_images(row: Mapping[str, Any], episode: dict[str, Any], thumbnails: Thumbnails) -> None:

@@ -49,7 +49,8 @@ def block(page: str, name: str) -> bytes:
 
 def read(page: Path) -> tuple[dict[str, Any], bytes]:
     text = page.read_text(encoding="utf-8")
-    data: dict[str, Any] = json.loads(block(text, "data"))
+    # A browser refuses the NaN and Infinity of Python's JSON, and would show nothing.
+    data: dict[str, Any] = json.loads(block(text, "data"), parse_constant=pytest.fail)
     return data, block(text, "tokens")
 
 
@@ -217,6 +218,17 @@ def test_rewards_of_turns_stand_beside_them(tmp_path: Path) -> None:
     rewards = [[m.get("reward") for m in e["messages"] if m["role"] == "assistant"] for e in data["episodes"]]
     assert rewards == [[0.5, 0.25], [0.5, None], [None, None]]
     assert "turn_rewards" not in data["episodes"][0]["more"]
+
+
+def test_rewards_that_are_not_finite_are_text(tmp_path: Path) -> None:
+    """A tool gave one, for which the episode failed."""
+    failed = episode(0, 0.0)
+    failed.error, failed.reward_parts = "reward: the part tool/calc of the reward is nan", {"tool/calc": float("nan")}
+    failed.turn_rewards = np.array([0.5, np.inf], np.float32)
+    data, _ = read(report.run([str(write_run(tmp_path, "a", [[[failed, episode(1, 1.0)]]]))], "runs", None))
+    shown = data["episodes"][0]
+    assert shown["parts"] == {"tool/calc": "nan"}
+    assert [m["reward"] for m in shown["messages"] if m["role"] == "assistant"] == [0.5, "inf"]
 
 
 def test_images_are_shown_small_beside_what_names_them(tmp_path: Path) -> None:
