@@ -98,8 +98,8 @@ def call_function(
 
 def to_score(result: Any) -> Score:
     """A ``Score`` as it is; a number; or a mapping with ``score``, and perhaps ``acc`` or ``correct``, ``pred`` or
-    ``extracted``, and other numbers, which become parts. Without ``acc``, correct is a score of at least 1. A number
-    alone has no ``extracted``.
+    ``extracted``, and other numbers, which become parts. Correct is an ``acc``, or without one a score, of at least 1.
+    A number alone has no ``extracted``.
 
     Raises:
         TypeError, ValueError: it is something else.
@@ -111,7 +111,8 @@ def to_score(result: Any) -> Score:
             raise ValueError(f"the dict it returned has no 'score': {sorted(map(str, result))}")
         rest = {str(key): value for key, value in result.items() if key != "score"}
         score = _number(result["score"])
-        correct = bool(rest.pop("correct", rest.pop("acc", score >= 1.0)))
+        right = rest.pop("correct", rest.pop("acc", None))
+        correct = (score if right is None else _number(right, "acc")) >= 1.0
         extracted = rest.pop("extracted", rest.pop("pred", None))
         parts = {key: number for key, value in rest.items() if (number := number_of(value)) is not None}
         return Score(score, correct, None if extracted is None else str(extracted), parts)
@@ -120,8 +121,8 @@ def to_score(result: Any) -> Score:
     return Score(score, score >= 1.0, parts={"format": 1.0})
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, what: str = "the score") -> float:
     number = number_of(value)
     if number is None:
-        raise TypeError(f"the score is {shortened(repr(value), 80)}, not a number")
+        raise TypeError(f"{what} is {shortened(repr(value), 80)}, not a number")
     return number

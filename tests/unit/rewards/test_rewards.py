@@ -5,6 +5,7 @@ import os
 import re
 import time
 
+import numpy as np
 import pytest
 
 from posttrain.config import RewardConfig
@@ -12,7 +13,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.registry import load_plugins
 from posttrain.core.types import Score
 from posttrain.rewards import DATA_SOURCES, GRADERS, compute_score, grade, grader_name, is_cheap
-from posttrain.rewards.custom import load_function
+from posttrain.rewards.custom import load_function, to_score
 from posttrain.rewards.grade import GradeItem, GraderPool
 from posttrain.rewards.gsm8k import extract, last_number, parse_number
 
@@ -327,6 +328,19 @@ def test_functions_of_the_user_grade_every_source(tmp_path):
     (numpys,) = grade_by("of_numpy", items[:1], tmp_path)
     assert numpys == Score(0.5, False, parts={"share": 0.25, "found": 3.0, "short": 1.0})
     assert grade_by("slow", items, tmp_path)[0] == Score(2.0, True, extracted="no/such/source")
+
+
+@pytest.mark.parametrize(
+    ("acc", "right"), [(True, True), (1.0, True), (0.3, False), (-1, False), (np.bool_(False), False), (None, True)]
+)
+def test_a_share_as_acc_is_not_right(acc, right):
+    for name in ("acc", "correct"):
+        assert to_score({"score": 1.0, name: acc}) == Score(1.0, right)
+
+
+def test_acc_that_is_text_is_refused():
+    with pytest.raises(TypeError, match="acc is 'False', not a number"):
+        to_score({"score": 1.0, "acc": "False"})
 
 
 def test_functions_of_the_user_that_fail_say_so(tmp_path):
