@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable
+from dataclasses import replace
 from math import isfinite  # `math` is the name of a grader in this package
 from typing import Any, Protocol, TypeVar
 
 from posttrain.core.errors import ConfigError
-from posttrain.core.plugins import described
+from posttrain.core.plugins import described, number_of
 from posttrain.core.registry import Registry, nearest
 from posttrain.core.types import Score
 
@@ -153,7 +154,8 @@ def compute_score(
 
 
 def checked(score: object, who: str) -> Score:
-    """``score`` if it is a finite ``Score``, else the failure that ``who`` returned something else."""
+    """``score`` if it is a finite ``Score``, with `correct` as Python's truth value and `extracted` as text; else the
+    failure that ``who`` returned something else."""
     if not isinstance(score, Score):
         return failed(f"{who} returned {type(score).__name__}, not Score")
     numbers = {"score": score.score, **score.parts}
@@ -164,7 +166,10 @@ def checked(score: object, who: str) -> Score:
             finite = False
         if not finite:
             return failed(f"{who} returned {value!r} as {name!r}, which is no finite number")
-    return score
+    right, found = number_of(score.correct), score.extracted
+    if right not in (0.0, 1.0):
+        return failed(f"{who} returned {score.correct!r} as 'correct', which is neither true nor false")
+    return replace(score, correct=bool(right), extracted=None if found is None else str(found))
 
 
 _deadline_s: float | None = None

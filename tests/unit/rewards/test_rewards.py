@@ -12,7 +12,7 @@ from posttrain.config import RewardConfig
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import load_plugins
 from posttrain.core.types import Score
-from posttrain.rewards import DATA_SOURCES, GRADERS, compute_score, grade, grader_name, is_cheap
+from posttrain.rewards import DATA_SOURCES, GRADERS, checked, compute_score, grade, grader_name, is_cheap
 from posttrain.rewards.custom import load_function, to_score
 from posttrain.rewards.grade import GradeItem, GraderPool
 from posttrain.rewards.gsm8k import extract, last_number, parse_number
@@ -45,8 +45,10 @@ def moody(response, ground_truth, extra_info):
         return 1.0
     if response == "nan":
         return Score(float("nan"), False)
-    if response == "lambda":
-        return Score(1.0, True, extracted=lambda: 0)
+    if response == "local":
+        class Local(float):
+            pass  # and cannot be pickled
+        return Score(1.0, True, parts={"local": Local(1.0)})
     if response == "print":
         print("noise")
     return Score(float(len(response)), True, extracted=str(os.getpid()))
@@ -184,7 +186,7 @@ def test_cheap_graders_start_no_process():
 
 
 def test_stuck_and_dying_graders_cost_their_own_item_only(plugin, capfd):
-    responses = ["a", "hang", "bb", "die", "ccc", "raise", "lambda", "print", "dddd"]
+    responses = ["a", "hang", "bb", "die", "ccc", "raise", "local", "print", "dddd"]
     items = [GradeItem("test/moody", response, None) for response in responses]
     items.insert(4, GradeItem("openai/gsm8k", "#### 8", "8"))
     with GraderPool(RewardConfig(deadline_s=1.0), plugins=[plugin]) as pool:
@@ -194,7 +196,7 @@ def test_stuck_and_dying_graders_cost_their_own_item_only(plugin, capfd):
     assert scores["hang"].error == "timed out after 1 s"
     assert scores["die"].error == "the grader process died (exit code 3)"
     assert "bad mood" in (scores["raise"].error or "")
-    assert "cannot be sent" in (scores["lambda"].error or "")
+    assert "cannot be sent" in (scores["local"].error or "")
     assert {r for r, score in scores.items() if score.unfinished} == {"hang", "die"}
     assert int(scores["a"].extracted) != os.getpid()
     assert capfd.readouterr().out == ""  # stdout belongs to the command's data
@@ -235,7 +237,7 @@ def test_a_grader_process_that_is_too_large_before_its_first_item_says_so(plugin
 def test_items_that_are_sent_together_fail_alone(plugin):
     """With one worker, 48 items go in chunks of 12; each chunk here has one that ends the process or cannot be sent."""
     responses = ["a" * (1 + i % 5) for i in range(48)]
-    for index, response in ((3, "hang"), (12, "die"), (30, "lambda"), (47, "die"), (46, "raise")):
+    for index, response in ((3, "hang"), (12, "die"), (30, "local"), (47, "die"), (46, "raise")):
         responses[index] = response
     items = [GradeItem("test/moody", response, None) for response in responses]
     items[20] = GradeItem("test/moody", "aa", lambda: None)  # cannot be pickled
@@ -336,6 +338,19 @@ def test_functions_of_the_user_grade_every_source(tmp_path):
 def test_a_share_as_acc_is_not_right(acc, right):
     for name in ("acc", "correct"):
         assert to_score({"score": 1.0, name: acc}) == Score(1.0, right)
+
+
+@pytest.mark.parametrize(("correct", "right"), [(np.True_, True), (0, False), (1.0, True)])
+def test_a_verdict_has_a_truth_value_and_text(correct, right):
+    score = checked(Score(0.5, correct, extracted=[5]), "it")
+    assert score == Score(0.5, right, extracted="[5]")
+    assert type(score.correct) is bool
+
+
+@pytest.mark.parametrize("correct", [0.3, "no", None])
+def test_a_verdict_that_is_neither_true_nor_false_is_refused(correct):
+    error = checked(Score(0.5, correct), "it").error
+    assert error == f"it returned {correct!r} as 'correct', which is neither true nor false"
 
 
 def test_acc_that_is_text_is_refused():
