@@ -56,7 +56,7 @@ def compare(
     if not kept:
         raise DataError(
             f"{files[0]} and {files[1]} have no graded problem in common",
-            hint="problems are matched by extra_info.index, or by data source and prompt",
+            hint="problems are matched by extra_info.index, or by data source and prompt, and have one ground truth",
         )
     sources = sorted({first.data_source for first, _ in kept})
     return Comparison(

@@ -88,7 +88,7 @@ def problem_of(graded: Graded) -> GradedProblem:
         generation_errors=failures["episode_failed"],
         by_index=row.by_index,
         by_prompt=row.by_prompt,
-        truth=repr(row.ground_truth),
+        truth=str(row.ground_truth),
         rewards=tuple(
             verdict.score
             for verdict, error in zip(row.given, row.errors, strict=True)

@@ -288,6 +288,17 @@ def test_two_files_are_compared_on_what_both_have(tmp_path: Path, capsys: pytest
     assert "in A only" not in shown
 
 
+def test_a_ground_truth_is_the_same_as_a_number_and_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = table(tmp_path / "a.parquet", [{"texts": ["4"], "index": 0, "truth": 4}])
+    b = table(tmp_path / "b.parquet", [{"texts": ["5"], "index": 0, "truth": "4"}])
+    run_comparison(a, b, config(), as_json=True)
+    assert json.loads(capsys.readouterr().out)["overall"]["difference"] == -1.0
+    other = table(tmp_path / "c.parquet", [{"texts": ["5"], "index": 0, "truth": "5"}])
+    with pytest.raises(DataError) as error:
+        run_comparison(a, other, config(), as_json=True)
+    assert "ground truth" in (error.value.hint or "")
+
+
 def test_columns_of_json_text_are_read_as_structs_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = table(tmp_path / "a.parquet", [{"texts": ["4"]}, {"texts": ["5"]}])
     rows = pq.read_table(a).to_pylist()
