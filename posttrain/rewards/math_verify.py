@@ -35,7 +35,10 @@ def grade(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score
 
 
 def _find_word(response: str) -> Answer | None:
-    """The answer where a word is asked for: the box, else the word after "answer is", else a last line of one word."""
+    """The answer where a word is asked for: the box, else the word after "answer is", else a last line of one word.
+
+    "The answer is yes or no" has none.
+    """
     if last_boxed(response):
         return find_answer(response)
     lines = response.strip().splitlines()
@@ -43,4 +46,6 @@ def _find_word(response: str) -> Answer | None:
     words = phrase.replace("*", " ").replace(",", " ").replace(".", " ").split()
     if not words or as_word(words[0]) is None or (len(words) > 1 and answer_phrase(response) is None):
         return find_answer(response)
+    if words[1:2] == ["or"]:
+        return None
     return Answer(words[0], ())

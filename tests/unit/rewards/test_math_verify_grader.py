@@ -190,6 +190,8 @@ def test_unequal_values(truth, answer):
         ("The answer is **Yes**.", "Yes", True, "Yes"),
         ("It has 3 roots. The answer is No.", "Yes", False, "No"),
         ("so it holds.\nYes.", "Yes", True, "Yes"),
+        ("The answer is yes and that is why.", "Yes", True, "yes"),
+        ("The answer is yes or no.", "Yes", False, None),
         ("so it holds", "Yes", False, None),
         (r"We have $x = 5^2+\frac{1", "5", False, None),
         (r"We get \[ x = 5", "5", False, None),
