@@ -163,6 +163,9 @@ ALIASES: dict[str, str] = {
     "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": _A + "ulysses_sequence_parallel_size",
     "engine.ulysses_sequence_parallel_size": "ulysses_sequence_parallel_size",
     "optim.warmup_style": "optim.lr_scheduler_type",
+    "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
+    _A + "optim.warmup_style": _A + "optim.lr_scheduler_type",
+    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
 }
 """Other names of keys, of older and newer versions: a prefix, or where it does not end with a dot a whole name."""
 

@@ -248,6 +248,15 @@ def test_values_that_are_no_numbers_are_named(argument: str) -> None:
     check(found)  # no half of a rule is in the preset
 
 
+def test_names_of_older_versions() -> None:
+    actor, critic = "actor_rollout_ref.actor.optim.warmup_style=cosine", "critic.optim.warmup_style=cosine"
+    assert read("gsm8k_grpo.sh", actor).draft.values["train.optim.schedule"] == "cosine"
+    found = read("gsm8k_grpo.sh", "algorithm.adv_estimator=gae", critic)
+    assert found.draft.values["critic.optim.schedule"] == "cosine"
+    found = read("sft.sh", "2", "out", "optim.warmup_steps_ratio=0.3")
+    assert found.draft.values["train.optim.warmup_ratio"] == 0.3
+
+
 @pytest.mark.parametrize(
     "content",
     [
