@@ -11,7 +11,9 @@ _LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 
 
 def frequency(value: Any) -> Any:
-    """verl's ``save_freq`` and ``test_freq``: -1 is never."""
+    """verl's ``save_freq`` and ``test_freq``: -1 is never. Raises ``ValueError`` for ``after_each_epoch``."""
+    if isinstance(value, str):
+        raise ValueError(value)
     return value if isinstance(value, int) and value > 0 else SKIP
 
 
@@ -199,7 +201,7 @@ SHARED = (
             "*use_fused_kernels", "*fused_kernel_options*", "*use_liger", "*entropy_from_logits_with_chunking",
             "*entropy_checkpointing"),
     no_need("weights are read once, by mapping the files", "*use_shm"),
-    no_need("FSDP2 shards the model", "*strategy", unless=only("fsdp", "fsdp2", None)),
+    no_need("FSDP2 shards the model", "*strategy", "engine", "optim", unless=only("fsdp", "fsdp2", None)),
     no_need("FSDP2 decides when it gathers: it changes the speed alone", "*forward_prefetch", "*use_orig_params",
             "*wrap_policy*", "*reshard_after_forward"),
     no_need("workers get equal shares of tokens, always", "trainer.balance_batch", "data.balance_dp_token"),

@@ -257,6 +257,19 @@ def test_names_of_older_versions() -> None:
     assert found.draft.values["train.optim.warmup_ratio"] == 0.3
 
 
+def test_a_checkpoint_after_each_epoch_is_not_mapped(tmp_path: Path) -> None:
+    script = tmp_path / "x.sh"
+    script.write_text(
+        "python -m verl.trainer.sft_trainer engine=fsdp optim=fsdp "
+        "trainer.save_freq=after_each_epoch trainer.test_freq=after_each_epoch\n"
+    )
+    found = fate(convert(script))
+    assert found["trainer.save_freq"] is found["trainer.test_freq"] is Outcome.NOT_MAPPED
+    assert found["engine"] is found["optim"] is Outcome.NO_NEED
+    script.write_text("python -m verl.trainer.sft_trainer engine=megatron\n")
+    assert fate(convert(script))["engine"] is Outcome.NOT_MAPPED
+
+
 @pytest.mark.parametrize(
     "content",
     [
