@@ -57,7 +57,7 @@ def convert(
     seen = {"PWD": str(root.resolve()), **(variables or {})}
     try:
         found = read_script(text, seen, arguments, str(script))
-        launch, command = trainer_of(found, script.name)
+        launch, command = trainer_of(found)
     except DataError as error:
         raise DataError(f"{script}: {error.message}", hint=error.hint) from error
     rules, known = _of_module(launch.module)

@@ -190,7 +190,7 @@ def _launch(words: Sequence[Text], line: int) -> Launch | None:
     return None
 
 
-def trainer_of(script: Script, name: str) -> tuple[Launch, Trainer]:
+def trainer_of(script: Script) -> tuple[Launch, Trainer]:
     """The trainer that a script starts, and its command here: ``sft`` or ``rl``.
 
     Raises:
@@ -200,9 +200,9 @@ def trainer_of(script: Script, name: str) -> tuple[Launch, Trainer]:
     if not known:
         started = ", ".join(f"{launch.module} (line {launch.line})" for launch in script.launches) or "nothing"
         raise DataError(
-            f"{name} starts no trainer of verl that is known here; it starts: {started}",
+            f"it starts no trainer of verl that is known here; it starts: {started}",
             hint="looked for python -m verl.trainer.main_ppo, recipe.dapo.main_dapo, verl.trainer.fsdp_sft_trainer, "
-            "verl.trainer.sft_trainer",
+            "verl.trainer.sft_trainer; functions and `bash -c` are not read: put the command on a line of its own",
         )
     for launch, _ in known[1:]:
         script.notes.append(f"line {launch.line} starts {launch.module} as well: only the first was taken")

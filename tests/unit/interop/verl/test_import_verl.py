@@ -181,6 +181,10 @@ def test_no_launch_and_no_file(tmp_path: Path) -> None:
     script.write_text("python3 -m verl.experimental.fully_async_policy.main_ppo a.b=1\n")
     with pytest.raises(DataError, match=r"starts no trainer .*main_ppo \(line 1\)"):
         run(str(script))
+    script.write_text("run() {\n  python -m verl.trainer.main_ppo a.b=1\n}\nrun\n")
+    with pytest.raises(DataError, match="it starts: nothing") as error:
+        run(str(script))
+    assert "functions and `bash -c` are not read" in (error.value.hint or "")
     script.write_text("echo 'never closed\n")
     with pytest.raises(DataError, match="line 1: ' is not closed"):
         run(str(script))
