@@ -194,6 +194,8 @@ def run_prep(
     hints = get_type_hints(prep.Options)
     _check_names(options, hints)
     _check_types({"name": name, "plugins": plugins, **options}, {"name": str, "plugins": Sequence[str], **hints})
+    _check_path("source", source)
+    _check_path("out", out)
 
     def run() -> PrepReport:
         load_plugins(plugins)
@@ -271,6 +273,7 @@ def run_eval(
     """
     from posttrain.evaluation import command as evaluate
 
+    _check_path("file", file)
     if file is None:
         resolved = evaluate.with_run_name(_resolve("generate", preset, options, EvalOptions))
     else:
@@ -410,6 +413,14 @@ def _check_types(options: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
             listed = isinstance(value, str) and hints[name] == Sequence[str]
             hint = f"give a list: {name}=[{value!r}]" if listed else "see posttrain.api.PrepOptions for the types"
             raise ConfigError(f"{name} = {value!r}: {error.errors()[0]['msg']}", hint=hint) from None
+
+
+def _check_path(name: str, value: object) -> None:
+    """Raise ``ConfigError`` for what is no path, such as a frame of pandas."""
+    if not isinstance(value, str | Path | None):
+        raise ConfigError(
+            f"{name} is a {type(value).__name__}, and no path", hint="write the rows to a file and give its path"
+        )
 
 
 def _call(function: Callable[[], T]) -> T:

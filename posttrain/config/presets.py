@@ -12,6 +12,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, time
+from pathlib import PurePath
 from typing import Any, get_args
 
 import tomli
@@ -169,30 +171,44 @@ def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) ->
                 values[table] = _with_entry(before, key.removeprefix(f"{table}.").split("."), value)
             else:
                 # TOML has no null: the word "none" resets an optional value.
-                values[key] = None if value == "none" and key in optional else value
+                values[key] = None if isinstance(value, str) and value == "none" and key in optional else value
             provenance[key] = source
     provenance["command"] = "command line"
     for key, value in values.items():
         try:
-            json.dumps(value, default=str, ensure_ascii=False).encode()
+            json.dumps(value, default=_plain, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             origin = f"{key} is set by: {provenance[key]}" if key in provenance else None
             raise ConfigError(f"{key} = {value!a} is not text in UTF-8", hint=origin) from None
+        except TypeError as error:
+            raise ConfigError(
+                f"{key} ({provenance.get(key, 'the preset')}): {error}",
+                hint="values are numbers, texts, lists and dicts; rows of data are a file, whose path is the value",
+            ) from None
     nested = _nested({"command": command, **values})
     try:
         # Through JSON in strict mode: "3" is not a number, while a list may fill a tuple.
-        config = Config.model_validate_json(json.dumps(nested, default=str), strict=True)
+        config = Config.model_validate_json(json.dumps(nested, default=_plain), strict=True)
     except ValidationError as error:
         raise _config_error(error, provenance) from None
     for key, value in values.items():
         try:
-            json.dumps(value, default=str, allow_nan=False)
+            json.dumps(value, default=_plain, allow_nan=False)
         except ValueError:  # in a table of free names; a resumed run would find it changed
             raise ConfigError(
                 f"{key} = {value!r} has a number that is not finite",
                 hint="TOML has nan and inf, and no setting takes them",
             ) from None
     return Resolved(config, provenance, name)
+
+
+def _plain(value: Any) -> Any:
+    """Return the text of a path or date, and the number or list of what NumPy has. Raises ``TypeError`` for others."""
+    if isinstance(value, PurePath | date | time):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is no value of a preset")
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
 import posttrain
@@ -118,6 +120,23 @@ def test_rejects_what_is_no_preset_and_no_dtype(tmp_path: Path) -> None:
         posttrain.run_rl("tiny-arith", tools="gsm8k")
     with pytest.raises(ConfigError, match="'int8' is not a dtype of merged weights"):
         posttrain.merge_checkpoint("x", tmp_path / "out", dtype=wrong[1])
+
+
+def test_takes_values_of_numpy() -> None:
+    tree = {"extends": "tiny-arith", "train.steps": np.int64(3), "train.optim.betas": np.array([0.5, 0.75])}
+    train = resolve("rl", tree, flags={"run.seed": np.int32(4)}).config.train
+    assert (train.steps, train.optim.betas) == (3, (0.5, 0.75))
+
+
+def test_rejects_a_frame_where_a_path_belongs(tmp_path: Path) -> None:
+    frame: Any = pd.DataFrame({"messages": [[{"role": "user", "content": "Hi"}]]})
+    with pytest.raises(ConfigError, match=r"data\.train \(flag --data\): a DataFrame is no value") as error:
+        posttrain.run_sft("tiny-arith-sft", data=frame)
+    assert "path" in (error.value.hint or "")
+    with pytest.raises(ConfigError, match="file is a DataFrame, and no path"):
+        posttrain.run_eval(frame)
+    with pytest.raises(ConfigError, match="source is a DataFrame, and no path"):
+        posttrain.run_prep("messages", source=frame, out=tmp_path)
 
 
 def test_rejects_sampling_options_together_with_a_file_of_responses() -> None:
