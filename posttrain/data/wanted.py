@@ -17,7 +17,7 @@ PREFERENCE = ("chosen", "rejected")
 
 _KINDS = {RLHF: "an RLHF file", SFT: "an SFT file", PREFERENCE: "a preference file"}
 _CONVERSATIONS = ({"messages"}, {"conversations"}, {"conversation"})
-_ANSWERS = ({"prompt", "response"}, {"question", "answer"}, {"instruction", "output"})
+_ANSWERS = ({"prompt", "response"}, {"prompt", "completion"}, {"question", "answer"}, {"instruction", "output"})
 _RAW = (".jsonl", ".json", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
 _PEEK_BYTES = 1 << 20
 """Most bytes that are read of the first row of a text file, to see its columns."""

@@ -6,7 +6,7 @@ from posttrain.config.verl.keys_shared import SHARED, checkpointing, contents, f
 from posttrain.config.verl.rules import SKIP, Draft, Rule, ScriptValues, missing, no_need, only, same, unless_set
 
 D, T = "data.", "trainer."
-_PAIRS = (("question", "answer"), ("prompt", "response"), ("instruction", "output"))
+_PAIRS = (("question", "answer"), ("prompt", "response"), ("prompt", "completion"), ("instruction", "output"))
 """Columns that `posttrain prep messages` makes conversations of."""
 
 

@@ -18,7 +18,7 @@ from posttrain.prep.datasets.problems import first
 _ROLES = {"developer": "system", "function": "tool"}
 """OpenAI's names for roles that chat templates know by another."""
 _COLUMNS = ("messages", "conversations", "conversation")
-_PAIRS = (("prompt", "response"), ("question", "answer"), ("instruction", "output"))
+_PAIRS = (("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
 
 
 class ConversationFiles(FileSet):
@@ -42,9 +42,10 @@ class Messages(ConversationFiles):
       system message perhaps in a column ``system``;
     - ``tools`` as OpenAI schemas or bare functions; also named ``functions``;
     - ``images``, one for each ``<image>`` in the messages: paths, bytes, or structs of either;
-    - a user's text and the assistant's answer, in ``prompt`` and ``response``, ``question`` and ``answer``, or
-      ``instruction`` and ``output``, which may stand in ``extra_info``; as in Alpaca's files, ``input`` follows
-      ``instruction`` after a blank line, and ``history`` holds the turns before as pairs of texts.
+    - a user's text and the assistant's answer, in ``prompt`` and ``response`` or ``completion``, ``question`` and
+      ``answer``, or ``instruction`` and ``output``, which may stand in ``extra_info``; either may be messages. As in
+      Alpaca's files, ``input`` follows ``instruction`` after a blank line, and ``history`` holds the turns before as
+      pairs of texts.
 
     A file without a split in its name is ``train``.
     """
@@ -195,11 +196,18 @@ def _said(role: str, text: str) -> dict[str, Any]:
 
 
 def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A prompt and its response as messages; empty where the row has no such two texts."""
+    """A prompt and its response as messages; empty where the row has no such two."""
     inner = row.get("extra_info")
     for place in (row, inner if isinstance(inner, Mapping) else {}):
         for prompt, response in _PAIRS:
             answer = place.get(response)
-            if isinstance(answer, str) and answer.strip() and (messages := asked(place, prompt)):
-                return [*messages, _said("assistant", answer)]
+            said = [_said("assistant", answer)] if isinstance(answer, str) and answer.strip() else _turns(answer)
+            if said and (messages := asked(place, prompt) or _turns(place.get(prompt))):
+                return [*messages, *said]
     return []
+
+
+def _turns(value: Any) -> list[Any]:
+    """The messages of a list; empty where it is none of messages."""
+    turns = value if isinstance(value, list) else []
+    return turns if all(map(role_of, turns)) else []

@@ -185,6 +185,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(name).write_text(lines)
     Path("list.json").write_text(json.dumps(TALK))
     Path("pairs.csv").write_text("prompt,response\nhi,yo\n")
+    Path("completion.jsonl").write_text(json.dumps({"prompt": "hi", "completion": "yo"}))
     Path("graded.jsonl").write_text(json.dumps(GRADED[0]))
     Path("folder").mkdir()
     Path("folder/talk.jsonl").write_text(lines)
@@ -199,6 +200,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("sft", "talk.jsonl", "prep messages --source talk.jsonl --out data/talk` makes data/talk/sft_train.parquet"),
         ("sft", "list.json", "`posttrain prep messages --source list.json"),
         ("sft", "pairs.csv", "`posttrain prep messages --source pairs.csv"),
+        ("sft", "completion.jsonl", "`posttrain prep messages --source completion.jsonl"),
         ("sft", "lines.parquet", "it holds JSON lines: name it lines.jsonl; `posttrain prep messages --source lines"),
         ("sft", "share.parquet", "`posttrain prep messages --source share.parquet"),
         ("sft", "folder", "it has talk.jsonl: `posttrain prep messages --source folder"),

@@ -501,6 +501,8 @@ def test_half_of_a_surrogate_pair_in_json_text_refuses_the_row():
     "row",
     [
         {"prompt": "1+1?", "response": "2"},
+        {"prompt": "1+1?", "completion": "2"},
+        {"prompt": [OPENAI[1]], "completion": [OPENAI[4]]},
         {"question": "1+1?", "answer": "2", "split": "train"},
         {
             "data_source": "x",
