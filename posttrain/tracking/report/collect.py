@@ -40,6 +40,7 @@ class Collector:
         pieces, tokens, thumbnails = Pieces(), Tokens(), Thumbnails()
         runs, episodes = [], []
         groups = groups_of(folders)
+        names = [folder.name for folder in folders]
         for number, folder in enumerate(folders):
             rollouts = rollouts_folder(folder.path)
             files, problems = self.numbers.read(rollouts)
@@ -50,6 +51,7 @@ class Collector:
             runs.append(
                 folder.summary()
                 | {
+                    "name": folder.name if names.count(folder.name) == 1 else str(folder.path),
                     "group": groups[number],
                     "curves": folder.curves(),
                     "settings": folder.settings(),

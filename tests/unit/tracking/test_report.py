@@ -159,6 +159,12 @@ def test_runs_and_seeds_side_by_side(tmp_path: Path) -> None:
     assert {e["run"] for e in data["episodes"]} == {0, 1, 2}
 
 
+def test_runs_of_one_name_in_two_folders_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    paths = [str(write_run(tmp_path / folder, name, many(1, 1, 2))) for folder, name in ("xa", "ya", "yb")]
+    data, _ = read(report.run(paths, "runs", tmp_path / "page.html"))
+    assert [run["name"] for run in data["runs"]] == [*paths[:2], "b"]
+
+
 def test_another_tokenizer_or_none_leaves_text_without_colours(run_path: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, "a", many(1, 1, 2), [])
     config = (path / "config.toml").read_text().replace("builtin:tiny", str(tmp_path / "gone"))
