@@ -67,4 +67,7 @@ def _typed(option: Option, value: Any, where: str) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         at = "".join(f".{part}" for part in first["loc"])
-        raise ConfigError(f"{where}: {option.name}{at} = {first['input']!r}: {first['msg']}") from error
+        raise ConfigError(
+            f"{where}: {option.name}{at} = {first['input']!r}: {first['msg']}",
+            hint=option.description or f"its type is {inspect.formatannotation(option.hint)}",
+        ) from error

@@ -121,8 +121,9 @@ def test_options_are_typed():
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         open_tools(["x"], {"x": {"type": "probe", **options}})
-    if "limmit" in options:
-        assert error.value.hint == "did you mean 'limit'?"
+    types = {"names": "its type is tuple[str, ...]", "on": "its type is bool"}
+    hints = {"limmit": "did you mean 'limit'?", "limit": "how many.", **types}
+    assert error.value.hint == hints[next(iter(options))]
 
 
 def test_a_class_that_raises_or_is_no_tool(tmp_path, monkeypatch):
