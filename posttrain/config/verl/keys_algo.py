@@ -229,9 +229,12 @@ def _sandbox(view: ScriptValues, draft: Draft) -> None:
 
 
 def _correction(view: ScriptValues, draft: Draft) -> None:
-    K = G + "rollout_correction."
-    weight = view[K + "rollout_is"]
-    if weight in ("token", "sequence"):
+    K, older = G + "rollout_correction.", A + "tis_imp_ratio_cap"
+    weight, cap = view[K + "rollout_is"], view[older] or 0
+    if cap > 0:
+        draft.set("algo.correction.weight", "token", older)
+        draft.set("algo.correction.upper", float(cap), older)
+    elif weight in ("token", "sequence"):
         draft.set("algo.correction.weight", weight, view.origin(K + "rollout_is"))
         draft.set(
             "algo.correction.upper", float(view[K + "rollout_is_threshold"]), view.origin(K + "rollout_is_threshold")
@@ -302,8 +305,8 @@ ALGO = (
             "reward_model.micro_batch_size*", "reward_model.use_reward_loop", "reward_model.num_workers",
             "reward_model.launch_reward_fn_async", "reward_model.use_dynamic_bsz",
             "reward_model.model.fsdp_config.*", "reward_model.rollout.*"),
-    Rule((G + "rollout_correction.*",), ("algo.correction.weight", "algo.correction.upper"), "nothing is corrected",
-         _correction),
+    Rule((G + "rollout_correction.*", A + "tis_imp_ratio_cap"), ("algo.correction.weight", "algo.correction.upper"),
+         "nothing is corrected", _correction),
     Rule((A + "grad_clip", A + "optim.clip_grad"), ("train.optim.grad_clip",), "verl's FSDP actor reads the first",
          _clip),
     no_need("one optimizer: AdamW", "*optim.optimizer", unless=only("AdamW", "adam", "adamw")),

@@ -259,6 +259,10 @@ def test_names_of_older_versions() -> None:
     assert found.draft.values["critic.optim.schedule"] == "cosine"
     found = read("sft.sh", "2", "out", "optim.warmup_steps_ratio=0.3")
     assert found.draft.values["train.optim.warmup_ratio"] == 0.3
+    cap = "actor_rollout_ref.actor.tis_imp_ratio_cap"
+    cut = read("gsm8k_grpo.sh", f"{cap}=2").draft.values
+    assert (cut["algo.correction.weight"], cut["algo.correction.upper"]) == ("token", 2.0)
+    assert fate(read("gsm8k_grpo.sh", f"{cap}=-1"))[cap] is Outcome.NO_NEED
 
 
 def test_a_checkpoint_after_each_epoch_is_not_mapped(tmp_path: Path) -> None:
