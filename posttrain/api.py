@@ -419,7 +419,8 @@ def _check_path(name: str, value: object) -> None:
     """Raise ``ConfigError`` for what is no path, such as a frame of pandas."""
     if not isinstance(value, str | Path | None):
         raise ConfigError(
-            f"{name} is a {type(value).__name__}, and no path", hint="write the rows to a file and give its path"
+            f"{name} is a {type(value).__name__}, and no path",
+            hint="write it to a file, a frame with to_parquet, and give its path",
         )
 
 

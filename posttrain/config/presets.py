@@ -183,7 +183,7 @@ def _build(command: Command, layers: Sequence[tuple[str, Values]], name: str) ->
         except TypeError as error:
             raise ConfigError(
                 f"{key} ({provenance.get(key, 'the preset')}): {error}",
-                hint="values are numbers, texts, lists and dicts; rows of data are a file, whose path is the value",
+                hint="values are numbers, texts, lists and dicts; write a frame with to_parquet and give the path",
             ) from None
     nested = _nested({"command": command, **values})
     try:
