@@ -43,9 +43,9 @@ class Messages(ConversationFiles):
     - ``tools`` as OpenAI schemas or bare functions; also named ``functions``;
     - ``images``, one for each ``<image>`` in the messages: paths, bytes, or structs of either;
     - a user's text and the assistant's answer, in ``prompt`` and ``response`` or ``completion``, ``question`` and
-      ``answer``, or ``instruction`` and ``output``, which may stand in ``extra_info``; either may be messages. As in
-      Alpaca's files, ``input`` follows ``instruction`` after a blank line, and ``history`` holds the turns before as
-      pairs of texts.
+      ``answer``, or ``instruction`` and ``output``, which may stand in ``extra_info``. Either may be messages; the
+      assistant's in the first are not trained. As in Alpaca's files, ``input`` follows ``instruction`` after a blank
+      line, and ``history`` holds the turns before as pairs of texts.
 
     A file without a split in its name is ``train``.
     """
@@ -202,9 +202,15 @@ def _pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         for prompt, response in _PAIRS:
             answer = place.get(response)
             said = [_said("assistant", answer)] if isinstance(answer, str) and answer.strip() else _turns(answer)
-            if said and (messages := asked(place, prompt) or _turns(place.get(prompt))):
+            if said and (messages := asked(place, prompt) or [*map(_untrained, _turns(place.get(prompt)))]):
                 return [*messages, *said]
     return []
+
+
+def _untrained(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of a prompt: what the assistant says there is no part of the answer that is to be learned."""
+    answers = SHAREGPT_ROLES.get(str(role_of(message))) == "assistant"
+    return {**message, "train": False} if answers else dict(message)
 
 
 def _turns(value: Any) -> list[Any]:

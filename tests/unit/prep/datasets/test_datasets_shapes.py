@@ -517,6 +517,18 @@ def test_a_prompt_and_a_response_are_a_conversation(tmp_path, row):
     assert [(m["role"], m["content"]) for m in made.messages] == [("user", "1+1?"), ("assistant", "2")]
 
 
+@pytest.mark.parametrize("shape", [("role", "content", "user", "assistant"), ("from", "value", "human", "gpt")])
+def test_turns_of_a_prompt_are_not_trained(tmp_path, shape):
+    """The completion alone is to be learned, as by TRL."""
+    role, text, asks, answers = shape
+    prompt = [{role: asks, text: "1+1?"}, {role: answers, text: "3"}, {role: asks, text: "Sure?"}]
+    row = {"prompt": prompt, "completion": [{role: answers, text: "No, 2."}]}
+    dataset, rows = read("messages", "train", jsonl(tmp_path / "my.jsonl", [row]))
+    made = sft(dataset, rows[0], tmp_path)
+    assert [m["content"] for m in made.messages] == ["1+1?", "3", "Sure?", "No, 2."]
+    assert [m.get("train", True) for m in made.messages if m["role"] == "assistant"] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("columns", "texts"),
     [
