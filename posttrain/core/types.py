@@ -8,7 +8,6 @@ Shape legend: T tokens of one episode (prompt and all turns).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict
 
@@ -73,9 +72,17 @@ class Prompt:
         return self.extra_info.get("tools_kwargs") or {}
 
     def copied(self) -> Prompt:
-        """Return a copy for a user's code, whose messages and ``extra_info`` it may change: all episodes of the prompt
-        share these."""
-        return replace(self, messages=deepcopy(self.messages), extra_info=dict(self.extra_info))
+        """Return a copy for a user's code, which may change whatever is in its dicts and lists: all episodes of the
+        prompt share these."""
+        own = {name: _copied(getattr(self, name)) for name in ("messages", "ground_truth", "extra_info", "images")}
+        return replace(self, **own)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a dict or list and of those in it, down to what is neither."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 Ids = Sequence[int] | npt.NDArray[np.int32]

@@ -239,9 +239,10 @@ class Episode:
         for name, tool in self.env.tools.items():
             what = f"tool {name} failed in create"
             keep = partial(self._tool_states.__setitem__, name)
-            await within(deadline, what, tool.create, self.prompt, keep=keep)
+            await within(deadline, what, tool.create, self.prompt.copied(), keep=keep)
         if (user := self.env.interaction) is not None:
-            await within(deadline, "the interaction failed in create", user.create, self.prompt, keep=self._keep_user)
+            what, task = "the interaction failed in create", self.prompt.copied()
+            await within(deadline, what, user.create, task, keep=self._keep_user)
 
     def _keep_user(self, state: Any) -> None:
         self._user_state, self._has_user = state, True

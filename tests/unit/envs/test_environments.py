@@ -80,13 +80,13 @@ async def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
 async def test_an_environment_may_change_its_task():
     class Adding(Environment):
         async def reset(self, task, seed):
-            task.messages.append(user(task.extra_info.pop("more")))
+            task.messages.append(user(task.extra_info["more"].pop()))
             return task.messages
 
         async def step(self, message):
             return Step(done=True)
 
-    prompt = dataclasses.replace(gsm8k_prompt(), extra_info={"more": "now"})
+    prompt = dataclasses.replace(gsm8k_prompt(), extra_info={"more": ["now"]})
     for _ in range(2):
         trajectory = await run_episode(prompt, ScriptedSampler("a"), playing(Adding))
         assert [m["content"] for m in trajectory.messages] == ["What is 3 + 5?", "now", "a"]

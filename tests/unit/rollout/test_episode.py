@@ -335,6 +335,24 @@ async def test_a_user_may_turn_the_roles_of_what_it_is_shown_around():
     assert trajectory.response_text == "a\nb"
 
 
+async def test_tools_and_users_may_change_their_prompt():
+    class Taking(Probe):
+        async def create(self, prompt):
+            prompt.messages.append({"role": "user", "content": prompt.extra_info["cards"].pop()})
+            return await super().create(prompt)
+
+    class Noting(User):
+        async def create(self, prompt):
+            prompt.messages.clear()
+            prompt.ground_truth["seen"].append(prompt.extra_info["cards"].pop())
+
+    prompt = dataclasses.replace(gsm8k_prompt(truth={"seen": []}), extra_info={"cards": ["a"]})
+    for _ in range(2):
+        trajectory = await play(ScriptedSampler("b"), with_user(Noting(UserTurn(None)), Taking("t")), prompt)
+        assert (trajectory.error, trajectory.response_text) == (None, "b")
+    assert (prompt.ground_truth, prompt.extra_info) == ({"seen": []}, {"cards": ["a"]})
+
+
 async def test_the_time_of_opening_a_user_counts_as_waiting():
     class Late(User):
         async def create(self, prompt):
