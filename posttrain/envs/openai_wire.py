@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from posttrain.core.types import Message
 from posttrain.envs.wire import Answers, Choice, Refused, Request, Shape, event, read_json, shaped, texts
+from posttrain.tools.base import with_parameters
 
 _TEXT = ("text", "input_text", "output_text", "refusal")
 _MOST_CHOICES = 64
@@ -71,15 +72,14 @@ class _Function(Shape):
 
 
 def _tools(listed: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return function schemas, of chat completions or (flat) of responses. A function may leave its parameters out,
-    where it has none."""
+    """Return function schemas, of chat completions or (flat) of responses."""
     tools = []
     for tool in listed or ():
         if tool.get("type", "function") != "function":
             raise Refused(400, f"a tool of type {tool['type']!r}: functions alone can be called")
         function = tool.get("function") or {k: tool[k] for k in ("name", "description", "parameters") if k in tool}
-        parameters = shaped(_Function, function).parameters or {"type": "object", "properties": {}}
-        tools.append({"type": "function", "function": {**function, "parameters": parameters}})
+        shaped(_Function, function)
+        tools.append(with_parameters({"type": "function", "function": function}))
     return tools
 
 

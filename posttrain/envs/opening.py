@@ -13,7 +13,7 @@ from posttrain.core.registry import Registry, load_object
 from posttrain.core.types import Prompt, ToolSchema
 from posttrain.envs.agents import Agent
 from posttrain.envs.base import ENVIRONMENTS, Environment, Split, checked_tasks
-from posttrain.tools.base import shown_name
+from posttrain.tools.base import shown_name, with_parameters
 from posttrain.tools.options import check_options
 
 ADAPTERS: Registry[Callable[..., Environment]] = Registry(
@@ -104,7 +104,7 @@ def _factory(name: str) -> Callable[..., Any]:
 def _tools(probe: Environment, where: str) -> tuple[ToolSchema, ...]:
     tools = probe.tools
     if isinstance(tools, Sequence) and None not in map(shown_name, tools):
-        return tuple(tools)
+        return tuple(map(with_parameters, tools))
     raise CodeError(
         with_place(f"{where}: its tools are no list of OpenAI function schemas", _place(probe)),
         hint="posttrain.tools.function_schema makes one of a function",

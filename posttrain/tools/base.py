@@ -110,6 +110,15 @@ def shown_name(schema: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def with_parameters(schema: ToolSchema) -> ToolSchema:
+    """Return the schema of a function with its parameters: none, where it leaves them out, as OpenAI's clients may.
+    Chat templates read them."""
+    function = schema["function"]
+    if function.get("parameters"):
+        return schema
+    return {**schema, "function": {**function, "parameters": {"type": "object", "properties": {}}}}
+
+
 def row_kwargs(prompt: Prompt, function: str, kind: str) -> dict[str, Any]:
     """What a row gives a tool: ``tools_kwargs.<function>.<kind>``, ``kind`` being ``create_kwargs``,
     ``execute_kwargs``, ``calc_reward_kwargs`` or ``release_kwargs`` (verl's names). Empty where the row has none.

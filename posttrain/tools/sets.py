@@ -14,7 +14,7 @@ from posttrain.core.plugins import definition_of, described, user_code, with_pla
 from posttrain.core.registry import load_object, nearest
 from posttrain.core.types import ToolSchema
 from posttrain.core.user_calls import value_of
-from posttrain.tools.base import TOOLS, Tool, shown_name
+from posttrain.tools.base import TOOLS, Tool, shown_name, with_parameters
 from posttrain.tools.functions import from_function
 from posttrain.tools.options import check_options
 from posttrain.tools.verl import REPLACEMENTS, Entry, read_tool_file
@@ -146,6 +146,9 @@ def _make(factory: Callable[..., Any], options: Mapping[str, Any], where: str) -
     tools = list(made) if isinstance(made, list | tuple) else [made]
     for tool in tools:
         _check_members(tool, where)
+        if (schema := with_parameters(tool.schema)) != tool.schema:
+            with user_code(f"{where}: its schema has no parameters, and none can be set", factory):
+                tool.schema = schema
     return tools
 
 
@@ -207,4 +210,4 @@ def _show(tool: Tool, schema: ToolSchema, where: str) -> None:
             f"{where}: tool_schema shows an argument {unknown[0]!r} that the tool does not take",
             hint=f"it takes: {', '.join(sorted(known))}",
         )
-    tool.name, tool.schema = name, schema
+    tool.name, tool.schema = name, with_parameters(schema)

@@ -301,6 +301,10 @@ def test_unknown_environments_and_options_are_refused_with_a_hint(tmp_path):
         unshown.write_text(f"from posttrain.envs import Environment as E\n\nclass Unshown(E):\n    tools = {tools}\n")
         with pytest.raises(CodeError, match=r"its tools are no list of OpenAI function schemas \(.*unshown"):
             open_world(f"{unshown}:Unshown", {})
+    bare = tmp_path / "bare.py"
+    bare.write_text(unshown.read_text().replace("'f'", "[{'type': 'function', 'function': {'name': 'f'}}]"))
+    (tool,) = open_world(f"{bare}:Unshown", {}).tools
+    assert tool["function"] == {"name": "f", "parameters": {"type": "object", "properties": {}}}
     hinted = tmp_path / "hinted.py"
     hinted.write_text("class Hinted:\n    def __init__(self, board: 'Unknown' = None):\n        pass\n")
     with pytest.raises(CodeError, match=r"cannot be made: NameError: name 'Unknown' is not defined \(.*hinted.py"):

@@ -12,7 +12,7 @@ import tomli
 from posttrain.config import Config, SandboxConfig
 from posttrain.config.presets import resolve
 from posttrain.config.writing import dump_toml, flatten_config
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import CodeError, ConfigError
 from posttrain.core.types import Prompt
 from posttrain.tools import TOOLS, Tool, ToolResult, row_kwargs
 from posttrain.tools import sets as sets_module
@@ -269,6 +269,25 @@ tools:
     assert tools["add"].server._timeout_s == 9
     with pytest.raises(ConfigError, match="no server has a tool 'sub'"):
         sets_module._selected(list(tools.values()), ["sub"], "tools.yaml")
+
+
+def test_a_schema_without_parameters_is_one_of_a_function_that_takes_none(tmp_path):
+    file = tmp_path / "bare.py"
+    file.write_text(
+        "from posttrain.tools import Tool\n"
+        "class Bare(Tool):\n"
+        "    name = 'bare'\n"
+        "    schema = {'type': 'function', 'function': {'name': 'bare', 'description': ''}}\n"
+        "class Fixed(Bare):\n"
+        "    schema = property(lambda self: Bare.schema)\n"
+    )
+    (tool,) = open_tools([f"{file}:Bare"]).values()
+    assert tool.schema["function"]["parameters"] == {"type": "object", "properties": {}}
+    with pytest.raises(CodeError, match=r"Fixed': its schema has no parameters, and none can be set: .*bare.py"):
+        open_tools([f"{file}:Fixed"])
+    text = GSM8K[: GSM8K.index("        parameters:")]
+    (tool,) = open_tools([verl(tmp_path, text)]).values()
+    assert tool.schema["function"]["parameters"] == {"type": "object", "properties": {}}
 
 
 def test_a_class_of_ones_own(tmp_path, monkeypatch):
