@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from posttrain.core.errors import ConfigError, ModelError
 from posttrain.core.registry import some
+from posttrain.core.text import encodable
 from posttrain.core.types import Message, Score
 from posttrain.models.check import check_vocabulary, check_weights
 from posttrain.models.classifier import build_classifier
@@ -93,9 +94,9 @@ class RewardModel:
         """A conversation in tokens, or why it has none."""
         messages: Any = [{k: v for k, v in m.items() if k != "train"} for m in conversation]
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            text: Any = self.tokenizer.apply_chat_template(messages, tokenize=False)
             # Templates write the special tokens that belong there.
-            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids: list[int] = self.tokenizer(encodable(text), add_special_tokens=False)["input_ids"]
         except Exception as error:  # a template is a program of its author's, and raises what it likes
             return _failed(
                 f"the reward model's chat template refuses the conversation: {type(error).__name__}: {error}"

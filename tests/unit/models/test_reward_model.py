@@ -216,6 +216,12 @@ def test_a_conversation_that_the_template_refuses_is_its_own_error(tmp_path):
     assert numbers([scores[0], scores[3]]).tolist() == pytest.approx(numbers(model.score([talk(2), talk(3)])).tolist())
 
 
+def test_half_of_a_surrogate_pair_is_a_question_mark_as_for_the_policy(model):
+    """A tool's JSON can bring one."""
+    half, mark = model.score([[{"role": "user", "content": f"What is {text}?"}] for text in ("\ud800", "?")])
+    assert (half.error, half.score) == (None, mark.score)
+
+
 def test_a_conversation_without_tokens(tmp_path):
     model = load(save(tmp_path, template="{% for m in messages %}{{ m.content }}{% endfor %}"))
     (score,) = model.score([[{"role": "user", "content": ""}]])
