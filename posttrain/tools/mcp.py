@@ -74,7 +74,10 @@ def mcp_tools(
         ConfigError: the `mcp` package is missing, the server does not start or answer, or has no such tool.
     """
     _check_installed()
-    words = tuple(shlex.split(command)) if isinstance(command, str) else command
+    try:
+        words = tuple(shlex.split(command)) if isinstance(command, str) else command
+    except ValueError as error:
+        raise ConfigError(f"command is no command line: {error}", hint="give a list of words") from error
     if bool(words) == bool(url):
         raise ConfigError("give one of command and url", hint='for example command = ["python", "server.py"]')
     target: Target

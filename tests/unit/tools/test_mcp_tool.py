@@ -139,6 +139,7 @@ def test_a_tool_that_the_server_does_not_have():
         ({"command": (), "url": "ftp://host"}, "not an http or https URL"),
         ({"command": ()}, "give one of command and url"),
         ({"url": "http://127.0.0.1:9/mcp"}, "give one of command and url"),
+        ({"command": "python 'my server.py"}, "command is no command line: No closing quotation"),
         ({"pass_env": ("NO_SUCH_VARIABLE",)}, r"\$NO_SUCH_VARIABLE is not set"),
     ],
 )
