@@ -80,6 +80,9 @@ def mcp_tools(
         raise ConfigError(f"command is no command line: {error}", hint="give a list of words") from error
     if bool(words) == bool(url):
         raise ConfigError("give one of command and url", hint='for example command = ["python", "server.py"]')
+    of_command, of_url = {"env": env, "pass_env": pass_env, "cwd": cwd}, {"api_key_env": api_key_env}
+    if idle := [name for name, value in (of_command if url else of_url).items() if value]:
+        raise ConfigError(f"{idle[0]} has no effect with {'url' if url else 'command'}", hint=f"remove {idle[0]}")
     target: Target
     if words:
         target = _Command(words, {**(env or {}), **_passed(pass_env)}, cwd)

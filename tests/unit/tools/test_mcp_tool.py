@@ -140,6 +140,9 @@ def test_a_tool_that_the_server_does_not_have():
         ({"command": ()}, "give one of command and url"),
         ({"url": "http://127.0.0.1:9/mcp"}, "give one of command and url"),
         ({"command": "python 'my server.py"}, "command is no command line: No closing quotation"),
+        ({"command": (), "url": "http://127.0.0.1:9/mcp", "env": {"A": "b"}}, "^env has no effect with url"),
+        ({"command": (), "url": "http://127.0.0.1:9/mcp", "cwd": "/tmp"}, "^cwd has no effect with url"),
+        ({"api_key_env": "HOME"}, "^api_key_env has no effect with command"),
         ({"pass_env": ("NO_SUCH_VARIABLE",)}, r"\$NO_SUCH_VARIABLE is not set"),
     ],
 )
