@@ -169,19 +169,22 @@ def _check_code(given: dict[str, Any], where: str, sandbox: SandboxConfig | None
 
 
 def _servers(path: Any, where: str) -> list[dict[str, Any]]:
-    """Options of each server in a file ``{"mcpServers": {name: {"command", "args", "env"} or {"url"}}}``."""
+    """Options of each server in a file ``{"mcpServers": {name: {"command", "args", "env"} or {"url"}}}``, without those
+    that are ``disabled``."""
     if not isinstance(path, str):
         raise ConfigError(f"{where}: mcp.mcp_servers_config_path is missing")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         named: dict[str, dict[str, Any]] = dict(content["mcpServers"])
         items = [(name, dict(server)) for name, server in named.items()]
+        if not (used := [(name, server) for name, server in items if not server.pop("disabled", False)]):
+            raise ValueError("all of them are disabled" if items else "there is none")
     except OSError as error:
         raise ConfigError(f"{where}: {path} cannot be read: {error}") from error
     except (ValueError, TypeError, LookupError) as error:
         hint = '{"mcpServers": {"NAME": {"command": "python", "args": ["server.py"]}}}'
         raise ConfigError(f"{where}: {path} holds no MCP servers: {error!r}", hint=hint) from error
-    return [_server(server, f"{path}, server {name!r}") for name, server in items]
+    return [_server(server, f"{path}, server {name!r}") for name, server in used]
 
 
 def _server(given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -196,7 +199,7 @@ def _server(given: dict[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
             raise ConfigError(f"{where}: args = {args!r} is not a list of strings", hint='"args": ["server.py"]')
         options["command"] = [given.pop("command"), *args]
-    given.pop("transport", None), given.pop("type", None), given.pop("disabled", None)
+    given.pop("transport", None), given.pop("type", None)
     if given:
         raise ConfigError(f"{where}: unknown key {next(iter(given))!r}", hint="command, args, env, cwd or url")
     return options

@@ -255,7 +255,8 @@ def test_several_entries_beside_other_names(tmp_path):
 def test_verls_mcp_servers(tmp_path):
     pytest.importorskip("mcp", reason="the optional package mcp is not installed")
     server = {"command": sys.executable, "args": [str(Path(__file__).parents[2] / "helpers" / "mcp_server.py")]}
-    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"one": server}}))
+    servers = {"one": server, "off": server | {"disabled": True}}
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": servers}))
     text = f"""
 tools:
   - class_name: verl.tools.mcp_search_tool.MCPSearchTool
@@ -357,6 +358,8 @@ def test_a_file_that_is_not_there():
     [
         ("[]", "holds no MCP servers"),
         ('{"mcpServers": [1]}', "holds no MCP servers"),
+        ('{"mcpServers": {}}', "holds no MCP servers: .*there is none"),
+        ('{"mcpServers": {"a": {"command": "x", "disabled": true}}}', "no MCP servers: .*all of them are disabled"),
         ('{"mcpServers": {"a": {"url": "http://host", "auth_token": "x"}}}', "must hold no secret"),
         ('{"mcpServers": {"a": {"command": "x", "speed": 3}}}', "server 'a': unknown key 'speed'"),
         ('{"mcpServers": {"a": {"command": "x", "args": null}}}', "server 'a': args = None is not a list of strings"),
