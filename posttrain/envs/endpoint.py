@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from posttrain.core.errors import DataError, PosttrainError, RunError
-from posttrain.core.plugins import described
+from posttrain.core.plugins import described, number_of
 from posttrain.envs.anthropic_wire import MessagesWire
 from posttrain.envs.openai_wire import ChatWire, ResponsesWire
 from posttrain.envs.sampling import AgentSession
@@ -167,11 +167,12 @@ class AgentEndpoint:
             session = self._session_of(http)
             with session.working(MOST_REQUESTS):
                 reward = (await _body(http)).get("reward")
-            if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            number = number_of(reward) if isinstance(reward, int | float) and not isinstance(reward, bool) else None
+            if number is None or not math.isfinite(number):
                 raise Refused(400, "the body has no finite number as 'reward'")
         except Refused as refused:
             return _refusal(wire, refused)
-        session.reward = float(reward)
+        session.reward = number
         return JSONResponse({"reward": session.reward})
 
     def _session_of(self, http: HttpRequest) -> AgentSession:

@@ -211,7 +211,7 @@ async def test_a_reward_is_posted():
     async with serving() as served:
         assert (await served.client.post("/reward", json={"reward": 0.5})).status_code == 200
         assert served.agent.reward == 0.5
-        for wrong in ({"reward": "1"}, {"reward": True}, {}):
+        for wrong in ({"reward": "1"}, {"reward": True}, {"reward": 10**400}, {}):
             assert (await served.client.post("/reward", json=wrong)).status_code == 400
         assert served.agent.reward == 0.5
 
