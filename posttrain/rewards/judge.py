@@ -268,7 +268,9 @@ def _pattern(pattern: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"reward.judge.pattern is not a regular expression: {error}") from error
+        raise ConfigError(
+            f"reward.judge.pattern is not a regular expression: {error}", hint="for example Score: (\\d+)"
+        ) from error
     if not compiled.groups:
         raise ConfigError("reward.judge.pattern has no group", hint="put the number in parentheses: Score: (\\d+)")
     return compiled

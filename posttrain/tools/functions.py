@@ -77,7 +77,10 @@ class FunctionTool(Tool):
         self.function = function
         parameters = inspect.signature(function).parameters
         if missing := [parameter for parameter in from_row if parameter not in parameters]:
-            raise ConfigError(f"tool {_name(function)!r}: from_row names {missing[0]!r}, which is no parameter")
+            raise ConfigError(
+                f"tool {_name(function)!r}: from_row names {missing[0]!r}, which is no parameter",
+                hint=f"it has {_list(parameters)}",
+            )
         schema = function_schema(function, leave_out=from_row)
         about = schema["function"]
         self.name = name or about["name"]
@@ -150,7 +153,7 @@ def function_tool(path: str, name: str = "", description: str = "", from_row: Se
     """
     function = load_object(path, what="path")
     if not inspect.isroutine(function):
-        raise ConfigError(f"path: {path} is {type(function).__name__}, not a function")
+        raise ConfigError(f"path: {path} is {type(function).__name__}, not a function", hint="name a function there")
     return from_function(function, name=name, description=description, from_row=from_row)
 
 

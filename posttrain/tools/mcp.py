@@ -97,7 +97,7 @@ def mcp_tools(
             hint = f"did you mean {close!r}?" if close else f"it has: {', '.join(offered) or 'none'}"
             raise ConfigError(f"MCP server {target.name}: it has no tool {name!r}", hint=hint)
     if not offered:
-        raise ConfigError(f"MCP server {target.name}: it has no tools")
+        raise ConfigError(f"MCP server {target.name}: it has no tools", hint=target.hint)
     return [McpTool(server, offered[name], prefix) for name in tools or offered]
 
 

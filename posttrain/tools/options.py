@@ -30,6 +30,11 @@ class Option:
     default: Any
     description: str = ""
 
+    @property
+    def about(self) -> str:
+        """Return what it is, for a hint."""
+        return self.description or f"it is annotated as {inspect.formatannotation(self.hint)}"
+
 
 def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
     """The options that a tool class, or a function that makes tools, takes."""
@@ -56,7 +61,7 @@ def check_options(factory: Callable[..., Any], given: Mapping[str, Any], where: 
             raise ConfigError(f"{where}: unknown option {name!r}", hint=hint)
     for option in known.values():
         if option.default is REQUIRED and option.name not in given:
-            raise ConfigError(f"{where}: option {option.name!r} is missing", hint=option.description or None)
+            raise ConfigError(f"{where}: option {option.name!r} is missing", hint=option.about)
     return {name: _typed(known[name], value, where) for name, value in given.items()}
 
 
@@ -68,6 +73,5 @@ def _typed(option: Option, value: Any, where: str) -> Any:
         first = error.errors(include_url=False)[0]
         at = "".join(f".{part}" for part in first["loc"])
         raise ConfigError(
-            f"{where}: {option.name}{at} = {first['input']!r}: {first['msg']}",
-            hint=option.description or f"its type is {inspect.formatannotation(option.hint)}",
+            f"{where}: {option.name}{at} = {first['input']!r}: {first['msg']}", hint=option.about
         ) from error

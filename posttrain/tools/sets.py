@@ -76,7 +76,8 @@ def _flat(names: Sequence[str], tables: Tables) -> Iterator[str]:
     def walk(names: Sequence[str], inside: tuple[str, ...]) -> Iterator[str]:
         for name in names:
             if name in inside:
-                raise ConfigError(f"tool sets use each other in a circle: {' -> '.join([*inside, name])}")
+                circle = " -> ".join([*inside, name])
+                raise ConfigError(f"tool sets use each other in a circle: {circle}", hint="take one of them out")
             table = tables.get(name, {})
             if "use" in table:
                 yield from walk(_used(name, table), (*inside, name))
@@ -125,7 +126,10 @@ def _factory(kind: str, where: str) -> Callable[..., Any]:
         return functools.partial(_named_function, found)
     if all(hasattr(found, member) for member in _MEMBERS):
         return lambda: found
-    raise ConfigError(f"{where}: {kind} is {type(found).__name__}, not a function and not a tool")
+    raise ConfigError(
+        f"{where}: {kind} is {type(found).__name__}, not a function and not a tool",
+        hint="name a function with type hints, or a class derived from posttrain.tools.Tool",
+    )
 
 
 def _named_function(

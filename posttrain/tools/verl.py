@@ -45,6 +45,7 @@ _CODE = Replacement(
     {"timeout": "timeout_s", "default_timeout": "timeout_s", "rate_limit": "max_concurrent", **_POOL},
 )
 _MCP = Replacement("mcp", {"timeout": "timeout_s", "rate_limit": "max_concurrent", "use_mcp": None, **_POOL})
+_SHAPE = "each item: class_name, config, tool_schema"
 REPLACEMENTS: dict[str, Replacement] = {
     "Gsm8kTool": Replacement("gsm8k"),
     "SearchTool": _SEARCH,
@@ -89,10 +90,12 @@ def load_tool_file(path: str) -> list[dict[str, Any]]:
     try:
         content = _load_yaml(Path(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"tool file {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"tool file {path} cannot be read: {error}", hint="paths are relative to where you run"
+        ) from error
     listed = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        raise ConfigError(f"tool file {path} has no list `tools`", hint="each item: class_name, config, tool_schema")
+        raise ConfigError(f"tool file {path} has no list `tools`", hint=_SHAPE)
     return listed
 
 
@@ -102,17 +105,17 @@ def _load_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ConfigError(f"tool file {path} is not YAML: {error}") from error
+        raise ConfigError(f"tool file {path} is not YAML: {error}", hint=_SHAPE) from error
 
 
 def _entry(item: dict[str, Any], where: str, sandbox: SandboxConfig | None) -> Entry:
     name, config, schema = item.get("class_name"), item.get("config") or {}, item.get("tool_schema")
     if not isinstance(name, str) or "." not in name:
-        raise ConfigError(f"{where}: class_name = {name!r} is not package.module.Class")
+        raise ConfigError(f"{where}: class_name = {name!r} is not package.module.Class", hint=_SHAPE)
     if not isinstance(config, dict):
-        raise ConfigError(f"{where}: config is no mapping")
+        raise ConfigError(f"{where}: config is no mapping", hint=_SHAPE)
     if schema is not None and not isinstance(schema, dict):
-        raise ConfigError(f"{where}: tool_schema is no mapping")
+        raise ConfigError(f"{where}: tool_schema is no mapping", hint="type, function.name, ...")
     given = dict(config)
     if (kind := given.pop("type", "native")) not in ("native", "mcp"):
         raise ConfigError(f"{where}: config.type = {kind!r} is not supported", hint="native or mcp")
@@ -151,7 +154,7 @@ def _check_code(given: dict[str, Any], where: str, sandbox: SandboxConfig | None
     """Take out what is the sandbox's to say, and refuse what it does not say too."""
     language = given.pop("default_language", "python")
     if language != "python":
-        raise ConfigError(f"{where}: default_language = {language!r}: only python runs here")
+        raise ConfigError(f"{where}: default_language = {language!r}: only python runs here", hint="remove the key")
     url, memory = given.pop("sandbox_fusion_url", None), given.pop("memory_limit_mb", None)
     if sandbox is None:  # nothing will run: the schema alone is wanted
         return
@@ -172,7 +175,7 @@ def _servers(path: Any, where: str) -> list[dict[str, Any]]:
     """Options of each server in a file ``{"mcpServers": {name: {"command", "args", "env"} or {"url"}}}``, without those
     that are ``disabled``."""
     if not isinstance(path, str):
-        raise ConfigError(f"{where}: mcp.mcp_servers_config_path is missing")
+        raise ConfigError(f"{where}: mcp.mcp_servers_config_path is missing", hint="name a JSON file of servers")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         named: dict[str, dict[str, Any]] = dict(content["mcpServers"])
@@ -180,7 +183,9 @@ def _servers(path: Any, where: str) -> list[dict[str, Any]]:
         if not (used := [(name, server) for name, server in items if not server.pop("disabled", False)]):
             raise ValueError("all of them are disabled" if items else "there is none")
     except OSError as error:
-        raise ConfigError(f"{where}: {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"{where}: {path} cannot be read: {error}", hint="paths are relative to where you run"
+        ) from error
     except (ValueError, TypeError, LookupError) as error:
         hint = '{"mcpServers": {"NAME": {"command": "python", "args": ["server.py"]}}}'
         raise ConfigError(f"{where}: {path} holds no MCP servers: {error!r}", hint=hint) from error

@@ -203,6 +203,7 @@ async def test_a_lone_surrogate_is_asked_about_too():
 def test_a_config_that_cannot_work_is_refused(values, message):
     with pytest.raises(ConfigError, match=message) as error:
         Judge(config("http://127.0.0.1:1/v1", **values), None)
+    assert error.value.hint
     assert KEY not in str(error.value)
 
 

@@ -292,8 +292,9 @@ def test_a_function_is_named_by_its_file(plugin):
     with pytest.raises(ConfigError, match="has no 'plan'") as error:
         open_tools([f"{plugin}:plan"])
     assert "'plain'" in error.value.hint
-    with pytest.raises(ConfigError, match="number is int, not a function and not a tool"):
+    with pytest.raises(ConfigError, match="number is int, not a function and not a tool") as error:
         open_tools([f"{plugin}:number"])
+    assert "posttrain.tools.Tool" in error.value.hint
     with pytest.raises(ConfigError, match="Greeter is no tool, it has no 'check'"):
         open_tools([f"{plugin}:Greeter"])
     with pytest.raises(ConfigError, match="plugin file not found"):
@@ -329,8 +330,9 @@ def test_tables_of_functions(plugin):
     assert tools["negate"].schema["function"]["description"] == "Minus."
     assert called(tools["opposite"], {"a": 1}) == "-1"
     assert list(tools["scale"].schema["function"]["parameters"]["properties"]) == ["a"]
-    with pytest.raises(ConfigError, match=r"\[tools.x\]: path: functions.py:Greeter is type, not a function"):
+    with pytest.raises(ConfigError, match=r"\[tools.x\]: path: functions.py:Greeter is type, not a function") as error:
         open_tools(["x"], {"x": {"type": "function", "path": f"{plugin}:Greeter"}})
+    assert error.value.hint
     with pytest.raises(ConfigError, match=r"\[tools.x\]: option 'path' is missing"):
         open_tools(["x"], {"x": {"type": "function"}})
     with pytest.raises(ConfigError, match=r"from_row\.0 = 3"):
