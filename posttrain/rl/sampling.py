@@ -208,8 +208,11 @@ class SampledRollouts:
         if step == 0:
             tracker.rewind(-1)  # an attempt that ended before its first checkpoint may have validated already
         sampling = sampling_of(run.cfg.val)
+        # The embedded engine's stream of random numbers begins anew with each version: a run that resumes at this step
+        # does not validate, and is to sample its next one as this run does.
+        seed = run.cfg.run.seed if run.cfg.rollout.engine == "hf" else None
         with tracker.phase("testing"), tracker.counting("validation", len(val), "prompts") as played:
-            groups = await self.source.sample(val, run.cfg.val.n, sampling, played=played)
+            groups = await self.source.sample(val, run.cfg.val.n, sampling, played=played, seed=seed)
         metrics = validation_metrics(
             groups, run.cfg.val.n, self.source.stats, resamples=run.cfg.eval.resamples, seed=run.cfg.run.seed
         )

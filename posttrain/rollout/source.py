@@ -138,9 +138,9 @@ class Group:
         self._episodes: list[Episode | AgentEpisode | Trajectory] = [self._new(i) for i in range(n)]
 
     def _new(self, i: int) -> Episode | AgentEpisode:
-        if self.env.agents is not None:
-            return AgentEpisode(self.prompt, self.env, self.env.agents, self.sampling, self._opened[0])
         seed = None if self._seed is None else seed_of(self._seed, i)
+        if self.env.agents is not None:
+            return AgentEpisode(self.prompt, self.env, self.env.agents, self.sampling, self._opened[0], seed=seed)
         return Episode(self.prompt, self.env, self.sampling, opened=self._opened, seed=seed)
 
     @property
@@ -241,11 +241,18 @@ class TrajectorySource:
         sampling: Sampling = ON_POLICY,
         *,
         played: Callable[[int], None] | None = None,
+        seed: int | None = None,
     ) -> list[list[Trajectory]]:
         """Return ``n`` graded episodes of each prompt, in prompt order. Failed episodes are among them, with ``error``
-        set. ``played`` is called with 1 whenever a group is complete."""
+        set.
+
+        Args:
+            played: called with 1 whenever a group is complete.
+            seed: in place of the source's.
+        """
         stats = self.stats = RolloutStats()
-        seeds = [None if self.seed is None else seed_of(self.seed, prompt.index) for prompt in prompts]
+        seed = self.seed if seed is None else seed
+        seeds = [None if seed is None else seed_of(seed, prompt.index) for prompt in prompts]
         groups = [Group(p, n, self.env, sampling, seed=seed) for p, seed in zip(prompts, seeds, strict=True)]
 
         async def play(group: Group) -> list[Trajectory]:

@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -363,6 +364,18 @@ def test_a_critic_trains_and_resumes(here, recorded):
     assert {n: parts[2][n] for n in names} == {n: whole[2][n] for n in names}
     for part, wanted in expected.items():
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(folder, part).items())
+
+
+def test_a_run_that_resumes_after_a_validation_samples_as_it_had(here):
+    """The one that goes on has not validated: what a validation samples is not of the stream of training."""
+    sets = ["rollout.max_concurrent=1", "train.save_every=1", "train.val_every=2", f"data.val='{here}/same.parquet'"]
+    folder, whole = run(here, "validated", *sets, "val.n=2", "val.temperature=1.0", "train.steps=3")
+    sampled = pq.read_table(folder / "rollouts/step_000003.parquet", columns=["tokens"]).to_pylist()
+    cut_back(folder, 2)
+    _, parts = run(here, "validated", *sets, "val.n=2", "val.temperature=1.0", "train.steps=3")
+    assert parts[2]["time"] > whole[2]["time"]
+    assert pq.read_table(folder / "rollouts/step_000003.parquet", columns=["tokens"]).to_pylist() == sampled
+    assert parts[2]["actor/grad_norm"] == whole[2]["actor/grad_norm"]
 
 
 def values_batch():
