@@ -121,7 +121,7 @@ def test_options_are_typed():
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message) as error:
         open_tools(["x"], {"x": {"type": "probe", **options}})
-    types = {"names": "its type is tuple[str, ...]", "on": "its type is bool"}
+    types = {"names": "it is annotated as tuple[str, ...]", "on": "it is annotated as bool"}
     hints = {"limmit": "did you mean 'limit'?", "limit": "how many.", **types}
     assert error.value.hint == hints[next(iter(options))]
 
