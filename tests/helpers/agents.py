@@ -16,7 +16,7 @@ from tests.helpers.scripted import EOS, TOKENIZER, ScriptedSampler, environment,
 RENDERER = TokenRenderer(TOKENIZER, PARSERS.get("hermes"), frozenset({EOS}))
 
 
-async def play(agent, *turns, n=1, prompt=None, reward=None, processes=None, **cfg):
+async def play(agent, *turns, n=1, prompt=None, reward=None, processes=None, seed=None, **cfg):
     """Return the graded group of one prompt that an agent plays."""
     env = environment(agent="mine", **cfg)
     player = processes or SessionPlayer(agent, RENDERER, env.cfg)
@@ -26,5 +26,5 @@ async def play(agent, *turns, n=1, prompt=None, reward=None, processes=None, **c
         source = TrajectorySource(
             SamplerPool([ScriptedSampler(*turns)]), env, Rewarder(limits, GraderPool(limits), 400)
         )
-        [group] = await source.sample([prompt or gsm8k_prompt()], n)
+        [group] = await source.sample([prompt or gsm8k_prompt()], n, seed=seed)
         return group, source

@@ -1,5 +1,6 @@
 """Continuations by somebody else's server: what it is asked, what is made of its answers, and what it gets wrong."""
 
+import copy
 import json
 import math
 
@@ -37,9 +38,9 @@ def encode(text):
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-async def ask(endpoint, params=PARAMS, ids=(5, 6, 7), **values):
+async def ask(endpoint, params=PARAMS, ids=(5, 6, 7), tokenizer=TOKENIZER, **values):
     values = {"url": endpoint.url, "retries": 0, **values}
-    sampler = await open_server(ServerConfig.model_validate(values), TOKENIZER, STOPS)
+    sampler = await open_server(ServerConfig.model_validate(values), tokenizer, STOPS)
     try:
         return await sampler.generate(ids, params)
     finally:
@@ -77,6 +78,13 @@ async def test_ids_are_those_of_the_server_or_of_its_text(answer, expected):
         sample = await ask(endpoint)
     assert sample.ids == expected
     assert sample.finish_reason == ("length" if "length" in answer[2] else "stop")
+
+
+async def test_a_base_models_turn_ends_as_its_chat_template_ends_turns():
+    base = copy.deepcopy(TOKENIZER)
+    base.eos_token = "<|endoftext|>"
+    with serving(lambda *_: choice("Yes"), read=lambda body: None, get=MODELS) as endpoint:
+        assert (await ask(endpoint, tokenizer=base)).ids == [*encode("Yes"), EOS]
 
 
 @pytest.mark.parametrize(

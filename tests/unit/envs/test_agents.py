@@ -79,6 +79,17 @@ async def test_a_number_of_numpy_is_a_reward(reward):
     assert (trajectory.error, trajectory.reward) == (None, float(reward))
 
 
+@pytest.mark.parametrize("seed", [None, 7])
+async def test_requests_of_an_agent_have_seeds_of_their_own_where_its_episode_has_one(seed):
+    async def agent(task):
+        await chat(task, await chat(task, task.messages) + [user("more")])
+
+    _, source = await play(agent, *"abcd", n=2, seed=seed)
+    [sampler] = source.pool.samplers
+    assert len({params.seed for params in sampler.params}) == (1 if seed is None else 4)
+    assert all((params.seed is None) == (seed is None) for params in sampler.params)
+
+
 async def test_an_agent_without_a_reward_is_graded():
     async def agent(task):
         await chat(task, task.messages)

@@ -1,5 +1,6 @@
 """The token contract of sessions: what is trained is what was sampled, once, over templates, call formats, branches."""
 
+import copy
 import itertools
 import json
 
@@ -31,8 +32,8 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def session(parser="hermes"):
-    return TokenSession(TokenRenderer(TOKENIZER, PARSERS.get(parser), frozenset({EOS})))
+def session(parser="hermes", tokenizer=TOKENIZER):
+    return TokenSession(TokenRenderer(tokenizer, PARSERS.get(parser), frozenset({EOS})))
 
 
 def turn(session, messages, text, tools=(), end=True, version=3):
@@ -144,8 +145,12 @@ def test_of_turns_that_read_alike_the_one_with_the_thoughts_sent_back_goes_on_el
     assert asked.parent.branch is s.branches[goes_on]
 
 
-def test_a_turn_that_was_cut_off_goes_on_after_an_end_that_is_given():
-    s = session()
+@pytest.mark.parametrize("end_of_sequence", ["<|im_end|>", "<|endoftext|>"])
+def test_a_turn_that_was_cut_off_goes_on_after_an_end_that_is_given(end_of_sequence):
+    """The chat template's, which a base model's tokenizer has not."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.eos_token = end_of_sequence
+    s = session(tokenizer=tokenizer)
     a, one, said = turn(s, [user("hi")], "one", end=False)
     b, _, _ = turn(s, [user("hi"), said, user("more")], "two")
     assert b.ids.tolist() == [*a.ids, *one.ids, EOS, *ChatDeltas(TOKENIZER).ids([user("more")])]
