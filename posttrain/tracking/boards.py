@@ -212,18 +212,17 @@ def _sqlite_uri(file: Path) -> str:
     from sqlalchemy import URL, make_url
 
     plain = f"sqlite:///{file}"
-    return (
-        plain if make_url(plain).database == str(file) else URL.create("sqlite", database=str(file)).render_as_string()
-    )
+    if make_url(plain).database == str(file):
+        return plain
+    return URL.create("sqlite", database=str(file)).render_as_string()
 
 
 def _mlflow_name(name: str) -> str:
     """Return a name that MLflow takes, which has letters, digits and a few other characters, and reads as a path that
     cannot be written in a shorter way: `mean@4` is `mean_at_4` there, and `http://x` is `http:/x`."""
-    parts = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")).split("/")
-    return "/".join(part.replace(".", "_") if part in (".", "..") else part for part in parts if part)[:_NAME].rstrip(
-        "/"
-    )
+    taken = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+    parts = [part.replace(".", "_") if part in (".", "..") else part for part in taken.split("/") if part]
+    return "/".join(parts)[:_NAME].rstrip("/")
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
