@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from posttrain.cli.options import (
     Settings,
     with_settings,
 )
+from posttrain.cluster.waiting_worker import begin_engines
 
 
 @with_settings(*PRESET, *TRAINING, *STARTING, about={"data.train": "Parquet of conversations (data.train)."})
@@ -47,9 +49,10 @@ def prefer(settings: Settings, dry_run: DryRunOption = False) -> None:
 def rl(settings: Settings, dry_run: DryRunOption = False) -> None:
     """Train with reinforcement learning on multi-turn episodes."""
     resolved = settings.resolve("rl")
-    from posttrain.rl import command as rl
+    with nullcontext() if dry_run else begin_engines(resolved.config):
+        from posttrain.rl import command as rl
 
-    echo(rl.dry_run(resolved) if dry_run else rl.run(resolved))
+        echo(rl.dry_run(resolved) if dry_run else rl.run(resolved))
 
 
 def quickstart(

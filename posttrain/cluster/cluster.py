@@ -26,6 +26,7 @@ from posttrain.cluster.reward_models import RemoteRewardModel, RewardActor, Rewa
 from posttrain.cluster.samplers import RemoteSampler, SamplerActor
 from posttrain.cluster.start import init_ray, shutdown_ray
 from posttrain.cluster.trainers import TrainActor, TrainerGroup
+from posttrain.cluster.waiting_worker import GPU_VARIABLES, taking
 from posttrain.config import Config, RewardModelConfig, TrainConfig, tolerance
 from posttrain.core.errors import ConfigError, DeadlineError, RunError
 from posttrain.engines.ahead import processes_ahead
@@ -317,6 +318,7 @@ class Cluster:
         if engine != "hf":  # it may want torch imported under variables, and in an order, of its own
             options = not_forked(options)
         ahead = processes_ahead(engine, cfg.rollout, _threads(cfg.rollout.replicas)) if on_gpu else ()
+        options = taking(options, engine, ahead)
         actor = actor_class(SamplerActor).options(**options).remote(self.context, engine, ahead)
         return RemoteSampler(
             self._handle(name, actor),
@@ -413,11 +415,10 @@ class Cluster:
         group = self.groups[pool]
         bundle = index % len(group.bundle_specs)
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-        env = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
         return options | {
             "num_gpus": _GPU_SHARE,
             "scheduling_strategy": strategy,
-            "runtime_env": {"env_vars": env},
+            "runtime_env": {"env_vars": dict(GPU_VARIABLES)},
         }
 
     async def _reserve(self, pool: str, count: int) -> None:

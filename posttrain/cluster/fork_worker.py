@@ -1,6 +1,6 @@
 """Raylets start this program instead of Ray's ``setup_worker.py``, with the same arguments: it has the fork server
-(``forkserver.py``) start the worker, and where that cannot be, becomes Ray's program. It imports little, since each
-worker waits for it."""
+(``forkserver.py``) start the worker, or a process that waits for this become it (``waiting_worker.py``), and where
+neither can be, becomes Ray's program. It imports little, since each worker waits for it."""
 
 import json
 import os
@@ -11,32 +11,36 @@ from pathlib import Path
 
 SOCKET = "POSTTRAIN_FORK_SERVER"
 """Variable with the path of the server's socket."""
-_DEADLINE_S = 30.0
-"""Longest wait for the server, which may be importing still. Ray gives up a worker after 60 s."""
+WAITING = "POSTTRAIN_WAITING_WORKER"
+"""Variable of a worker's own, with the path of the socket of the process that is to become it."""
+_DEADLINE_S = 40.0
+"""Longest wait for that process, which may be importing still. Ray gives up a worker after 60 s."""
 _CONTEXT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
 
 
-def plain_command(arguments: list[str]) -> list[str] | None:
-    """Return a worker's program and its arguments; None where Ray wants more than to run it, for example variables of
-    its own or another interpreter."""
+def plain_command(arguments: list[str]) -> tuple[list[str], dict[str, str]] | None:
+    """Return a worker's program with its arguments, and the variables of its own; None where Ray wants more than to
+    run it, for example by another interpreter."""
     own = (_CONTEXT, _LANGUAGE)
     command = [argument for argument in arguments if not argument.startswith(own)]
+    variables: dict[str, str] = {}
     for argument in arguments:
         if argument.startswith(_LANGUAGE) and argument != f"{_LANGUAGE}PYTHON":
             return None
         if argument.startswith(_CONTEXT):
             context = json.loads(argument.removeprefix(_CONTEXT))
+            variables = context.pop("env_vars", None) or {}
             if context.pop("py_executable", sys.executable) != sys.executable or any(context.values()):
                 return None
-    return command if command and command[0].endswith("default_worker.py") else None
+    return (command, variables) if command and command[0].endswith("default_worker.py") else None
 
 
-def forked(command: list[str], address: str) -> bool:
-    """Have the server fork a process that runs ``command`` with the environment, folder, signal mask, process group
-    and standard streams of this one. Returns whether it has."""
+def handed_over(command: list[str], address: str, variables: dict[str, str]) -> bool:
+    """Have another process run ``command`` with the folder, signal mask, process group, standard streams and
+    environment of this one, and these ``variables``. Returns whether it does."""
     mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
-    surroundings = {"environment": dict(os.environ), "folder": os.getcwd(), "mask": mask, "group": os.getpgrp()}
+    surroundings = {"environment": os.environ | variables, "folder": os.getcwd(), "mask": mask, "group": os.getpgrp()}
     request = json.dumps({"command": command, **surroundings})
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -45,16 +49,21 @@ def forked(command: list[str], address: str) -> bool:
             socket.send_fds(connection, [b"\n"], [0, 1, 2])
             connection.sendall(request.encode())
             connection.shutdown(socket.SHUT_WR)
-            return connection.recv(1) == b"\n"
-    except OSError:
-        return False
+            answer = connection.recv(4096)
+    except OSError as error:
+        answer = str(error).encode()
+    if answer != b"\n":
+        print(f"A worker starts anew: {answer.decode() or 'no other process became it'}", file=sys.stderr)
+    return answer == b"\n"
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    command, address = plain_command(arguments), os.environ.get(SOCKET)
-    if command is not None and address is not None and forked(command, address):
-        return
+    if (plain := plain_command(arguments)) is not None:
+        command, variables = plain
+        address = variables.get(WAITING) if variables else os.environ.get(SOCKET)
+        if address and handed_over(command, address, variables):
+            return
     program = next(argument for argument in arguments if argument.endswith("default_worker.py"))
     os.execv(sys.executable, [sys.executable, str(Path(program).with_name("setup_worker.py")), *arguments])
 

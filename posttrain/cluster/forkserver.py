@@ -7,28 +7,32 @@ of what is imported. ``fork_worker.py`` is the other end.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
-import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from select import POLLHUP, POLLIN, poll
-from typing import Any, NamedTuple
+from select import POLLIN, poll
+from typing import Any
 
 import numpy as np
-import ray
-from packaging.specifiers import SpecifierSet
 
 from posttrain.cluster import fork_worker
+from posttrain.cluster.handover import (
+    accept_request,
+    become,
+    close_streams,
+    ray_is_tried,
+    read_request,
+    signals_blocked,
+)
 from posttrain.core.cycles import rare_cycle_search
+from posttrain.core.machines import nvidia_devices
 from posttrain.core.quiet import quiet_libraries
 
 PROGRAM = Path(fork_worker.__file__)
@@ -37,20 +41,12 @@ _START = (
 )
 FIXED = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 """Variables that Ray reads when it is imported, and which differ between the workers of a driver and others."""
-_TRIED = SpecifierSet("==2.60.*")
-"""Releases of Ray that have been tried: some of what forking takes is not in its public interface."""
-_REQUEST_S = 10.0
-"""Longest wait for the rest of a request."""
-_OOM_SCORE = "1000"
-"""What raylets give their workers, so that the kernel ends these first when memory runs out."""
 
 
 def can_fork() -> bool:
     """Return whether workers of this machine may be forked: it has no GPU, and Ray is a release that has been tried. A
     process that has asked a GPU's driver for anything cannot be forked, and libraries ask on import."""
-    if ray.__version__ not in _TRIED:
-        return False
-    return sys.platform == "linux" and not Path("/dev/kfd").exists() and not any(Path("/dev").glob("nvidia[0-9]*"))
+    return ray_is_tried() and not Path("/dev/kfd").exists() and not nvidia_devices()
 
 
 def not_forked(options: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +80,7 @@ class ForkServer:
         reads, self._lifeline = os.pipe()
         own = (self._listening.fileno(), reads)
         path = [os.path.abspath(folder) for folder in sys.path]
-        with _blocked(), log.open("wb") as errors:
+        with signals_blocked(), log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, json.dumps(path), *map(str, own)],
                 # A process with threads cannot be forked, and OpenBLAS would start some.
@@ -107,16 +103,6 @@ class ForkServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _blocked() -> Iterator[None]:
-    """Start a process that ignores Ctrl-C and the end of the terminal, as Ray's own do."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def main() -> None:
     """Import what workers need, and fork one for each request until the driver ends."""
     listening, lifeline = socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
@@ -134,21 +120,21 @@ def main() -> None:
             continue
         connection, _ = listening.accept()
         with connection:
-            if (request := _read(connection)) is None:
+            if (request := read_request(connection)) is None:
                 continue
-            if os.fork() == 0:
-                os.setpgid(0, request.group)  # raylets end what is left of a worker's group when it has ended
-                with contextlib.suppress(OSError):
-                    connection.sendall(b"\n")
+            own = all(request.environment.get(name) == os.environ.get(name) for name in FIXED)
+            if own and os.fork() == 0:
+                accept_request(connection, request)
                 break
-            for stream in request.streams:
-                os.close(stream)
+            close_streams(request.streams)  # and of another job or raylet Ray starts the worker
     else:
         shutil.rmtree(os.path.dirname(listening.getsockname()), ignore_errors=True)  # the driver may have been killed
         return
     listening.close()
     os.close(lifeline)
-    _become(request)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    np.random.seed()  # Python's own generator is seeded again by the fork
+    become(request)
 
 
 @rare_cycle_search()
@@ -161,56 +147,3 @@ def _import() -> None:
     import posttrain.cluster.trainers
     import posttrain.engines.hf
     import posttrain.train.worker  # noqa: F401
-
-
-class _Request(NamedTuple):
-    command: list[str]
-    environment: dict[str, str]
-    folder: str
-    mask: list[int]
-    group: int
-    streams: list[int]
-    """Descriptors that become the standard ones"""
-
-
-def _read(connection: socket.socket) -> _Request | None:
-    """Return a request; None: whoever asked has given up, or asks for a worker of another job or raylet."""
-    connection.settimeout(_REQUEST_S)
-    streams: list[int] = []
-    try:
-        text, streams, _, _ = socket.recv_fds(connection, 1, 3)
-        while part := connection.recv(65536):
-            text += part
-        request = _Request(**json.loads(text), streams=streams)
-        if _hung_up(connection) or any(request.environment.get(name) != os.environ.get(name) for name in FIXED):
-            raise ConnectionError
-        return request
-    except (OSError, ValueError):
-        for stream in streams:
-            os.close(stream)
-        return None
-
-
-def _hung_up(connection: socket.socket) -> bool:
-    state = poll()
-    state.register(connection, 0)
-    return any(events & POLLHUP for _, events in state.poll(0))
-
-
-def _become(request: _Request) -> None:
-    """Be the worker that a request asks for, as if a new Python ran its command."""
-    for number, stream in enumerate(request.streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    os.chdir(request.folder)
-    os.environ.clear()
-    os.environ.update(request.environment)
-    with contextlib.suppress(OSError):  # a container may forbid it
-        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-    np.random.seed()  # Python's own generator is seeded again by the fork
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, request.mask)
-    program = request.command[0]
-    sys.argv[:] = request.command
-    sys.path.insert(0, os.path.dirname(program))
-    runpy.run_path(program, run_name="__main__")

@@ -18,6 +18,7 @@ from ray._raylet import JobID
 
 from posttrain.cluster.fork_worker import SOCKET
 from posttrain.cluster.forkserver import PROGRAM, ForkServer, can_fork
+from posttrain.cluster.waiting_worker import any_waiting
 
 
 def init_ray(address: str = "local", *, forks: bool = True) -> None:
@@ -69,7 +70,7 @@ def _one_machine(forks: bool) -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [(ray_constants, "ENABLE_RAY_CLUSTER", False)]
     starts = ("start_monitor", "start_api_server", "start_log_monitor")
     replaced += [(Node, start, _nothing) for start in starts if hasattr(Node, start)]
-    if forks and can_fork():
+    if (forks and can_fork()) or any_waiting():
         replaced.append((Node, "start_raylet", _start_raylet))
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, value in replaced:
@@ -88,10 +89,13 @@ _ray_starts_raylet = Node.start_raylet
 
 
 def _start_raylet(node: Node, *args: Any, **options: Any) -> None:
-    """Start a raylet that has a fork server start its workers."""
+    """Start a raylet that has other processes become its workers: one that waits for that, or a fork of a server."""
     global _fork_server
-    _fork_server = ForkServer()
     node._ray_params.setup_worker_path = str(PROGRAM)
+    if not can_fork():
+        _ray_starts_raylet(node, *args, **options)
+        return
+    _fork_server = ForkServer()
     os.environ[SOCKET] = _fork_server.address  # its processes inherit it
     try:
         _ray_starts_raylet(node, *args, **options)

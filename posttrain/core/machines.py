@@ -125,6 +125,21 @@ def gpu_named(name: str) -> Gpu:
     raise ConfigError(f"unknown GPU {name!r}", hint=unknown(key, [gpu.name for gpu in GPUS]))
 
 
+def nvidia_devices() -> list[Path]:
+    """Return the files by which programs reach the NVIDIA GPUs of this machine."""
+    return sorted(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def only_gpu() -> str | None:
+    """Return the one NVIDIA GPU that this process may use, as CUDA_VISIBLE_DEVICES names it. None: there is none, there
+    are several, or it takes the driver to tell."""
+    devices = nvidia_devices()
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(len(devices))] if asked is None else asked.split(",")
+    only = names[0].strip() if devices and len(names) == 1 else ""
+    return only if only not in ("", "-1") else None
+
+
 def has_gpu() -> bool:
     """Return whether an NVIDIA GPU can be used here, without importing torch."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):

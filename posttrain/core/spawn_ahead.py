@@ -43,6 +43,7 @@ _HANDED_OVER_S = 300.0
 """Longest wait for a process that imports still. Then another is started in its place."""
 _READ_AT_START = ("LD_", "PYTHON", "OMP_", "KMP_", "GOMP_", "MKL_", "CUDA_", "TORCH", "PYTORCH_")
 """What variables begin with that a new process, torch or a GPU's driver reads once."""
+_READ_LATER = frozenset({"PYTHONBREAKPOINT"})
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class AheadProcess:
 @dataclass(frozen=True)
 class _Waiting:
     target_module: str
+    described: str
     executable: str | bytes | None
     pid: int
     socket: socket.socket
@@ -78,24 +80,29 @@ _waiting: list[_Waiting] = []
 
 
 def spawn_ahead(processes: Sequence[AheadProcess]) -> None:
-    """Begin processes. From then on ``Process.start`` of the method ``spawn`` takes one of them where its target is of
-    that module, or a new one where that began otherwise than a new one would.
+    """Begin processes, but those that wait already. From then on ``Process.start`` of the method ``spawn`` takes one of
+    them where its target is of that module, or a new one where that began otherwise than a new one would.
 
     Call it in the thread that lives longest: engines have Linux end their processes with the thread that began them.
     """
     path = json.dumps([os.path.abspath(folder) for folder in sys.path])
     # Private names of multiprocessing, here and below: it has no other way to take part in how it starts processes.
+    there = [waiting.described for waiting in _waiting]
     for process in processes:
+        described = json.dumps(asdict(process))
+        if described in there:
+            there.remove(described)
+            continue
         tracker = resource_tracker.getfd()
         assert tracker is not None
         ours, theirs = socket.socketpair()
         executable, flags = spawn.get_executable(), util._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        own = [json.dumps(asdict(process)), str(theirs.fileno()), str(tracker)]
+        own = [described, str(theirs.fileno()), str(tracker)]
         with theirs:
             pid = util.spawnv_passfds(
                 os.fsencode(executable), [executable, *flags, "-c", _START, path, *own], [theirs.fileno(), tracker]
             )
-        _waiting.append(_Waiting(process.target_module, executable, pid, ours))
+        _waiting.append(_Waiting(process.target_module, described, executable, pid, ours))
     context.SpawnProcess._Popen = staticmethod(_start)  # type: ignore[assignment, method-assign]
 
 
@@ -165,6 +172,16 @@ class _Popen(popen_forkserver.Popen):
         self.finalizer = util.Finalize(self, connection.close)
 
 
+def differing(
+    own: Mapping[str, str], wanted: Mapping[str, str], fixed: Sequence[str] = (), free: Sequence[str] = ()
+) -> list[str]:
+    """Return the variables in which a process that has imported, with the environment ``own``, differs from one that
+    would begin with the environment ``wanted``; ``fixed`` and ``free`` as of ``AheadProcess``."""
+    once = _READ_AT_START + tuple(fixed)
+    names = {name for name in {*own, *wanted} if name.startswith(once)} - _READ_LATER - set(free)
+    return sorted(name for name in names if own.get(name) != wanted.get(name))
+
+
 def main() -> None:
     """Be a process that waits: import, and become the one that is asked for. Ends when nobody asks any more."""
     described, descriptor, tracker = json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
@@ -181,10 +198,7 @@ def main() -> None:
         return
     with connection.makefile("rb") as given:  # nothing follows before the answer, so that it cannot read too much
         environment: dict[str, str] = pickle.load(given)
-    fixed = _READ_AT_START + tuple(process.fixed)
-    names = {name for name in environment | dict(os.environ) if name.startswith(fixed)} - set(process.free)
-    others = sorted(name for name in names if environment.get(name) != os.environ.get(name))
-    if others:
+    if others := differing(os.environ, environment, process.fixed, process.free):
         connection.sendall(f"others would have set {', '.join(others)}".encode()[:4096])
         return
     connection.sendall(_ACCEPTED)

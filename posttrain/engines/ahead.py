@@ -8,7 +8,12 @@ from posttrain.core.spawn_ahead import AheadProcess
 from posttrain.engines.choice import ENGINES, vllm_executor
 
 
-def processes_ahead(name: EngineName, rollout: RolloutConfig, threads: int) -> tuple[AheadProcess, ...]:
+def imports_ray(name: EngineName) -> bool:
+    """Return whether importing an engine imports Ray, which on import reads what a worker's raylet has set."""
+    return name == "vllm"
+
+
+def processes_ahead(name: EngineName, rollout: RolloutConfig, threads: int = 1) -> tuple[AheadProcess, ...]:
     """Return the processes of an engine on a GPU that can import while the engine's own process does, instead of after
     it. Batch-invariant kernels are switched on by a variable that engines read on import: none then.
 

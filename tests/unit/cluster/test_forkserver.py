@@ -148,9 +148,11 @@ def test_runs_a_command_in_the_surroundings_of_whoever_asks(tmp_path, monkeypatc
 
 def test_leaves_to_ray_what_is_more_than_a_plain_worker():
     plain = {"command_prefix": [], "env_vars": {}, "py_executable": sys.executable, "java_jars": []}
-    assert plain_command([f"{CONTEXT}{json.dumps(plain)}", "--language=PYTHON", WORKER, "--a=b"]) == [WORKER, "--a=b"]
-    assert plain_command([WORKER]) == [WORKER]
-    for more in ({"env_vars": {"A": "b"}}, {"py_executable": "uv run"}, {"override_worker_entrypoint": "/y.py"}):
+    found = plain_command([f"{CONTEXT}{json.dumps(plain)}", "--language=PYTHON", WORKER, "--a=b"])
+    assert found == ([WORKER, "--a=b"], {})
+    assert plain_command([WORKER]) == ([WORKER], {})
+    assert plain_command([f"{CONTEXT}{json.dumps(plain | {'env_vars': {'A': 'b'}})}", WORKER]) == ([WORKER], {"A": "b"})
+    for more in ({"py_executable": "uv run"}, {"override_worker_entrypoint": "/y.py"}):
         assert plain_command([f"{CONTEXT}{json.dumps(plain | more)}", WORKER]) is None
     assert plain_command(["--language=JAVA", WORKER]) is None
     assert plain_command([]) is None
