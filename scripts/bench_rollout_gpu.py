@@ -379,7 +379,7 @@ def main() -> None:
     parser.add_argument("--placement", choices=["colocated", "separate"], default="colocated")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON: rollout.engine_options")
     parser.add_argument("--fp8", action="store_true", help="bfloat16 and FP8 in one run")
-    parser.add_argument("--rounds", type=int, default=6, help="with --fp8: of each load; the median of all but the first")
+    parser.add_argument("--rounds", type=int, default=6, help="with --fp8: the median of all but the first")
     parser.add_argument("--fp8-kv", action="store_true", help="with --fp8: the KV cache as well")
     parser.add_argument("--fp8-options", type=json.loads, default={}, help="JSON: rollout.engine_options of FP8 alone")
     parser.add_argument("--router-replay", action="store_true", help="a mixture, with the experts that it chose")
