@@ -17,7 +17,7 @@ import ray
 
 from posttrain.cluster.cluster import Cluster
 from posttrain.cluster.placement import device_of
-from posttrain.cluster.start import init_ray
+from posttrain.cluster.start import TRY_RAY, init_ray
 from posttrain.config import Config
 from posttrain.core.errors import DeadlineError
 
@@ -79,9 +79,7 @@ class EarlyCluster(Cluster):
                 await asyncio.wrap_future(self._started)
         except TimeoutError as error:
             late = f"Ray did not start on this machine within cluster.start_deadline_s = {deadline_s:g} s"
-            raise DeadlineError(
-                late, hint="`posttrain doctor` tries it; Ray's logs are in its temporary folder"
-            ) from error
+            raise DeadlineError(late, hint=TRY_RAY) from error
         cluster = await super().__aenter__()
         self._entered = True
         return cluster

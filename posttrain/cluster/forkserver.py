@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from select import POLLIN, poll
 from typing import Any
@@ -27,6 +26,7 @@ from posttrain.cluster.handover import (
     accept_request,
     become,
     close_streams,
+    listen,
     ray_is_tried,
     read_request,
     signals_blocked,
@@ -63,11 +63,7 @@ class ForkServer:
     driver."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="posttrain-fork-")
-        self.address = f"{self._folder}/socket"
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.bind(self.address)
-        self._listening.listen(128)
+        self._listening, self.address = listen("posttrain-fork-", 128)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, environment: dict[str, str], log: Path) -> None:
@@ -100,7 +96,7 @@ class ForkServer:
             os.close(self._lifeline)
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(os.path.dirname(self.address), ignore_errors=True)
 
 
 def main() -> None:

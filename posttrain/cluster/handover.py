@@ -8,9 +8,11 @@ import contextlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -19,8 +21,11 @@ from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
+from posttrain.core.errors import RunError
+
 _TRIED = SpecifierSet("==2.60.*")
 """Releases of Ray that have been tried: some of what this takes is not in its public interface."""
+SHORTER = "set TMPDIR, and RAY_TMPDIR for Ray's, to a folder with a short path: a socket's has at most 107 bytes"
 
 _REQUEST_S = 10.0
 """Longest wait for the rest of a request."""
@@ -31,6 +36,20 @@ _OOM_SCORE = "1000"
 def ray_is_tried() -> bool:
     """Return whether workers of the installed release of Ray can be begun so."""
     return sys.platform == "linux" and _TRIED.contains(metadata.version("ray"))
+
+
+def listen(prefix: str, backlog: int) -> tuple[socket.socket, str]:
+    """Return a socket that listens in a new folder of this user alone, and its path. Raises ``RunError``."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    listening, path = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"{folder}/socket"
+    try:
+        listening.bind(path)
+        listening.listen(backlog)
+    except OSError as error:
+        listening.close()
+        shutil.rmtree(folder)
+        raise RunError(f"no socket in the temporary folder: {error}: {path}", hint=SHORTER) from error
+    return listening, path
 
 
 class Request(NamedTuple):

@@ -18,7 +18,9 @@ from ray._raylet import JobID
 
 from posttrain.cluster.fork_worker import SOCKET
 from posttrain.cluster.forkserver import PROGRAM, ForkServer, can_fork
+from posttrain.cluster.handover import SHORTER
 from posttrain.cluster.waiting_worker import any_waiting
+from posttrain.core.errors import RunError
 
 
 def init_ray(address: str = "local", *, forks: bool = True) -> None:
@@ -27,6 +29,9 @@ def init_ray(address: str = "local", *, forks: bool = True) -> None:
     Args:
         forks: the workers of a Ray on this machine are forked from a process that has imported what training and
             sampling need, where they can be (``forkserver.py``). It pays from the first worker of that kind on.
+
+    Raises:
+        RunError: it does not start on this machine.
     """
     # Ray reports on every start that it authenticates its own processes, which users need not know.
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -41,6 +46,8 @@ def init_ray(address: str = "local", *, forks: bool = True) -> None:
             configure_logging=True,
         )
 
+
+TRY_RAY = "`posttrain doctor` tries it; Ray's logs are in its temporary folder"
 
 _fork_server: ForkServer | None = None
 """Serves the Ray that this process has started."""
@@ -77,9 +84,12 @@ def _one_machine(forks: bool) -> Iterator[None]:
         setattr(owner, name, value)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         _end_forks()
-        raise
+        if not isinstance(error, Exception) or isinstance(error, RunError):
+            raise
+        hint = SHORTER if "AF_UNIX" in str(error) else TRY_RAY
+        raise RunError(f"Ray does not start on this machine: {error}", hint=hint) from error
     finally:
         for (owner, name, _), value in zip(replaced, before, strict=True):
             setattr(owner, name, value)

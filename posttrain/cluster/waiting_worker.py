@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from posttrain.cluster.handover import (
     accept_request,
     become,
     close_streams,
+    listen,
     ray_is_tried,
     read_request,
     signals_blocked,
@@ -52,28 +52,30 @@ def begin_engines(cfg: Config) -> Iterator[None]:
     Only where this process may use one GPU: of several Ray decides which one an engine gets, and libraries look for it
     when they are imported.
     """
-    gpu = only_gpu()
-    wanted = cfg.samples and cfg.cluster.address is None and cfg.cluster.device != "cpu" and not _remote(cfg)
-    if gpu is not None and wanted and ray_is_tried():
-        engine = choose_engine(cfg.rollout.engine, gpu=True).name
-        ahead = processes_ahead(engine, cfg.rollout)
-        if ahead and not imports_ray(engine):
-            variables = GPU_VARIABLES | {
-                "CUDA_VISIBLE_DEVICES": gpu,
-                "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # as Ray sets it where it is not
-            }
-            _waiting.extend(_Waiting(engine, ahead, variables) for _ in range(cfg.rollout.replicas))
     try:
+        _begin(cfg)
         yield
     finally:
         while _waiting:
             _waiting.pop().end()
 
 
-def _remote(cfg: Config) -> bool:
-    """Return whether a server samples, as `generate` may let it."""
-    return bool(cfg.generate.endpoint.url)
+def _begin(cfg: Config) -> None:
+    gpu = only_gpu()
+    remote = bool(cfg.generate.endpoint.url) or cfg.cluster.address is not None
+    if gpu is None or not cfg.samples or remote or cfg.cluster.device == "cpu" or not ray_is_tried():
+        return
+    engine = choose_engine(cfg.rollout.engine, gpu=True).name
+    ahead = processes_ahead(engine, cfg.rollout)
+    if not ahead or imports_ray(engine):
+        return
+    variables = GPU_VARIABLES | {
+        "CUDA_VISIBLE_DEVICES": gpu,
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # as Ray sets it where it is not
+    }
+    for _ in range(cfg.rollout.replicas):
+        _waiting.append(_Waiting(engine, ahead, variables))
 
 
 def any_waiting() -> bool:
@@ -100,14 +102,11 @@ class _Waiting:
         self.ahead = tuple(ahead)
         self.variables = variables
         self.taken = False
-        self._folder = tempfile.mkdtemp(prefix="posttrain-wait-")
-        self.address = f"{self._folder}/socket"
+        listening, self.address = listen("posttrain-wait-", 1)
         reads, self._lifeline = os.pipe()
         path = json.dumps([os.path.abspath(folder) for folder in sys.path])
         described = json.dumps([engine, [asdict(process) for process in ahead]])
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening, signals_blocked():
-            listening.bind(self.address)
-            listening.listen(1)
+        with listening, signals_blocked():
             own = (listening.fileno(), reads)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, path, *map(str, own), described],
@@ -125,7 +124,7 @@ class _Waiting:
         os.close(self._lifeline)
         self._process.kill()
         self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(os.path.dirname(self.address), ignore_errors=True)
 
 
 _waiting: list[_Waiting] = []

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -20,8 +21,10 @@ import ray
 from posttrain.cluster import start, waiting_worker
 from posttrain.cluster.actors import Supervised, actor_class
 from posttrain.cluster.cluster import local_ray
+from posttrain.cluster.start import init_ray
 from posttrain.cluster.waiting_worker import begin_engines, taking
 from posttrain.config import Config
+from posttrain.core.errors import RunError
 from posttrain.core.spawn_ahead import AheadProcess, end_unused, spawn_ahead
 
 HERE = "tests.unit.cluster.test_waiting_worker"
@@ -170,3 +173,20 @@ def test_none_begins_where_ray_chooses_among_gpus(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(waiting_worker, "only_gpu", lambda: "0")
     with begin_engines(cfg):
         assert waiting_worker.any_waiting()
+
+
+def test_a_temporary_folder_too_deep_for_sockets_is_an_error(
+    on_one_gpu: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(RunError, match="no socket in the temporary folder: AF_UNIX path too long") as raised:
+        begin_engines(on_one_gpu).__enter__()
+    assert "RAY_TMPDIR" in str(raised.value.hint)
+    monkeypatch.setenv("RAY_TMPDIR", str(deep))
+    with pytest.raises(
+        RunError, match=r"Ray does not start on this machine: .*AF_UNIX path length cannot"
+    ):
+        init_ray()
+    assert not list(deep.glob("posttrain-*"))
