@@ -182,6 +182,7 @@ def verl_command(job: dict[str, Any], args: argparse.Namespace) -> list[str]:
         settings |= {
             "actor_rollout_ref.model.lora_rank": job["lora_rank"], "actor_rollout_ref.model.lora_alpha": 32,
             "actor_rollout_ref.model.target_modules": "all-linear", f"{rollout}.load_format": "safetensors",
+            f"{actor}.strategy": "fsdp2",  # by its default, FSDP1, vLLM gets an adapter without weights on one GPU
         }  # fmt: skip
     if job["turns"] > 1:
         settings |= {
