@@ -185,8 +185,6 @@ def test_a_temporary_folder_too_deep_for_sockets_is_an_error(
         begin_engines(on_one_gpu).__enter__()
     assert "RAY_TMPDIR" in str(raised.value.hint)
     monkeypatch.setenv("RAY_TMPDIR", str(deep))
-    with pytest.raises(
-        RunError, match=r"Ray does not start on this machine: .*AF_UNIX path length cannot"
-    ):
+    with pytest.raises(RunError, match=r"Ray does not start on this machine: .*AF_UNIX path length cannot"):
         init_ray()
     assert not list(deep.glob("posttrain-*"))
