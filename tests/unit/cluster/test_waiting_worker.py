@@ -24,6 +24,7 @@ from posttrain.cluster.cluster import local_ray
 from posttrain.cluster.start import init_ray
 from posttrain.cluster.waiting_worker import begin_engines, taking
 from posttrain.config import Config
+from posttrain.core import machines
 from posttrain.core.errors import RunError
 from posttrain.core.spawn_ahead import AheadProcess, end_unused, spawn_ahead
 
@@ -188,3 +189,25 @@ def test_a_temporary_folder_too_deep_for_sockets_is_an_error(
     with pytest.raises(RunError, match=r"Ray does not start on this machine: .*AF_UNIX path length cannot"):
         init_ray()
     assert not list(deep.glob("posttrain-*"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked", "only"),
+    [
+        (1, None, "0"),
+        (2, None, None),
+        (2, "1", "1"),
+        (2, "GPU-8d1e", "GPU-8d1e"),
+        (2, "0,1", None),
+        (2, "", None),
+        (1, "-1", None),
+        (0, "0", None),
+    ],
+)
+def test_the_only_gpu(devices: int, asked: str | None, only: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "nvidia_devices", lambda: [Path(f"/dev/nvidia{number}") for number in range(devices)])
+    if asked is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", asked)
+    assert machines.only_gpu() == only
