@@ -9,7 +9,6 @@ import typer
 
 from posttrain.cli.console import echo
 from posttrain.cli.options import PRESET, SAMPLING, Settings, with_settings
-from posttrain.cluster.waiting_worker import begin_engines
 from posttrain.config import EvalConfig
 from posttrain.core.errors import ConfigError
 
@@ -25,6 +24,8 @@ _SAMPLED = frozenset({"model.path", "generate.data", "rollout.env", "rollout.age
 def generate(settings: Settings) -> None:
     """Sample responses to a parquet of prompts, or episodes of an environment or agent."""
     resolved = settings.resolve("generate")
+    from posttrain.cluster.waiting_worker import begin_engines
+
     with begin_engines(resolved.config):
         from posttrain.generation import command as generate
 

@@ -18,7 +18,6 @@ from posttrain.cli.options import (
     Settings,
     with_settings,
 )
-from posttrain.cluster.waiting_worker import begin_engines
 
 
 @with_settings(*PRESET, *TRAINING, *STARTING, about={"data.train": "Parquet of conversations (data.train)."})
@@ -49,6 +48,8 @@ def prefer(settings: Settings, dry_run: DryRunOption = False) -> None:
 def rl(settings: Settings, dry_run: DryRunOption = False) -> None:
     """Train with reinforcement learning on multi-turn episodes."""
     resolved = settings.resolve("rl")
+    from posttrain.cluster.waiting_worker import begin_engines
+
     with nullcontext() if dry_run else begin_engines(resolved.config):
         from posttrain.rl import command as rl
 
