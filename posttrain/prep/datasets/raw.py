@@ -304,6 +304,10 @@ def _csv(file: Path) -> Iterator[RawRow]:
     with _open(file) as lines:
         reader = csv.DictReader(_text_lines(file, lines), strict=True)
         try:
+            header = [name for name in reader.fieldnames or [] if name]
+            if twice := next((name for name in header if header.count(name) > 1), None):
+                # One of the two would be lost without a word.
+                raise DataError(f"{file}: the header has the column {twice!r} twice", hint="rename one of the two")
             for row in reader:
                 if None in row or None in row.values():
                     raise DataError(

@@ -106,6 +106,7 @@ PARQUET = encoded(".parquet", ROWS * 1000)
         ("a.csv", "a,b\n1,2\n1,2,3\n", "line 3 has another number of fields"),
         ("a.csv", "a,b\n1\n", "line 2 has another number of fields"),
         ("a.csv", 'a,b\n"1,2\n', "line 2 is not CSV"),
+        ("a.csv", "a,b,a\n1,2,3\n", "the header has the column 'a' twice"),
         ("a.csv", b"a,b\n1,\xff\n", "line 2 is unreadable: not UTF-8"),
         ("a.parquet", PARQUET[:-100], "not a readable parquet file"),
         ("a.parquet", PARQUET[:30] + b"\0" * 30 + PARQUET[60:], "not a readable parquet file"),
