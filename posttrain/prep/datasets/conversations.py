@@ -155,8 +155,12 @@ def modern(message: Any) -> dict[str, Any]:
         turn["role"] = _ROLES[turn["role"]]
     if message.get("function_call"):
         turn["tool_calls"] = [message["function_call"]]
-    if message.get("weight") is not None and SHAREGPT_ROLES.get(str(role_of(turn))) == "assistant":
-        turn["train"] = bool(message["weight"])
+    weight = message.get("weight")
+    if weight is not None and SHAREGPT_ROLES.get(str(role_of(turn))) == "assistant":
+        if weight not in (0, 1):  # a text is true whatever it says, and a half is neither
+            what = f"the weight of a message is neither 0 nor 1: {str(weight)[:80]!r}"
+            raise DataError(what, hint='0 leaves a message out of the loss; `"train": false` does, too')
+        turn["train"] = bool(weight)
     return turn
 
 

@@ -489,6 +489,14 @@ def test_a_weight_of_0_leaves_a_turn_of_sharegpt_out_of_the_loss(origin):
     assert [message.get("train") for message in made.messages] == [None, False, None, True]
 
 
+@pytest.mark.parametrize("weight", ["0", 0.5, [0]])
+def test_a_weight_that_is_neither_0_nor_1_refuses_the_row(weight):
+    talk = [OPENAI[1], {**OPENAI[4], "weight": weight}]
+    found = refusal(DATASETS.get("messages")(), {"messages": talk})
+    assert found is not None
+    assert found.reason == "the weight of a message is neither 0 nor 1"
+
+
 def test_half_of_a_surrogate_pair_in_json_text_refuses_the_row():
     talk = json.dumps([{"role": "user", "content": "Hi \ud83d"}, OPENAI[4]])
     for name, row in (("messages", {"messages": talk}), ("preferences", {"chosen": talk, "rejected": talk})):
