@@ -86,25 +86,31 @@ def stream(
         chunk_bytes: so much is read at once, or one weight.
 
     Raises:
-        ModelError: as ``load_weights``.
+        ModelError: as ``load_weights``; or a weight is too large for ``dtype``.
     """
     names = renamed or {}
     read = shards.reader(source.shards) if source.shards else None
+    # A weight is rounded once, with its adapters; and what float16 cannot hold is told from what is not finite.
+    exact = torch.float32 if source.adapters or dtype == torch.float16 else dtype
 
     def loaded() -> Iterator[tuple[str, Tensor]]:
         _load(model, {names.get(name, name): tensor for name, tensor in chunk.items()}, source, seed, read)
         while chunk:  # each is let go of before the next is asked for
             name = next(iter(chunk))
-            yield name, chunk.pop(name)
+            weight = chunk.pop(name).to(dtype)
+            if exact != dtype and shards.nonfinite({name: weight}):
+                kind = str(dtype).removeprefix("torch.")
+                raise ModelError(f"{name} has values that are too large for {kind}", hint="take bfloat16 or float32")
+            yield name, weight
 
     chunk: dict[str, Tensor] = {}
     size = 0
     for name, parameter in model.named_parameters():
-        nbytes = parameter.numel() * dtype.itemsize
+        nbytes = parameter.numel() * exact.itemsize
         if chunk and size + nbytes > chunk_bytes:
             yield from loaded()
             size = 0
-        chunk[name] = torch.empty(parameter.shape, dtype=dtype)
+        chunk[name] = torch.empty(parameter.shape, dtype=exact)
         size += nbytes
     yield from loaded()
 

@@ -427,6 +427,16 @@ def test_export_and_merge_ckpt(tmp_path):
     merge_ckpt(str(tmp_path / "run"), str(only), adapter=True, overwrite=True)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_merged_weights_are_rounded_once(tmp_path, dtype):
+    """Not the base, and then the sum: an update smaller than half a step of the base would be lost, or counted
+    twice."""
+    model = adapted(shaken=True)
+    merged = {name: weight.to(getattr(torch, dtype)) for name, weight in lora.whole_weights(model)}
+    save_whole(locate(str(written(model, tmp_path / "run"))), tmp_path / "out", dtype=dtype)
+    assert_same_weights(state(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), merged, rtol=0, atol=0)
+
+
 def test_a_checkpoint_without_adapter_has_none_to_keep(tmp_path):
     root = tmp_path / "run" / "checkpoints"
     folder = checkpoint.begin(root, 5)

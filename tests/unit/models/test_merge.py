@@ -68,6 +68,16 @@ def test_types_and_sizes_of_files(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_a_weight_that_is_too_large_for_float16(tmp_path):
+    model = saved("qwen3-moe", tmp_path / "model")
+    model.model.norm.weight.data[3] = 1e5
+    model.save_pretrained(tmp_path / "model")
+    builtin_tokenizer("tiny").save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"^model\.norm\.weight has values that are too large for float16\b"):
+        export(ModelSource(str(tmp_path / "model")), tmp_path / "out", overwrite=False, dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
 def test_tokens_that_end_a_turn_stay_with_the_model(tmp_path):
     """A release says them in generation_config.json, and only there."""
     saved("qwen2", tmp_path / "model")
