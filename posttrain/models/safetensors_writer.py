@@ -9,7 +9,9 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -42,15 +44,22 @@ def write(
         max_shard_size=max_shard_size,
     )
     arriving = iter(tensors)
-    for name, members in plan.filename_to_tensors.items():
-        with (folder / name).open("wb") as file:
-            file.write(_header({member: shapes[member] for member in members}, dtype))
-            for member in members:
-                arrived, tensor = next(arriving, ("nothing", torch.empty(0)))
-                if (arrived, tuple(tensor.shape)) != (member, shapes[member]):
-                    raise ValueError(f"{arrived} {tuple(tensor.shape)} came instead of {member} {shapes[member]}")
-                flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
-                file.write(flat.view(torch.uint8).numpy().data)  # `tofile` would not say why it failed
+    files: dict[str, IO[bytes]] = {}
+    with ExitStack() as opened:
+        for member, shape in shapes.items():
+            arrived, tensor = next(arriving, ("nothing", torch.empty(0)))
+            if (arrived, tuple(tensor.shape)) != (member, shape):
+                raise ValueError(f"{arrived} {tuple(tensor.shape)} came instead of {member} {shape}")
+            name = plan.tensor_to_filename[member]
+            members = plan.filename_to_tensors[name]
+            # A tensor above the size has a file of its own, amid those of the file that is being written.
+            if name not in files:
+                files[name] = opened.enter_context((folder / name).open("wb"))
+                files[name].write(_header({member: shapes[member] for member in members}, dtype))
+            flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
+            files[name].write(flat.view(torch.uint8).numpy().data)  # `tofile` would not say why it failed
+            if member == members[-1]:
+                files[name].close()
     if (left := next(arriving, None)) is not None:
         raise ValueError(f"{left[0]} came instead of the end")
     if len(plan.filename_to_tensors) > 1:

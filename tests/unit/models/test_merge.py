@@ -68,6 +68,19 @@ def test_types_and_sizes_of_files(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_a_weight_that_is_larger_than_a_file_is_to_be(tmp_path):
+    """It has a file of its own, be it the first, the last or in between."""
+    model = saved("qwen3-moe", tmp_path / "model")
+    builtin_tokenizer("tiny").save_pretrained(tmp_path / "model")
+    sizes = sorted({4 * p.numel() for p in model.parameters()})
+    for size in (sizes[0] // 1000 + 1, sizes[len(sizes) // 2] // 1000 + 1):
+        out = tmp_path / f"{size}KB"
+        export(ModelSource(str(tmp_path / "model")), out, overwrite=False, max_shard_size=f"{size}KB")
+        found, wanted = stored(out), stored(tmp_path / "model")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 def test_a_weight_that_is_too_large_for_float16(tmp_path):
     model = saved("qwen3-moe", tmp_path / "model")
     model.model.norm.weight.data[3] = 1e5
