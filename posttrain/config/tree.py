@@ -192,6 +192,12 @@ class Config(Section):
         """Return whether a reward model is trained instead of a policy."""
         return self.command == "prefer" and self.prefer.method == "reward_model"
 
+    @property
+    def needs_first_weights(self) -> bool:
+        """Return whether a run needs the weights that it began with up to its end: under adapters, or as reference."""
+        dpo = self.command == "prefer" and not self.trains_reward_model
+        return self.train.lora.rank is not None or dpo or (self.command == "rl" and self.algo.kl_coef > 0)
+
     def _check_reward_model(self) -> None:
         what = "prefer.method = 'reward_model'"
         if self.train.lora.rank is not None:

@@ -14,7 +14,7 @@ from posttrain.config import Config
 from posttrain.core.errors import ConfigError, DeadlineError, RunError, WorkerError
 from posttrain.core.files import replacing
 from posttrain.core.registry import some
-from posttrain.models.load import ModelSource
+from posttrain.models.load import ModelSource, digest
 from posttrain.runs import probe
 from posttrain.runs.checkpoints import RunCheckpoints, check_disk_space
 from posttrain.runs.early_stop import EarlyStop
@@ -68,6 +68,9 @@ class TrainingRun:
         early_stop = self.cfg.train.early_stop
         self.early_stop = EarlyStop(early_stop.patience, early_stop.min_delta)
         self.checkpoints = RunCheckpoints(self.cfg, self.folder.checkpoints, self.source, self.tracker)
+        # Of `run:NAME` another checkpoint may be the newest when this run is resumed.
+        manifests = self.source.manifests if self.cfg.needs_first_weights else []
+        self.base = {str(file.parent): digest(file) for file in manifests}
 
     async def __aenter__(self) -> Self:
         return self
@@ -97,7 +100,8 @@ class TrainingRun:
             Its loader state, and its folder as ``checkpoint``; None when there is none.
 
         Raises:
-            ConfigError: the disk cannot hold a checkpoint, or the checkpoint lacks one of ``models``.
+            ConfigError: the disk cannot hold a checkpoint, the checkpoint lacks one of ``models``, or it belongs to
+                other weights than those that `model.path` stands for now.
         """
         if (warning := check_disk_space(self.cfg, self.folder.checkpoints, models)) is not None:
             self.tracker.note(f"warning: {warning}")
@@ -131,10 +135,17 @@ class TrainingRun:
                 raise ConfigError(
                     f"{found.path} has no {name}", hint="it was made by an algorithm without one: start from its model"
                 )
+        meta = found.read("meta.json")
+        base = meta.get("base", self.base)
+        if list(base.values()) != list(self.base.values()):
+            raise ConfigError(
+                f"{found.path} belongs to the weights that were in {some(list(base))}, and model.path = "
+                f"{self.cfg.model.path!r} now stands for {some(list(self.base))}, which holds others",
+                hint="put them back, as the newest checkpoint of that run; or start again with --overwrite",
+            )
         for name, group in models.items():
             await group.load(str(found.path / name))
             await group.check_finite(f"the run does not go on from {found.path}: remove that folder")
-        meta = found.read("meta.json")
         self.skipped_steps = int(meta["skipped_steps"])
         self.early_stop.restore(meta["early_stop"])
         if found.path.parent == self.folder.checkpoints:
@@ -257,7 +268,7 @@ class TrainingRun:
             return
         with self.tracker.phase("save"):
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "versions": self.folder.versions}
-            meta |= {"world_size": len(models["actor"].actors)}
+            meta |= {"world_size": len(models["actor"].actors), "base": self.base}
             meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
             meta["metrics"] = None if metrics is None else {name: float(value) for name, value in metrics.items()}
             consequence = f"step {step} is not saved, {self._last_sound()}"

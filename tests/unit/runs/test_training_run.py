@@ -211,6 +211,21 @@ async def test_weights_that_are_not_finite_are_not_saved_sent_or_loaded(tmp_path
     assert checkpoint.find(checkpoints).step == 1
 
 
+async def test_a_run_does_not_go_on_with_other_weights_under_its_adapter(tmp_path: Path, group: LocalGroup) -> None:
+    """Nor with another reference: `run:NAME` stands for the newest checkpoint, and that run may have gone on."""
+    places = [checkpoint.commit(checkpoint.begin(tmp_path / "base", n), n, {}, keep=2).path for n in (1, 2)]
+    first, second = (ModelSource("builtin:tiny", shards=str(place / "actor" / "model")) for place in places)
+    begun, models = replace(bare_run(tmp_path, "train.lora.rank=4"), source=first), {"actor": group}
+    await begun.save(3, models, {})
+    await begun.checkpoints.settle()
+    saved = Checkpoint(begun.folder.checkpoints / "global_step_3", 3)
+    await begun._load(saved, models)
+    with pytest.raises(ConfigError, match=r"weights that were in .*base/global_step_1, and .* stands for .*step_2"):
+        await replace(begun, source=second)._load(saved, models)
+    whole = resolve("sft", "tiny-multiturn", []).config
+    assert replace(begun, source=second, cfg=whole).base == {}  # all weights are in its own checkpoint
+
+
 def test_rejects_full_disk_before_the_first_step(tmp_path: Path) -> None:
     run = bare_run(tmp_path)
     group = TrainerGroup("actor", [None], 1.0, 1, metadata={"checkpoint_bytes": 10**6, "parameters": 10**5})
