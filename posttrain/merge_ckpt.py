@@ -111,6 +111,7 @@ def _began_with(place: Path) -> str | None:
 
 def find_checkpoint(path: str, runs: str) -> Path:
     """The ``global_step_N`` folder, or the folder of verl's shards, that ``path`` stands for. Raises ``UserError``."""
+    path = path.removeprefix("run:")  # as `model.path` names a run
     if path.endswith("/best") and not Path(path).exists():
         return checkpoint.find(find_folder(path.removesuffix("/best"), runs) / "best").path
     folder = find_folder(path, runs)

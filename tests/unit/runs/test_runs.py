@@ -277,6 +277,8 @@ def test_a_folder_that_is_no_run_does_not_hide_the_run_of_its_name(
     assert run_folder("nowhere", path) == path
     assert load_run("done").path.samefile(path)
     assert merge_ckpt.find_folder("done", "runs").samefile(path)
+    step = checkpoint.commit(checkpoint.begin(path / "checkpoints", 1), 1, {}, keep=1).path
+    assert [merge_ckpt.find_checkpoint(name, "runs").samefile(step) for name in ("done", "run:done")] == [True, True]
     assert merge_ckpt.find_folder("shards", "runs") == Path("shards")
     for find in (run_folder, lambda root, name: merge_ckpt.find_folder(name, root)):
         with pytest.raises(ConfigError, match="no run 'dune'") as caught:
