@@ -241,7 +241,11 @@ async def sample_only(run: TrainingRun, task: Task) -> None:
         tracker.rewind(run.step)
         for step in run.steps():
             with tracker.phase("gen"):
-                played = await source.sample([task.prompts[i] for i in order.next()], cfg.rollout.n, sampling)
+                drawn = order.position
+                prompts = [task.prompts[i] for i in order.next()]
+                # With seeds: a run that goes on, or an engine that is replaced, would begin the engine's stream of
+                # random numbers anew, and sample of the same prompts what it has sampled before.
+                played = await source.sample(prompts, cfg.rollout.n, sampling, seed=cfg.run.seed, drawn=drawn)
                 groups = [with_branches(group) for group in played]
             await writer.write(step, groups, temperature=sampling.temperature)
             show(run, groups)

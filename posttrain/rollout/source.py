@@ -242,6 +242,7 @@ class TrajectorySource:
         *,
         played: Callable[[int], None] | None = None,
         seed: int | None = None,
+        drawn: int | None = None,
     ) -> list[list[Trajectory]]:
         """Return ``n`` graded episodes of each prompt, in prompt order. Failed episodes are among them, with ``error``
         set.
@@ -249,10 +250,13 @@ class TrajectorySource:
         Args:
             played: called with 1 whenever a group is complete.
             seed: in place of the source's.
+            drawn: how many prompts were drawn before these, where one may come again: it then has other seeds.
         """
         stats = self.stats = RolloutStats()
         seed = self.seed if seed is None else seed
-        seeds = [None if seed is None else seed_of(seed, prompt.index) for prompt in prompts]
+        numbers = [() if drawn is None else (drawn + place,) for place in range(len(prompts))]
+        parts = [(prompt.index, *number) for prompt, number in zip(prompts, numbers, strict=True)]
+        seeds = [None if seed is None else seed_of(seed, *part) for part in parts]
         groups = [Group(p, n, self.env, sampling, seed=seed) for p, seed in zip(prompts, seeds, strict=True)]
 
         async def play(group: Group) -> list[Trajectory]:

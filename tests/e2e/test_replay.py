@@ -208,6 +208,21 @@ def test_sampling_without_training(here, capsys):
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
 
 
+def test_sampling_that_goes_on_samples_what_it_had_not(here):
+    """One epoch of the same prompts a step: the step after the stop is that of a run that was not stopped, and no copy
+    of the first."""
+    sets = [*sampling(here), "data.batch_size=8", "train.epochs=2", "train.steps=2", "data.shuffle=false"]
+    sets += ["rollout.batch_invariant=true"]
+    whole, _ = run(here, "all-of-it", *sets, rollout__only=True)
+    (here / "stop").touch()
+    with pytest.raises(Interrupted, match="stopped after step 1 of 2"):
+        run(here, "half-of-it", *sets, rollout__only=True)
+    folder, _ = run(here, "half-of-it", *sets, rollout__only=True)
+    first, second = ([row["tokens"] for row in rows] for rows in recorded(folder).values())
+    assert second == [row["tokens"] for row in recorded(whole)["step_000002.parquet"]]
+    assert sum(map(list.__eq__, first, second)) < len(first) / 2
+
+
 @pytest.mark.slow
 def test_a_replay_that_was_stopped_goes_on(here, original):
     folder, _ = original

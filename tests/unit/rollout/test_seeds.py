@@ -10,9 +10,9 @@ from tests.helpers.scripted import ON_POLICY, ScriptedSampler, environment, gsm8
 PROMPTS = [gsm8k_prompt(index=i) for i in range(3)]
 
 
-async def seeds_of(seed, prompts=PROMPTS):
+async def seeds_of(seed, prompts=PROMPTS, drawn=None):
     sampler = ScriptedSampler(*["8"] * 2 * len(prompts))
-    await TrajectorySource(SamplerPool([sampler]), environment(), seed=seed).sample(prompts, 2)
+    await TrajectorySource(SamplerPool([sampler]), environment(), seed=seed).sample(prompts, 2, drawn=drawn)
     return [params.seed for params in sampler.params]
 
 
@@ -25,6 +25,12 @@ async def test_every_episode_has_a_seed_of_its_own():
 
 async def test_a_prompt_has_the_same_seeds_among_others():
     assert await seeds_of(3, PROMPTS[1:2]) == (await seeds_of(3))[2:4]
+
+
+async def test_a_prompt_that_is_drawn_again_has_other_seeds():
+    found = await seeds_of(3, [*PROMPTS, *PROMPTS], drawn=0)
+    assert len(set(found)) == 12
+    assert await seeds_of(3, PROMPTS, drawn=3) == found[6:]
 
 
 async def test_without_a_seed_episodes_are_sampled_from_the_engines_stream():
