@@ -5,12 +5,11 @@ This module checks a run and starts it. ``rl.loop`` is the algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain import launch
 from posttrain.config.presets import Resolved
@@ -24,7 +23,7 @@ from posttrain.rl import replay, sampling
 from posttrain.rl.loop import train
 from posttrain.rollout.schedule import header
 from posttrain.rollout.schedule_replay import Recorded
-from posttrain.runs.episodes import episode_context
+from posttrain.runs.episodes import episode_context, with_new_tools
 from posttrain.runs.preflight import check_algo, check_machine, check_supported, engine_note, open_model
 from posttrain.runs.prompts import (
     check_ground_truths,
@@ -37,7 +36,7 @@ from posttrain.runs.prompts import (
 )
 from posttrain.runs.quantization import check_quantization
 from posttrain.runs.resume import REPEATS
-from posttrain.runs.training_run import Loop
+from posttrain.runs.training_run import Loop, TrainingRun
 from posttrain.tools.base import telling, telling_warning
 from posttrain.tracking.tracker import Tracker
 
@@ -136,10 +135,16 @@ class RlJob(TrainingJob):
     @contextmanager
     def opened(self, tracker: Tracker) -> Iterator[Loop]:
         """Open the graders, which all attempts share."""
-        cfg = self.resolved.config
+        cfg, env = self.resolved.config, self.env
+        closed = False
+
+        def attempt(run: TrainingRun) -> Coroutine[Any, Any, None]:
+            nonlocal env, closed
+            if closed:  # each attempt closes its tools, in its own event loop
+                env = with_new_tools(env, cfg)
+            closed = True
+            task = sampling.Task(env, self.prompts, self.val, graders, self.budget_gib, self.recorded)
+            return sampling.sample_only(run, task) if cfg.rollout.only else train(run, task)
+
         with GraderPool(cfg.reward, cfg.sandbox, cfg.plugins) as graders:
-            task = sampling.Task(self.env, self.prompts, self.val, graders, self.budget_gib, self.recorded)
-            if cfg.rollout.only:
-                yield partial(sampling.sample_only, task=task)
-            else:
-                yield partial(train, source=task)
+            yield attempt

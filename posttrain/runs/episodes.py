@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,13 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
         agents=None if agent is None else _host(agent, cfg, tokenizer, parser, frozenset(stops)),
         vision=vision,
     )
+
+
+def with_new_tools(env: EpisodeContext, cfg: Config) -> EpisodeContext:
+    """Return the context with its tools opened anew, for they have been closed. Raises ``ConfigError``."""
+    from posttrain.tools.sets import open_tools
+
+    return replace(env, tools=open_tools(cfg.rollout.tools, cfg.tools, cfg.sandbox))
 
 
 def _agent(cfg: Config) -> Agent | None:

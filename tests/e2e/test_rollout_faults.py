@@ -17,6 +17,8 @@ from posttrain.rl import command as rl
 
 PLUGIN = """
 import asyncio, os
+from concurrent.futures import ThreadPoolExecutor
+from posttrain.tools import TOOLS, Tool
 from posttrain.rewards import DATA_SOURCES, GRADERS, cheap
 from posttrain.rollout.interaction import INTERACTIONS, Interaction, UserTurn
 from posttrain.core.types import Score
@@ -38,6 +40,20 @@ class Slow(Interaction):
     async def respond(self, state, messages):
         await asyncio.sleep(1.0 if state % 3 == 0 else 0.02)
         return UserTurn("Go on.", 0.5)
+
+@TOOLS.register("threads")
+class Threads(Tool):
+    '''Has threads until it is closed, as the code interpreter has.'''
+    name, schema = "threads", {"type": "function", "function": {"name": "threads", "description": ""}}
+
+    def __init__(self):
+        self.pool = ThreadPoolExecutor(2)
+
+    async def create(self, prompt):
+        return await asyncio.get_running_loop().run_in_executor(self.pool, os.getpid)
+
+    async def close(self):
+        self.pool.shutdown()
 """
 
 
@@ -86,7 +102,7 @@ def start(tmp_path, plugin):
     return run
 
 
-def hit_sampler(metrics, how, after_lines=1):
+def hit_sampler(metrics, how, after_lines=1, actor="SamplerActor"):
     """Send a signal to a sampler, a moment after the file has so many lines: it is at work then."""
 
     def watch():
@@ -94,7 +110,7 @@ def hit_sampler(metrics, how, after_lines=1):
         while time.monotonic() < deadline:
             if metrics.is_file() and metrics.read_text().count("\n") >= after_lines:
                 time.sleep(0.15)
-                samplers = [p for p in psutil.Process().children(recursive=True) if "SamplerActor" in p.name()]
+                samplers = [p for p in psutil.Process().children(recursive=True) if actor in p.name()]
                 os.kill(samplers[0].pid, how)
                 return
             time.sleep(0.005)
@@ -123,6 +139,13 @@ def test_a_sampler_that_hangs_is_noticed_and_replaced(start):
     assert steps[-1]["rollout/samplers_lost"] == 1
     assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_STOPPED]
+
+
+def test_a_run_that_starts_its_workers_again_opens_its_tools_again(start):
+    hit_sampler(start.metrics, signal.SIGKILL, actor="TrainActor")
+    steps = start("run.restarts=1", "rollout.tools=['threads']", "rollout.max_prompt_tokens=512", "train.save_every=1")
+    assert (start.metrics.parent / "logs" / "driver.log").read_text().count("resuming after step") == 1
+    assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
 
 
 def test_a_sampler_that_may_not_be_replaced_ends_the_run_and_is_named(start):
