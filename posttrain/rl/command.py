@@ -23,7 +23,7 @@ from posttrain.rl import replay, sampling
 from posttrain.rl.loop import train
 from posttrain.rollout.schedule import header
 from posttrain.rollout.schedule_replay import Recorded
-from posttrain.runs.episodes import episode_context, with_new_tools
+from posttrain.runs.episodes import episode_context, opened_again
 from posttrain.runs.preflight import check_algo, check_machine, check_supported, engine_note, open_model
 from posttrain.runs.prompts import (
     check_ground_truths,
@@ -136,13 +136,13 @@ class RlJob(TrainingJob):
     def opened(self, tracker: Tracker) -> Iterator[Loop]:
         """Open the graders, which all attempts share."""
         cfg, env = self.resolved.config, self.env
-        closed = False
+        used = False
 
         def attempt(run: TrainingRun) -> Coroutine[Any, Any, None]:
-            nonlocal env, closed
-            if closed:  # each attempt closes its tools, in its own event loop
-                env = with_new_tools(env, cfg)
-            closed = True
+            nonlocal env, used
+            if used:  # each attempt has its own event loop, in which it closes its tools
+                env = opened_again(env, cfg)
+            used = True
             task = sampling.Task(env, self.prompts, self.val, graders, self.budget_gib, self.recorded)
             return sampling.sample_only(run, task) if cfg.rollout.only else train(run, task)
 

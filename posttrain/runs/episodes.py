@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from posttrain.models.load import ModelSource
     from posttrain.rollout.agents import AgentHost
     from posttrain.rollout.context import EpisodeContext
+    from posttrain.rollout.interaction import Interaction
     from posttrain.tools.base import Tool
     from posttrain.tools.formats import ToolParser
 
@@ -51,14 +52,11 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
     from posttrain.models.load import stop_token_ids
     from posttrain.models.processors import load_vision
     from posttrain.rollout.context import EpisodeContext
-    from posttrain.rollout.interaction import open_interaction
     from posttrain.sandbox import configure
     from posttrain.tools.sets import open_tools
 
     vision = None if cfg.generate.endpoint.url else load_vision(source)  # servers are given ids alone
-    interaction = None
-    if cfg.rollout.interaction:
-        interaction = open_interaction(cfg.rollout.interaction, cfg.rollout.interaction_options)
+    interaction = _interaction(cfg)
     configure(cfg.sandbox)
     tools = open_tools(cfg.rollout.tools, cfg.tools, cfg.sandbox)
     for tool in tools.values():
@@ -91,11 +89,20 @@ def episode_context(cfg: Config, source: ModelSource, tokenizer: PreTrainedToken
     )
 
 
-def with_new_tools(env: EpisodeContext, cfg: Config) -> EpisodeContext:
-    """Return the context with its tools opened anew, for they have been closed. Raises ``ConfigError``."""
+def opened_again(env: EpisodeContext, cfg: Config) -> EpisodeContext:
+    """Return the context for another event loop, with tools and a simulated user of its own: what they hold, such as
+    connections, belongs to the loop that used them, and the tools are closed. Raises ``ConfigError``."""
     from posttrain.tools.sets import open_tools
 
-    return replace(env, tools=open_tools(cfg.rollout.tools, cfg.tools, cfg.sandbox))
+    tools = open_tools(cfg.rollout.tools, cfg.tools, cfg.sandbox)
+    return replace(env, tools=tools, interaction=_interaction(cfg))
+
+
+def _interaction(cfg: Config) -> Interaction | None:
+    from posttrain.rollout.interaction import open_interaction
+
+    rollout = cfg.rollout
+    return open_interaction(rollout.interaction, rollout.interaction_options) if rollout.interaction else None
 
 
 def _agent(cfg: Config) -> Agent | None:

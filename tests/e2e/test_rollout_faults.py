@@ -41,6 +41,18 @@ class Slow(Interaction):
         await asyncio.sleep(1.0 if state % 3 == 0 else 0.02)
         return UserTurn("Go on.", 0.5)
 
+@INTERACTIONS.register("one-loop")
+class OneLoop(Interaction):
+    '''Belongs to the event loop that it is first asked in, as what has connections does.'''
+    loop = None
+
+    async def create(self, prompt):
+        self.loop = self.loop or asyncio.get_running_loop()
+        await self.loop.create_task(asyncio.sleep(0))
+
+    async def respond(self, state, messages):
+        return UserTurn(None, 0.5)
+
 @TOOLS.register("threads")
 class Threads(Tool):
     '''Has threads until it is closed, as the code interpreter has.'''
@@ -141,9 +153,10 @@ def test_a_sampler_that_hangs_is_noticed_and_replaced(start):
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_STOPPED]
 
 
-def test_a_run_that_starts_its_workers_again_opens_its_tools_again(start):
+def test_a_run_that_starts_its_workers_again_opens_its_tools_and_user_again(start):
     hit_sampler(start.metrics, signal.SIGKILL, actor="TrainActor")
-    steps = start("run.restarts=1", "rollout.tools=['threads']", "rollout.max_prompt_tokens=512", "train.save_every=1")
+    play = ("rollout.tools=['threads']", "rollout.interaction='one-loop'", "rollout.max_prompt_tokens=512")
+    steps = start("run.restarts=1", "train.save_every=1", *play)
     assert (start.metrics.parent / "logs" / "driver.log").read_text().count("resuming after step") == 1
     assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
 
