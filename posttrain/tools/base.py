@@ -62,7 +62,8 @@ class Tool(Protocol):
         return
 
     async def close(self) -> None:
-        """Free what the tool itself holds. Called at the end of the run, in its event loop."""
+        """Free what the tool itself holds. Called at the end of the run, in its event loop; a run that starts its
+        workers again (`run.restarts`) makes the tool anew."""
         return
 
 
