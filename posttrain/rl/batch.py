@@ -41,7 +41,12 @@ def usable(groups: Groups) -> list[Trajectory]:
     kept = [t for group in groups for t in group if t.trainable]
     if not kept:
         errors = {t.error for group in groups for t in group if t.error}
-        raise RunError(f"no episode of this step can be trained on: {'; '.join(sorted(errors)[:3]) or 'all are empty'}")
+        hint = "mend what failed; the rollout files have the reason of each episode in the column error"
+        if not errors and any(t.stop_reason == "prompt_too_long" for group in groups for t in group):
+            errors = {"what environments began with is longer than rollout.max_prompt_tokens"}
+            hint = "raise rollout.max_prompt_tokens, or have the environment begin with less"
+        why = "; ".join(sorted(errors)[:3]) or "all are empty"
+        raise RunError(f"no episode of this step can be trained on: {why}", hint=hint)
     return kept
 
 

@@ -7,7 +7,7 @@ import torch
 
 from posttrain.config import Config
 from posttrain.core.errors import RunError
-from posttrain.rl.batch import explained_variance, fill_advantages, for_critic, keep_advantages, pack
+from posttrain.rl.batch import explained_variance, fill_advantages, for_critic, keep_advantages, pack, usable
 from tests.helpers.recorded import trajectory
 
 
@@ -64,3 +64,19 @@ def test_a_weight_of_a_part_that_an_episode_lacks_is_an_error() -> None:
     kept[0].reward_parts["style"] = 1.0
     with pytest.raises(RunError, match=r"reward\.weights names style, and not every episode has it"):
         fill_advantages(pack(kept), kept, [kept], cfg)
+
+
+def test_why_nothing_can_be_trained_on_is_said_with_a_hint() -> None:
+    """An environment may begin with more than the model may read, which no check before the run can see."""
+    long, failed = trajectory(0, length=4), trajectory(0, length=4)
+    long.loss_mask[:] = False
+    long.stop_reason = "prompt_too_long"
+    with pytest.raises(RunError, match=r"longer than rollout\.max_prompt_tokens") as error:
+        usable([[long]])
+    assert error.value.hint is not None
+    assert "raise rollout.max_prompt_tokens" in error.value.hint
+    failed.error = "CodeError: broken"
+    with pytest.raises(RunError, match="can be trained on: CodeError: broken") as error:
+        usable([[long, failed]])
+    assert error.value.hint is not None
+    assert "column error" in error.value.hint
