@@ -130,6 +130,8 @@ class Cluster:
         """Engines that start ahead of ``samplers``."""
         self.groups: dict[str, PlacementGroup] = {}
         self._gpus: dict[str, list[tuple[str, str]]] = {}
+        self.steps_before = 0
+        """Of the engines that are started from now on (``EngineSpec``)."""
         self.owns_ray = False
         self.context = ActorContext.of_driver(cfg.plugins, logs)
         self._head = Head()
@@ -302,6 +304,7 @@ class Cluster:
             episodes=cfg.episodes_of_engine,
             weights_follow=weights_follow,
             frozen_tower=cfg.train.vision_tower == "frozen",
+            steps_before=self.steps_before,
             truncates=any(part.top_p < 1 or part.top_k > 0 for part in (cfg.rollout, cfg.val)),
         )
         await sampler.start(spec, cfg.cluster.start_deadline_s, self.context.of_actor(sampler.name).log)

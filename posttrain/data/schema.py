@@ -96,6 +96,8 @@ class MessageField(TypedDict):
     """Tool only: the function that was called."""
     train: NotRequired[bool | None]
     """Assistant only: false leaves the message out of the SFT loss."""
+    weight: NotRequired[bool | None]
+    """OpenAI's name of `train`: 0 or 1."""
 
 
 def typed_messages(given: Sequence[MessageField], column: str) -> list[Message]:
@@ -118,8 +120,9 @@ def _typed_message(given: MessageField) -> Message:
         message["tool_call_id"] = answered
     if (name := given.get("name")) is not None:
         message["name"] = name
-    if (train := given.get("train")) is not None:
-        message["train"] = train
+    train = given.get("train")
+    if (trained := given.get("weight") if train is None else train) is not None:
+        message["train"] = trained
     return message
 
 

@@ -39,6 +39,13 @@ class EngineSpec:
     """An update brings the weights before the engine is asked for anything: it need not have the model's own first."""
     frozen_tower: bool = False
     """Training leaves the vision tower as it is: updates may leave it out."""
+    steps_before: int = 0
+    """Steps that engines of this run have sampled with the same weights: what they had drawn is not drawn again."""
+
+    @property
+    def stream(self) -> int:
+        """Seed of its stream of random numbers."""
+        return (self.seed * 1009 + self.replica + self.steps_before * 1_000_003) % 2**31
 
     @property
     def max_tokens(self) -> int:

@@ -115,7 +115,7 @@ class SGLangEngine:
                 "trust_remote_code": spec.source.trust_remote_code,
                 "skip_tokenizer_init": True,
                 "dtype": spec.dtype,
-                "random_seed": spec.seed * 1009 + spec.replica,
+                "random_seed": spec.stream,
                 "context_length": context_length(spec, spare=_SPARE),
                 "max_running_requests": self.max_concurrent,
                 **memory_arguments(spec),
@@ -183,7 +183,7 @@ class SGLangEngine:
     def _seed(self, version: int) -> int:
         """Return a seed for the next request. In its deterministic mode SGLang gives all requests without one the same
         seed."""
-        return zlib.crc32(f"{self.spec.seed} {self.spec.replica} {version} {next(self.seeds)}".encode())
+        return zlib.crc32(f"{self.spec.stream} {version} {next(self.seeds)}".encode())
 
     async def score(self, sequences: Sequence[Ids]) -> list[list[float]]:
         async with self.guard.request():

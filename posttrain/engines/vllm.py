@@ -137,7 +137,7 @@ class VLLMEngine:
                 skip_tokenizer_init=self.images.reader is None,  # it expands images by names of tokens
                 generation_config="vllm",  # not the model's: each request states its own sampling
                 dtype=spec.dtype,
-                seed=spec.seed * 1009 + spec.replica,
+                seed=spec.stream,
                 max_model_len=context_length(spec, spare=_SPARE),
                 max_num_seqs=self.max_concurrent,
                 tensor_parallel_size=spec.rollout.tensor_parallel,

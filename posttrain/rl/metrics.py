@@ -43,6 +43,9 @@ def rollout_metrics(groups: Sequence[Sequence[Trajectory]], source: TrajectorySo
     }
     if source.env.agents is not None:
         counts |= {"branches": stats.branches, "unmatched_requests": stats.unmatched}
+    if source.env.world is not None:  # what it begins with is known in play alone
+        too_long = (t.stop_reason == "prompt_too_long" for group in groups for t in group)
+        counts |= {"prompts_too_long": sum(too_long)}
     return episode_metrics(groups) | {f"rollout/{name}": float(count) for name, count in counts.items()}
 
 

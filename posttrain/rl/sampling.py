@@ -231,21 +231,23 @@ async def sample_only(run: TrainingRun, task: Task) -> None:
         with tracker.phase("start"):
             cluster = await closing.enter_async_context(run.ahead or Cluster(cfg, run.folder.logs))
             await open_player(task, closing)
+            writer = await closing.enter_async_context(open_writer(run, task.env))
+            run.step = writer.last_step()
+            # An engine that began its stream of random numbers as one before it would sample of the same prompts what
+            # that one has sampled. Requests of the embedded one have seeds instead, which would slow the others down.
+            cluster.steps_before, seed = run.step, cfg.run.seed if cfg.rollout.engine == "hf" else None
             engines = await cluster.samplers(run.source, task.stop_token_ids)
             restart = partial(cluster.sampler, run.source, task.stop_token_ids)
             pool = SamplerPool(engines, restart, cfg.cluster.sampler_restarts)
             source = await open_source(cluster, pool, run, task, closing)
-            writer = await closing.enter_async_context(open_writer(run, task.env))
-        run.step = writer.last_step()
         order.position = run.step * cfg.data.batch_size
         tracker.rewind(run.step)
         for step in run.steps():
             with tracker.phase("gen"):
                 drawn = order.position
                 prompts = [task.prompts[i] for i in order.next()]
-                # With seeds: a run that goes on, or an engine that is replaced, would begin the engine's stream of
-                # random numbers anew, and sample of the same prompts what it has sampled before.
-                played = await source.sample(prompts, cfg.rollout.n, sampling, seed=cfg.run.seed, drawn=drawn)
+                cluster.steps_before = step  # of one that is replaced
+                played = await source.sample(prompts, cfg.rollout.n, sampling, seed=seed, drawn=drawn)
                 groups = [with_branches(group) for group in played]
             await writer.write(step, groups, temperature=sampling.temperature)
             show(run, groups)

@@ -20,7 +20,7 @@ from posttrain.data.parquet import (
     sft_row,
     write_rows,
 )
-from posttrain.data.schema import Conversation, RlhfRow, RowError, SftRow, parse_row
+from posttrain.data.schema import Conversation, RlhfRow, RowError, SftRow, parse_row, typed_messages
 
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 Row = dict[str, Any]
@@ -165,6 +165,16 @@ def test_the_nearest_tool_is_named() -> None:
 
 
 # ---------------------------------------------------------------------- shapes of others
+
+
+def test_weights_of_messages_are_openai_s_name_of_train() -> None:
+    messages = [user(), {**assistant(), "weight": 0}, user(), {**assistant(), "weight": 1.0}, user(), assistant()]
+    given = typed_messages(parse_row(SftRow, sft(*messages)).messages, "messages")
+    assert [message.get("train") for message in given[1::2]] == [False, True, None]
+    both = parse_row(SftRow, sft(user(), {**assistant(), "weight": 0, "train": True})).messages
+    assert typed_messages(both, "messages")[1]["train"] is True
+    with pytest.raises(RowError, match=r"messages\.1\.weight"):
+        parse_row(SftRow, sft(user(), {**assistant(), "weight": 0.5}))
 
 
 def test_typed_content_lists() -> None:

@@ -143,3 +143,15 @@ def test_importing_an_engine_ahead_leaves_a_missing_package_for_its_start_to_rep
     )
     start.import_engine("sglang")
     assert imported == ["ours", "json.tool"]
+
+
+def test_engines_that_sample_after_others_draw_other_numbers():
+    specs = [
+        replace(engine_spec(), replica=replica, steps_before=steps, seed=seed)
+        for seed in range(3)
+        for replica in range(4)
+        for steps in range(5)
+    ]
+    streams = {one.stream for one in specs}
+    assert len(streams) == len(specs)
+    assert all(0 <= stream < 2**31 for stream in streams)

@@ -18,6 +18,7 @@ from posttrain.envs.opening import World, open_world
 from posttrain.envs.play import SessionPlayer
 from posttrain.rewards.compose import Rewarder, own_verdict
 from posttrain.rewards.grade import GraderPool
+from posttrain.rl.metrics import rollout_metrics
 from posttrain.rollout.agents import AgentHost
 from posttrain.rollout.episode import Episode
 from posttrain.rollout.pool import SamplerPool
@@ -75,6 +76,18 @@ async def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
         expected += env.deltas.ids([user(reply)]) if reply else []
     assert trajectory.tokens.tolist() == expected
     assert trajectory.loss_mask.sum() == sum(len(tokens(t)) + 1 for t in "abc")
+
+
+async def test_episodes_that_begin_with_more_than_the_model_may_read_are_counted():
+    class Long(Echo):
+        async def reset(self, task, seed):
+            await super().reset(task, seed)
+            return [*task.messages, user("word " * (500 if task.index == 1 else 1))]
+
+    source = TrajectorySource(SamplerPool([ScriptedSampler(*"aaa")]), playing(Long, max_turns=5, max_prompt_tokens=400))
+    groups = await source.sample([gsm8k_prompt(index=i) for i in range(2)], 1)
+    assert [t.stop_reason for (t,) in groups] == ["stop", "prompt_too_long"]
+    assert rollout_metrics(groups, source)["rollout/prompts_too_long"] == 1
 
 
 async def test_an_environment_may_change_its_task():
