@@ -14,11 +14,11 @@ from posttrain.config import Config
 from posttrain.core.errors import ConfigError, DeadlineError, RunError, WorkerError
 from posttrain.core.files import replacing
 from posttrain.core.registry import some
-from posttrain.models.load import ModelSource, digest
+from posttrain.models.load import ModelSource, digest, locate
 from posttrain.runs import probe
 from posttrain.runs.checkpoints import RunCheckpoints, check_disk_space
 from posttrain.runs.early_stop import EarlyStop
-from posttrain.runs.run import RunDir, StopSignal
+from posttrain.runs.run import RunDir, StopSignal, weights_of
 from posttrain.tracking.metrics import read_metrics
 from posttrain.tracking.report.background import Reporter
 from posttrain.tracking.tracker import Tracker
@@ -69,8 +69,9 @@ class TrainingRun:
         self.early_stop = EarlyStop(early_stop.patience, early_stop.min_delta)
         self.checkpoints = RunCheckpoints(self.cfg, self.folder.checkpoints, self.source, self.tracker)
         # Of `run:NAME` another checkpoint may be the newest when this run is resumed.
-        manifests = self.source.manifests if self.cfg.needs_first_weights else []
-        self.base = {str(file.parent): digest(file) for file in manifests}
+        self.base = _digests(self.source) if self.cfg.needs_first_weights else {}
+        teacher = self.cfg.algo.teacher if self.cfg.command == "rl" else ""
+        self.teacher = _digests(locate(weights_of(self.cfg.run.dir, teacher, "algo.teacher"))) if teacher else {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -101,7 +102,7 @@ class TrainingRun:
 
         Raises:
             ConfigError: the disk cannot hold a checkpoint, the checkpoint lacks one of ``models``, or it belongs to
-                other weights than those that `model.path` stands for now.
+                other weights than those that `model.path`, or `algo.teacher`, stands for now.
         """
         if (warning := check_disk_space(self.cfg, self.folder.checkpoints, models)) is not None:
             self.tracker.note(f"warning: {warning}")
@@ -136,13 +137,11 @@ class TrainingRun:
                     f"{found.path} has no {name}", hint="it was made by an algorithm without one: start from its model"
                 )
         meta = found.read("meta.json")
-        base = meta.get("base", self.base)
-        if list(base.values()) != list(self.base.values()):
-            raise ConfigError(
-                f"{found.path} belongs to the weights that were in {some(list(base))}, and model.path = "
-                f"{self.cfg.model.path!r} now stands for {some(list(self.base))}, which holds others",
-                hint="put them back, as the newest checkpoint of that run; or start again with --overwrite",
-            )
+        if self.cfg.needs_first_weights:
+            _check_unchanged(found, "model.path", self.cfg.model.path, meta.get("base"), self.base)
+        teacher, own = self.cfg.algo.teacher, found.path.parent == self.folder.checkpoints
+        if own and meta.get("teacher") and meta["config"]["algo"]["teacher"] == teacher:
+            _check_unchanged(found, "algo.teacher", teacher, meta["teacher"], self.teacher)
         for name, group in models.items():
             await group.load(str(found.path / name))
             await group.check_finite(f"the run does not go on from {found.path}: remove that folder")
@@ -268,7 +267,7 @@ class TrainingRun:
             return
         with self.tracker.phase("save"):
             meta = {"step": step, "config": self.cfg.model_dump(mode="json"), "versions": self.folder.versions}
-            meta |= {"world_size": len(models["actor"].actors), "base": self.base}
+            meta |= {"world_size": len(models["actor"].actors), "base": self.base, "teacher": self.teacher}
             meta |= {"skipped_steps": self.skipped_steps, "early_stop": self.early_stop.state()}
             meta["metrics"] = None if metrics is None else {name: float(value) for name, value in metrics.items()}
             consequence = f"step {step} is not saved, {self._last_sound()}"
@@ -303,6 +302,24 @@ class TrainingRun:
         """Raise ``Interrupted`` where the user stopped the run before its last step."""
         if self.step < self.total_steps and not self.early_stop.reached:
             raise self.stop.interrupted(f"step {self.step} of {self.total_steps}")
+
+
+def _digests(source: ModelSource) -> dict[str, str]:
+    """Return the digest of each checkpoint of ours that a model's weights come from, by its folder."""
+    return {str(file.parent): digest(file) for file in source.manifests}
+
+
+def _check_unchanged(
+    found: Checkpoint, key: str, path: str, before: Mapping[str, str] | None, now: Mapping[str, str]
+) -> None:
+    """Raise ``ConfigError`` where ``path``, the value of ``key``, stands for other weights than ``before``, when the
+    checkpoint was made. That says nothing where the run had no use for them, or is of a version that kept none."""
+    if before and list(before.values()) != list(now.values()):
+        raise ConfigError(
+            f"{found.path} belongs to the weights that were in {some(list(before))}, and {key} = {path!r} now stands "
+            f"for {some(list(now))}, which holds others",
+            hint="put them back, as the newest checkpoint of that run; or start again with --overwrite",
+        )
 
 
 def train(run: TrainingRun, loop: Loop) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from posttrain.cluster.actors import ActorHandle
 from posttrain.cluster.trainers import TrainerGroup
-from posttrain.config import TrainConfig
+from posttrain.config import Command, TrainConfig
 from posttrain.config.presets import resolve
 from posttrain.core.errors import ConfigError, DeadlineError, RunError, WorkerError
 from posttrain.data.pack import PackedBatch
@@ -81,9 +81,10 @@ def test_early_stop_waits_for_patience_and_min_delta() -> None:
 # ---------------------------------------------------------------------- stops and restarts
 
 
-def bare_run(tmp_path: Path, *sets: str) -> TrainingRun:
+def bare_run(tmp_path: Path, *sets: str, command: Command = "sft") -> TrainingRun:
     """A run without workers."""
-    resolved = resolve("sft", "tiny-multiturn", [f'run.dir="{tmp_path}"', "run.logger=[]", *sets], {"run.name": "r"})
+    preset = "tiny-multiturn" if command == "sft" else "tiny-arith"
+    resolved = resolve(command, preset, [f'run.dir="{tmp_path}"', "run.logger=[]", *sets], {"run.name": "r"})
     folder = RunTarget.find(resolved).open()
     source, tracker = ModelSource("builtin:tiny"), open_tracker(resolved.config, folder, 9)
     return TrainingRun(resolved.config, folder, source, tracker, StopSignal(), 9)
@@ -224,6 +225,43 @@ async def test_a_run_does_not_go_on_with_other_weights_under_its_adapter(tmp_pat
         await replace(begun, source=second)._load(saved, models)
     whole = resolve("sft", "tiny-multiturn", []).config
     assert replace(begun, source=second, cfg=whole).base == {}  # all weights are in its own checkpoint
+
+
+async def test_a_branch_may_begin_to_need_the_first_weights_or_no_longer_need_them(
+    tmp_path: Path, group: LocalGroup
+) -> None:
+    """As with `algo.kl_coef`, which a run that begins with another's checkpoint may change."""
+    place = checkpoint.commit(checkpoint.begin(tmp_path / "base", 1), 1, {}, keep=2).path
+    source = ModelSource("builtin:tiny", shards=str(place / "actor" / "model"))
+    without, with_reference = (bare_run(tmp_path / str(kl), f"algo.kl_coef={kl}", command="rl") for kl in (0.0, 0.1))
+    for before, after in ((without, with_reference), (with_reference, without)):
+        begun, models = replace(before, source=source), {"actor": group}
+        await begun.save(3, models, {})
+        await begun.checkpoints.settle()
+        await replace(after, source=source)._load(Checkpoint(begun.folder.checkpoints / "global_step_3", 3), models)
+
+
+async def test_a_run_does_not_go_on_with_another_teacher_of_the_same_name(tmp_path: Path, group: LocalGroup) -> None:
+    def taught(step: int) -> None:
+        made = checkpoint.begin(tmp_path / "teacher" / "checkpoints", step)
+        for folder in ("model", "huggingface"):
+            (made / "actor" / folder).mkdir(parents=True)
+        (made / "actor" / "huggingface" / "config.json").write_text("{}")
+        checkpoint.commit(made, step, {}, keep=2)
+
+    taught(1)
+    (tmp_path / "teacher" / "run.json").write_text("{}")
+    run = bare_run(tmp_path, "algo.advantage=distill", "algo.teacher='run:teacher'", command="rl")
+    models = {"actor": group}
+    await run.save(3, models, {})
+    await run.checkpoints.settle()
+    saved = Checkpoint(run.folder.checkpoints / "global_step_3", 3)
+    await run._load(saved, models)
+    taught(2)
+    with pytest.raises(ConfigError, match=r"weights that were in .*step_1, and algo.teacher = 'run:teacher' now .*_2"):
+        await replace(run)._load(saved, models)
+    branch = replace(run, folder=replace(run.folder, path=tmp_path / "branch"))  # takes what it is given
+    await branch._load(saved, models)
 
 
 def test_rejects_full_disk_before_the_first_step(tmp_path: Path) -> None:
