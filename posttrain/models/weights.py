@@ -63,9 +63,29 @@ def load_weights(
         ModelError: a weight is missing, of another shape or not finite, or a file cannot be read.
     """
     parameters = {n: p for n, p in lora.base_names(dict(model.named_parameters())).items() if n not in leave}
-    _load(model, parameters, source, seed, shards.reader(source.shards) if source.shards else None)
+    read = shards.reader(source.shards) if source.shards else None
+    if source.adapters and any(parameter.dtype != torch.float32 for parameter in parameters.values()):
+        # A weight is rounded once, with its adapters, as in ``stream``.
+        for chunk in _chunks(parameters):
+            exact = {name: torch.empty_like(p, dtype=torch.float32) for name, p in chunk.items()}
+            _load(model, exact, source, seed, read)
+            for name, parameter in chunk.items():
+                held(parameter)[0].copy_(held(exact[name])[0])
+    else:
+        _load(model, parameters, source, seed, read)
     for parameter, value in lora.initial(model, seed):
         copy_held(parameter, value)
+
+
+def _chunks(parameters: Mapping[str, Tensor], chunk_bytes: int = 1 << 30) -> Iterator[dict[str, Tensor]]:
+    """Yield the parameters in parts that take so many bytes in float32, or are one parameter."""
+    chunk: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if chunk and 4 * sum(map(torch.numel, (*chunk.values(), parameter))) > chunk_bytes:
+            yield chunk
+            chunk = {}
+        chunk[name] = parameter
+    yield chunk
 
 
 def stream(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import peft
 import pytest
@@ -23,7 +24,7 @@ from transformers import (
 from posttrain.config import Config, LoraConfig
 from posttrain.core.errors import ConfigError, ModelError
 from posttrain.merge_ckpt import run as merge_ckpt
-from posttrain.models import lora
+from posttrain.models import lora, weights
 from posttrain.models.attention import Ragged
 from posttrain.models.attention_kernels import choose
 from posttrain.models.builtin import create_builtin
@@ -357,6 +358,15 @@ def test_what_is_loaded_is_base_and_adapter(tmp_path):
     load_weights(trainer, source, 99)
     assert_same_weights(state(trainer), merged, rtol=0, atol=0)
     assert locate(str(tmp_path / "actor" / "adapter")) == source
+
+
+def test_weights_in_bfloat16_are_rounded_once_with_their_adapter(tmp_path, monkeypatch):
+    """As `merge-ckpt` rounds them: added to a rounded base, a quarter of them came out otherwise."""
+    monkeypatch.setattr(weights, "_chunks", partial(weights._chunks, chunk_bytes=1 << 20))
+    model = adapted(shaken=True)
+    merged = {name: weight.bfloat16() for name, weight in lora.whole_weights(model)}
+    source = locate(str(written(model, tmp_path)))
+    assert_same_weights(state(load_model(source, dtype=torch.bfloat16)), merged, rtol=0, atol=0)
 
 
 def test_an_adapter_on_an_adapter(tmp_path, folders):
