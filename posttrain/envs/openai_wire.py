@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -96,6 +97,16 @@ def _calls(message: Message) -> list[dict[str, Any]]:
         }
         for call in message.get("tool_calls", ())
     ]
+
+
+def _turn_of(messages: list[dict[str, Any]], call_id: str) -> dict[str, Any] | None:
+    """Return the last turn if a call is of it though results stand between: clients that go through the calls of a turn
+    one by one put each result behind its call. Ids of calls say which turn they are of (``TokenSession.sampled``)."""
+    of_turn = re.match(r"call_\d+_(?=\d+$)", call_id)
+    turn = next((message for message in reversed(messages) if message["role"] != "tool"), None)
+    if of_turn is None or turn is None or not (calls := turn.get("tool_calls")):
+        return None
+    return turn if str(calls[-1]["id"]).startswith(of_turn[0]) else None
 
 
 def _error(refused: Refused) -> dict[str, Any]:
@@ -225,9 +236,11 @@ class ResponsesWire:
             messages.append({"role": role, "content": texts(item["content"], _TEXT)})
         elif kind == "function_call":
             function = {"name": item["name"], "arguments": read_json(item["arguments"], "arguments")}
-            if not goes_on:
-                messages.append({"role": "assistant", "content": ""})
-            calls = messages[-1].setdefault("tool_calls", [])
+            turn = messages[-1] if goes_on else _turn_of(messages, item["call_id"])
+            if turn is None:
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            calls = turn.setdefault("tool_calls", [])
             calls.append({"id": item["call_id"], "type": "function", "function": function})
         elif kind == "function_call_output":
             content = texts(item["output"], _TEXT)

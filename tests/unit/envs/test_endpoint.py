@@ -383,7 +383,7 @@ async def test_the_openai_client_plays_a_conversation_with_tools_as_one_branch()
 async def test_the_openai_client_plays_responses_as_one_branch():
     openai = pytest.importorskip("openai")
     flat = {"type": "function", **FUNCTION, "strict": False}
-    async with serving("first " + call("a"), call("b"), "done") as served:
+    async with serving("first " + call("a"), call("b") + call("c"), "done") as served:
         client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="unused")
         items = [{"role": "user", "content": "hi"}]
         for stream in (False, True):
@@ -397,13 +397,13 @@ async def test_the_openai_client_plays_responses_as_one_branch():
                 response = await client.responses.create(**given)
             for item in response.output:
                 items.append(item.model_dump(exclude_none=True, exclude={"parsed_arguments"}))
-                if item.type == "function_call":
+                if item.type == "function_call":  # the result behind its call, and not behind all calls of the turn
                     items.append({"type": "function_call_output", "call_id": item.call_id, "output": "said"})
         response = await client.responses.create(**given | {"input": items})
         assert response.output_text == "done"
         await client.close()
         assert (len(served.branches), served.agent.session.unmatched) == (1, 0)
-        assert trained(served.branches[0]) == sampled("first " + call("a"), call("b"), "done")
+        assert trained(served.branches[0]) == sampled("first " + call("a"), call("b") + call("c"), "done")
 
 
 async def test_the_anthropic_client_plays_a_conversation_with_tools_as_one_branch():
