@@ -89,7 +89,7 @@ class Endpoint:
                 response = await self._client.post(self.url, json=body)
         except TimeoutError as error:
             raise _Failed(f"no answer within {self._deadline_s:g} s", retry=True) from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # also an answer that is no gzip, as its header says it is
             raise _Failed(self.excerpt(f"{type(error).__name__}: {error}"), retry=True) from error
         if not response.is_success:
             raise self._refusal(response)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ class RemoteGenerator:
     def __init__(self, cfg: ServerConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
         self.cfg, self._tokenizer, self._stops = cfg, tokenizer, list(stop_token_ids)
         self._end = end_of_turn(tokenizer)
+        self._last = max(tokenizer.get_vocab().values())
         self._base = http_url(cfg.url, what=f"{_KEY}.url", example="http://127.0.0.1:8000/v1")
         self._secret = api_key(cfg.api_key_env, what=f"{_KEY}.api_key_env")
         self._endpoint = Endpoint(
@@ -99,7 +101,7 @@ class RemoteGenerator:
             return self._sample(choice)
         except Unanswered as error:
             raise RunError(str(error)) from error
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             excerpt = self._endpoint.excerpt(response.text)
             raise RunError(f"{self._endpoint.where}: not a completion: {excerpt}") from error
 
@@ -110,8 +112,13 @@ class RemoteGenerator:
         reason: FinishReason = told
         ids = choice.get("token_ids")
         if ids is None:
-            ids = self._tokenizer(str(choice["text"]), add_special_tokens=False)["input_ids"]
-        ids = [int(i) for i in ids]
+            ids = self._tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
+        ids = [operator.index(i) for i in ids]
+        if unknown := next((i for i in ids if not 0 <= i <= self._last), None):
+            raise RunError(
+                f"{self._endpoint.where} gave token {unknown}, and the last one of the tokenizer of model.path is "
+                f"{self._last}: is model.path the model that is served?"
+            )
         if reason == "stop" and (not ids or ids[-1] not in self._stops):
             token = choice.get("stop_reason")
             ids.append(token if token in self._stops else self._end)

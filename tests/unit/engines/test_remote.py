@@ -96,6 +96,13 @@ async def test_a_base_models_turn_ends_as_its_chat_template_ends_turns():
         ((200, {}, '{"choices": [{"text": "x"}]}'), "not a completion"),
         (choice("Yes", "abort", token_ids=[9]), "ended a request with finish_reason = 'abort'"),
         (choice("Yes", None, token_ids=[9]), "ended a request with finish_reason = None"),
+        (choice(None), "not a completion"),
+        (choice("Yes", token_ids=[9.5]), "not a completion"),
+        (choice("Yes", token_ids=[9, 10**30]), f"gave token {10**30}, and the last one of the tokenizer of model.path"),
+        (choice("Yes", token_ids=[9, -1]), "gave token -1"),
+        (choice("Yes", token_ids=[9, 151_645]), "is model.path the model that is served?"),
+        ((200, {}, "[" * 100_000), "not a completion: [[["),
+        ((200, {"Content-Encoding": "gzip"}, "no gzip"), "/v1/completions: DecodingError"),
     ],
 )
 async def test_an_answer_that_is_none_fails_that_request(answer, message):
