@@ -6,15 +6,18 @@ import contextlib
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any, Literal
 
 import psutil
 
 _DYING_S = 5.0
 """Longest wait for a killed process. One that the kernel does not let die is left behind."""
+_spawning = threading.Lock()
 
 
 class ChildProcess:
@@ -44,7 +47,8 @@ class ChildProcess:
         # Until the process ignores Ctrl-C by itself, it inherits a mask that holds it back.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self._process.start()
+            with _no_main() if method == "spawn" else contextlib.nullcontext():
+                self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
@@ -88,6 +92,19 @@ def kill_descendants(pid: int) -> None:
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Hide the program's main module while a process is spawned, which would import it: a script that calls
+    ``posttrain`` without ``if __name__ == "__main__"`` would run once more in each process, runs and all."""
+    with _spawning:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def _begin(body: Callable[..., None], pipe: Connection, *arguments: Any) -> None:

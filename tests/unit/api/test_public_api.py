@@ -175,6 +175,26 @@ async def test_prep_and_eval_run_under_an_event_loop(tmp_path: Path) -> None:
     assert "#### 8" in failures.read_text()
 
 
+def test_processes_of_a_call_do_not_run_the_script_again(tmp_path: Path) -> None:
+    """Graders are other processes, and a script as docs/python-api.md has it guards no call."""
+    row = {"data_source": "mine", "prompt": [], "reward_model": {"ground_truth": "7"}, "responses": ["7", "8"]}
+    write_rows(tmp_path / "responses.parquet", [row])
+    (tmp_path / "reward.py").write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+                                        "    return float(solution_str == ground_truth)\n")  # fmt: skip
+    (tmp_path / "script.py").write_text(
+        "import posttrain\n"
+        "open('started', 'a').write('x')\n"
+        "found = posttrain.run_eval('responses.parquet', {'reward.function': 'reward.py:score'}, console='quiet')\n"
+        "print(found.scores['pass@1'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("0.5\n", "")
+    assert (tmp_path / "started").read_text() == "x"
+
+
 # ---------------------------------------------------------------------- load_run
 
 
