@@ -24,7 +24,7 @@ from posttrain import __version__
 from posttrain.cluster.cluster import Cluster
 from posttrain.config.presets import Resolved
 from posttrain.config.writing import flatten_config
-from posttrain.core.errors import DataError, RunError
+from posttrain.core.errors import ConfigError, DataError, RunError
 from posttrain.core.files import refuse_inputs
 from posttrain.core.registry import load_plugins
 from posttrain.engines.remote import open_server
@@ -154,7 +154,9 @@ def run(resolved: Resolved, *, reuse: bool = False) -> Path:
 
 
 def output_of(cfg: Config) -> Path:
-    """The file that is written."""
+    """The file that is written. Raises ``ConfigError`` where neither it nor the run has a name."""
+    if not cfg.generate.out and not cfg.run.name:
+        raise ConfigError("run.name = '' is not a folder name", hint="give one with --name NAME, or --out FILE")
     return Path(cfg.generate.out or Path(cfg.run.dir) / cfg.run.name / "responses.parquet")
 
 
@@ -228,13 +230,20 @@ async def _generate(
         await closing.enter_async_context(window)
         tracker.watch(window.in_flight)
         with tracker.phase("gen"):
-            await _play(window, pool, recorder, stop)
+            await _play(window, pool, recorder, stop, begun=bool(parts.done.any()))
     if not parts.done.all():
         raise stop.interrupted(f"{parts.done.sum():,} of {len(parts.done):,} prompts")
 
 
-async def _play(window: Window, pool: SamplerPool, recorder: Recorder, stop: StopSignal) -> None:
-    """Hand what the window plays to the recorder, until all is done or somebody asks to stop."""
+async def _play(window: Window, pool: SamplerPool, recorder: Recorder, stop: StopSignal, *, begun: bool = True) -> None:
+    """Hand what the window plays to the recorder, until all is done or somebody asks to stop.
+
+    Args:
+        begun: there are rows from before.
+
+    Raises:
+        RunError: many episodes failed in a row, or all of a run that has not one row.
+    """
     held: list[list[Trajectory]] = []  # failed groups, until a success shows that the trouble is theirs
     while not window.over and not stop.requested:
         for group in await window.finished(_LOOK_S):
@@ -244,15 +253,21 @@ async def _play(window: Window, pool: SamplerPool, recorder: Recorder, stop: Sto
             held.append(group)
             if any(t.error is None for t in group):
                 recorder.add(held)
-                held = []
+                held, begun = [], True
             elif len(held) >= _MOST_GROUPS and sum(map(len, held)) >= _MOST_FAILED:
                 raise RunError(
                     f"the last {sum(map(len, held))} episodes failed, the last with: {failure}",
                     hint="rows before them are kept; when the cause is gone, the same command goes on from there",
                 )
         await recorder.write_if_due()
-    if not stop.requested:
-        recorder.add(held)
+    if stop.requested:
+        return
+    if held and not begun:
+        raise RunError(
+            f"all {sum(map(len, held))} episodes failed, the last with: {failure}",
+            hint="nothing is written; when the cause is gone, give the same command again",
+        )
+    recorder.add(held)
 
 
 def _missing(tasks: Tasks, parts: ResponseParts) -> Iterator[Prompt]:

@@ -341,6 +341,22 @@ def test_a_server_that_goes_away_stops_the_run_and_what_was_done_is_kept(data, t
     assert pq.read_table(out).equals(pq.read_table(tmp_path / "calm.parquet"))
 
 
+def test_a_run_of_which_every_episode_fails_leaves_no_file_to_grade(data, tmp_path):
+    """`eval` would take it for sampled, and never ask the server again."""
+    out = tmp_path / "out.parquet"
+    ill = serve(lambda nth, body: (500, {}, "I am ill"))
+    with ill as endpoint, pytest.raises(RunError, match=r"all 12 episodes failed, the last with: .*I am ill"):
+        sampled(endpoint.url, data, out)
+    assert not out.exists()
+    with serve() as endpoint:
+        assert pq.read_table(sampled(endpoint.url, data, out))["errors"].to_pylist() == [[None, None]] * 6
+
+
+def test_a_run_without_a_name_has_no_file(data):
+    with pytest.raises(ConfigError, match=r"run\.name = '' is not a folder name"):
+        generate.run(resolve("generate", {}, flags={"model.path": "builtin:tiny", "generate.data": str(data)}))
+
+
 async def test_one_prompt_that_always_fails_stops_no_run_however_many_answers_it_has():
     class Played:
         def __init__(self, *outcomes):

@@ -262,8 +262,8 @@ def test_an_agent_that_fails_is_a_row_with_its_reason(data, agents, tmp_path):
         report = evaluate(out, [1])
         assert (report.overall["pass@1"], report.overall["generation_errors"]) == (1.0, 1)
         # A server gives no log-probabilities: an agent that asks for them is told so.
-        curious = sampled(endpoint.url, tmp_path / "b.parquet", **more | {"rollout.agent": f"{agents}:curious"})
-    assert all("400" in row["errors"][0] for row in pq.read_table(curious).to_pylist())
+        with pytest.raises(RunError, match=r"all 4 episodes failed, the last with: .*400 Bad Request"):
+            sampled(endpoint.url, tmp_path / "b.parquet", **more | {"rollout.agent": f"{agents}:curious"})
 
 
 def test_ctrl_c_ends_agents_and_their_rows_are_sampled_later(data, agents, tmp_path):
