@@ -210,6 +210,7 @@ def append_columns(
     *,
     rows_at_once: int = _BATCH,
     metadata: Mapping[bytes, bytes] | None = None,
+    without: Sequence[str] = (),
 ) -> None:
     """Write the first ``count`` rows of ``source`` with columns added or replaced, some rows at a time: the file is
     there whole or not at all.
@@ -219,6 +220,7 @@ def append_columns(
         schema: of the new columns.
         rows_at_once: at most.
         metadata: more of it, for the whole file.
+        without: columns of ``source`` that are left out.
 
     Raises:
         DataError: ``source`` cannot be read, or its rows do not go with the new columns.
@@ -228,7 +230,7 @@ def append_columns(
     import pyarrow.parquet as pq
 
     file = open_parquet(source, ())
-    kept = [field for field in file.schema_arrow if field.name not in schema.names]
+    kept = [field for field in file.schema_arrow if field.name not in (*schema.names, *without)]
     whole = pa.schema([*kept, *schema], {**(file.schema_arrow.metadata or {}), **(metadata or {})})
     # pandas' own account of the columns would be of the old ones.
     whole = whole.with_metadata({key: value for key, value in whole.metadata.items() if key != b"pandas"})

@@ -53,6 +53,7 @@ TOOL_IMAGES = "tool_images"
 """Column of the images that tools gave, in the order in which the conversations name them after the prompt's."""
 BRANCHES = "branches"
 """Column of the further branches of an agent's episodes."""
+_FURTHER = (*VERDICTS, TOOL_IMAGES, BRANCHES)
 
 Row = tuple[int, Sequence["Trajectory"]]
 """A prompt's row number, and its episodes."""
@@ -294,6 +295,7 @@ class ResponseParts:
         append_columns(
             data, out, count, lambda start, stop: self._rows(start, stop, tables), schema,
             rows_at_once=rows_at_once, metadata={KEY: json.dumps(self.manifest).encode()},
+            without=_FURTHER,  # those of the responses that prompts came with: `eval` would take them for these ones'
         )  # fmt: skip
         self.remove()
 

@@ -244,6 +244,16 @@ def test_an_agent_plays_rows_and_those_without_its_reward_are_graded(data, agent
     assert {text for row in pq.read_table(last).to_pylist() for text in row["branches"]} == {"[]"}
 
 
+def test_prompts_that_are_the_responses_of_an_agent_leave_it_their_scores(data, agents, tmp_path):
+    with serve() as endpoint:
+        more = {"rollout.agent": f"{agents}:branching", "generate.data": str(data)}
+        played = sampled(endpoint.url, tmp_path / "played.parquet", **more)
+        plain = sampled(endpoint.url, tmp_path / "plain.parquet", **{"generate.data": str(played)})
+    assert {"env_scores", "env_correct", "branches"}.isdisjoint(pq.read_schema(plain).names)
+    assert evaluate(played, [1]).overall["rewarded"] == 4
+    assert evaluate(plain, [1]).overall["rewarded"] == 0
+
+
 def test_an_agent_that_asks_twice_for_the_same_has_two_answers(data, agents, tmp_path):
     with serve() as endpoint:
         more = {"rollout.agent": f"{agents}:twice", "generate.data": str(data)}
