@@ -16,6 +16,7 @@ from posttrain.config.writing import flatten_config
 from posttrain.core.errors import ConfigError
 from posttrain.core.registry import nearest
 from posttrain.rollout.files import rollouts_folder
+from posttrain.runs.early_stop import EarlyStop
 from posttrain.train import checkpoint
 from posttrain.train.checkpoint import Checkpoint
 
@@ -123,23 +124,46 @@ def _harmful(changes: Mapping[str, str]) -> dict[str, str]:
     return {key: text for key, text in changes.items() if key not in MAY_CHANGE}
 
 
-def go_back(path: Path, start: Checkpoint, resolved: Resolved) -> tuple[str, ...]:
+def go_back(path: Path, state: Mapping[str, Any], start: Checkpoint, resolved: Resolved) -> tuple[str, ...]:
     """Return the changes against a run that is resumed by the path of its own checkpoint. Raises ``ConfigError`` unless
-    it is the last one: a run that resumed an earlier one would write the later ones again."""
+    it is the last one (a run that resumed an earlier one would write the later ones again), and as ``branch``."""
     newest, _ = checkpoint.newest(path / "checkpoints")
     if newest is not None and newest.step > start.step:
         raise ConfigError(
             f"run.resume = {str(start.path)!r}: run {path} has gone on to step {newest.step} since",
             hint="give --name NAME for a run that branches off there, or remove the later checkpoints",
         )
-    return branch(start, resolved)
+    if state.get("status") == "finished":
+        _check_not_stopped(start, resolved.config)
+    return _permitted(start, resolved)  # one that was killed as it stopped early has its end left to do
 
 
 def branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
     """Return the changes against the config of the checkpoint that a run starts from. Raises ``ConfigError`` where they
-    would make the result meaningless."""
+    would make the result meaningless, or leave nothing to train."""
     if start is None:
         return ()
+    _check_not_stopped(start, resolved.config)
+    return _permitted(start, resolved)
+
+
+def _check_not_stopped(start: Checkpoint, config: Config) -> None:
+    """Raise ``ConfigError`` where `train.early_stop` would end a run before its first step."""
+    given = config.train.early_stop
+    if given.patience is None:
+        return
+    stop = EarlyStop(given.patience, given.min_delta)
+    stop.restore(start.read("meta.json")["early_stop"])
+    if stop.reached:
+        raise ConfigError(
+            f"nothing is left to train: after step {start.step} val/loss has not fallen below {stop.best:.4f} (step "
+            f"{stop.best_step}) in {stop.without_better} validations, and train.early_stop.patience = {given.patience} "
+            "ends the run",
+            hint=f"give more than {stop.without_better}, or --set train.early_stop.patience=none",
+        )
+
+
+def _permitted(start: Checkpoint, resolved: Resolved) -> tuple[str, ...]:
     stored = _config_of(start)
     changes = _changes(stored, resolved.config)
     refused = {key: text for key, text in changes.items() if key.startswith(MUST_AGREE)}

@@ -203,7 +203,7 @@ class RunTarget:
                 )
             return _Found(False, branch(start, resolved))
         if start is not None and start.path.parent.resolve() == (path / "checkpoints").resolve():
-            return _Found(True, go_back(path, start, resolved))
+            return _Found(True, go_back(path, state, start, resolved))
         try:
             return _Found(True, tuple(check_resumable(path, state, resolved)))
         except ConfigError:

@@ -93,14 +93,20 @@ def test_process_on_another_host_keeps_its_run(tmp_path: Path) -> None:
 
 
 def with_checkpoints(
-    root: Path, *steps: int, sets: Sequence[str] = (), command: str = "sft", status: Status = "interrupted"
+    root: Path,
+    *steps: int,
+    sets: Sequence[str] = (),
+    command: str = "sft",
+    status: Status = "interrupted",
+    without_better: int = 0,
 ) -> RunDir:
     resolved = make(root, *sets, command=command)
     run = RunTarget.find(resolved).open()
     for step in steps:
         folder = checkpoint.begin(run.checkpoints, step)
         (folder / "weights").write_text(f"{step}")
-        meta = {"config": resolved.config.model_dump(mode="json")}
+        early_stop = {"best": 1.5, "best_step": 1, "without_better": without_better}
+        meta = {"config": resolved.config.model_dump(mode="json"), "early_stop": early_stop}
         checkpoint.commit(folder, step, {"meta.json": meta}, keep=9)
     run.finish(status)
     return run
@@ -122,6 +128,23 @@ def test_new_run_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None:
     assert again.resumed
     assert again.start is not None
     assert (again.start.step, again.changes) == (4, ())
+
+
+def test_a_run_that_stopped_early_is_trained_further_with_more_patience_only(tmp_path: Path) -> None:
+    """It would end before its first step: a run of another name would then be finished, and without a checkpoint."""
+    patience = ("data.val='x'", "train.val_every=1", "train.early_stop.patience=2")
+    run = with_checkpoints(tmp_path, 6, sets=patience, status="finished", without_better=2)
+    for name in ("a", "other"):
+        with pytest.raises(ConfigError, match=r"nothing is left to train: after step 6 .* 2 validations") as caught:
+            RunTarget.find(make(tmp_path, f'run.resume="{tmp_path}/a"', *patience, name=name))
+        assert "train.early_stop.patience=none" in str(caught.value.hint)
+        for more in ("3", "none"):
+            sets = (f'run.resume="{tmp_path}/a"', *patience[:2], f"train.early_stop.patience={more}")
+            RunTarget.find(make(tmp_path, *sets, name=name))
+    # Killed before it could say that it is finished: that is left to do.
+    file = run.path / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"status": "interrupted"}))
+    assert RunTarget.find(make(tmp_path, f'run.resume="{tmp_path}/a"', *patience)).open().resumed
 
 
 @pytest.mark.parametrize(
