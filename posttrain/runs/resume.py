@@ -149,18 +149,23 @@ def branch(start: Checkpoint | None, resolved: Resolved) -> tuple[str, ...]:
 
 def _check_not_stopped(start: Checkpoint, config: Config) -> None:
     """Raise ``ConfigError`` where `train.early_stop` would end a run before its first step."""
-    given = config.train.early_stop
-    if given.patience is None:
-        return
-    stop = EarlyStop(given.patience, given.min_delta)
-    stop.restore(start.read("meta.json")["early_stop"])
-    if stop.reached:
+    if config.train.early_stop.patience is not None and (stop := early_stop_after(start, config)).reached:
         raise ConfigError(
             f"nothing is left to train: after step {start.step} val/loss has not fallen below {stop.best:.4f} (step "
-            f"{stop.best_step}) in {stop.without_better} validations, and train.early_stop.patience = {given.patience} "
+            f"{stop.best_step}) in {stop.without_better} validations, and train.early_stop.patience = {stop.patience} "
             "ends the run",
             hint=f"give more than {stop.without_better}, or --set train.early_stop.patience=none",
         )
+
+
+def early_stop_after(found: Checkpoint, config: Config) -> EarlyStop:
+    """Return `train.early_stop` as a run has it that goes on from a checkpoint. It begins anew where the checkpoint was
+    validated on other data: losses of two sets do not compare."""
+    stop = EarlyStop(config.train.early_stop.patience, config.train.early_stop.min_delta)
+    meta = found.read("meta.json")
+    if meta["config"]["data"]["val"] == config.data.val:
+        stop.restore(meta["early_stop"])
+    return stop
 
 
 def _permitted(start: Checkpoint, resolved: Resolved) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from posttrain.models.load import ModelSource, digest, locate
 from posttrain.runs import probe
 from posttrain.runs.checkpoints import RunCheckpoints, check_disk_space
 from posttrain.runs.early_stop import EarlyStop
+from posttrain.runs.resume import early_stop_after
 from posttrain.runs.run import RunDir, StopSignal, weights_of
 from posttrain.tracking.metrics import read_metrics
 from posttrain.tracking.report.background import Reporter
@@ -146,7 +147,7 @@ class TrainingRun:
             await group.load(str(found.path / name))
             await group.check_finite(f"the run does not go on from {found.path}: remove that folder")
         self.skipped_steps = int(meta["skipped_steps"])
-        self.early_stop.restore(meta["early_stop"])
+        self.early_stop = early_stop_after(found, self.cfg)
         if found.path.parent == self.folder.checkpoints:
             if not self.tracker.logged(found.step):
                 self.unlogged = meta.get("metrics")

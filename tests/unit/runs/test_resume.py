@@ -15,7 +15,7 @@ import pytest
 from posttrain.config.presets import Resolved, resolve
 from posttrain.core.errors import ConfigError, UserError
 from posttrain.launch import TrainingJob, dry_run
-from posttrain.runs.resume import play_changes
+from posttrain.runs.resume import early_stop_after, play_changes
 from posttrain.runs.run import RunDir, RunTarget, Status, StopSignal
 from posttrain.train import checkpoint
 
@@ -141,6 +141,11 @@ def test_a_run_that_stopped_early_is_trained_further_with_more_patience_only(tmp
         for more in ("3", "none"):
             sets = (f'run.resume="{tmp_path}/a"', *patience[:2], f"train.early_stop.patience={more}")
             RunTarget.find(make(tmp_path, *sets, name=name))
+        # Losses of two validation sets do not compare.
+        other = (f'run.resume="{tmp_path}/a"', "data.val='y'", *patience[1:])
+        start = RunTarget.find(make(tmp_path, *other, name=name)).start
+        assert start is not None
+        assert early_stop_after(start, make(tmp_path, *other).config).state()["best"] is None
     # Killed before it could say that it is finished: that is left to do.
     file = run.path / "run.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"status": "interrupted"}))
