@@ -131,7 +131,7 @@ class Cluster:
         self.groups: dict[str, PlacementGroup] = {}
         self._gpus: dict[str, list[tuple[str, str]]] = {}
         self.steps_before = 0
-        """Of the engines that are started from now on (``EngineSpec``)."""
+        """Steps that engines had sampled before those that are started from now on (``EngineSpec``)."""
         self.owns_ray = False
         self.context = ActorContext.of_driver(cfg.plugins, logs)
         self._head = Head()

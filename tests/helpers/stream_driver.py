@@ -98,4 +98,7 @@ def main(folder: Path, workers: int, world: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
+    # Tokenizing processes import what they are given from its module, and no program's main one.
+    from tests.helpers.stream_driver import main
+
     main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
