@@ -8,12 +8,10 @@ of what is imported. ``fork_worker.py`` is the other end.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from select import POLLIN, poll
@@ -23,13 +21,12 @@ import numpy as np
 
 from posttrain.cluster import fork_worker
 from posttrain.cluster.handover import (
+    ListeningProcess,
     accept_request,
     become,
     close_streams,
-    listen,
     ray_is_tried,
     read_request,
-    signals_blocked,
 )
 from posttrain.core.cycles import rare_cycle_search
 from posttrain.core.machines import nvidia_devices
@@ -58,13 +55,11 @@ def not_forked(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"runtime_env": environment | {"env_vars": variables}}
 
 
-class ForkServer:
-    """The driver's handle on the process. Requests can come before it starts. It ends with ``close``, and with the
-    driver."""
+class ForkServer(ListeningProcess):
+    """The driver's handle on the process. Workers go on without it, and end with their raylet."""
 
     def __init__(self) -> None:
-        self._listening, self.address = listen("posttrain-fork-", 128)
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__("posttrain-fork-", 128)
 
     def start(self, environment: dict[str, str], log: Path) -> None:
         """Start the process.
@@ -73,30 +68,9 @@ class ForkServer:
             environment: variables of its own.
             log: where it says why it ended early. Ray starts workers without it then.
         """
-        reads, self._lifeline = os.pipe()
-        own = (self._listening.fileno(), reads)
-        path = [os.path.abspath(folder) for folder in sys.path]
-        with signals_blocked(), log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(path), *map(str, own)],
-                # A process with threads cannot be forked, and OpenBLAS would start some.
-                env=os.environ | environment | {"OPENBLAS_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                pass_fds=own,
-            )
-        self._listening.close()
-        os.close(reads)
-
-    def close(self) -> None:
-        """End the process. Workers go on without it, and end with their raylet."""
-        self._listening.close()
-        if self._process is not None:
-            os.close(self._lifeline)
-            self._process.kill()
-            self._process.wait()
-        shutil.rmtree(os.path.dirname(self.address), ignore_errors=True)
+        with log.open("wb") as errors:
+            # A process with threads cannot be forked, and OpenBLAS would start some.
+            self.begin(_START, (), environment | {"OPENBLAS_NUM_THREADS": "1"}, errors)
 
 
 def main() -> None:

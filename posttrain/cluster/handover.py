@@ -11,13 +11,14 @@ import runpy
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from select import POLLHUP, poll
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
@@ -38,18 +39,66 @@ def ray_is_tried() -> bool:
     return sys.platform == "linux" and _TRIED.contains(metadata.version("ray"))
 
 
-def listen(prefix: str, backlog: int) -> tuple[socket.socket, str]:
-    """Return a socket that listens in a new folder of this user alone, and its path. Raises ``RunError``."""
-    folder = tempfile.mkdtemp(prefix=prefix)
-    listening, path = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"{folder}/socket"
-    try:
-        listening.bind(path)
-        listening.listen(backlog)
-    except OSError as error:
-        listening.close()
-        shutil.rmtree(folder)
-        raise RunError(f"no socket in the temporary folder: {error}: {path}", hint=SHORTER) from error
-    return listening, path
+class ListeningProcess:
+    """The driver's handle on a process that others ask at ``address``. It ends with ``close``, and with the driver.
+
+    Args:
+        prefix: of the name of the folder of its socket, which this user alone may enter.
+        backlog: most requests that wait. They can come before it starts.
+
+    Raises:
+        RunError: the temporary folder is too deep for a socket.
+    """
+
+    def __init__(self, prefix: str, backlog: int) -> None:
+        self._folder = tempfile.mkdtemp(prefix=prefix)
+        self.address = f"{self._folder}/socket"
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._listening.bind(self.address)
+            self._listening.listen(backlog)
+        except OSError as error:
+            self.close()
+            raise RunError(f"no socket in the temporary folder: {error}: {self.address}", hint=SHORTER) from error
+
+    def begin(
+        self, code: str, arguments: Sequence[str], environment: Mapping[str, str], errors: IO[bytes] | int
+    ) -> subprocess.Popen[bytes]:
+        """Start the process. It runs ``code`` with the import path, the socket, a file that is closed when the driver
+        has ended, and ``arguments`` as its arguments, and ignores Ctrl-C and the end of the terminal, as Ray's own do.
+
+        Args:
+            environment: variables of its own.
+            errors: where its stderr goes.
+        """
+        reads, self._lifeline = os.pipe()
+        own = (self._listening.fileno(), reads)
+        path = json.dumps([os.path.abspath(folder) for folder in sys.path])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code, path, *map(str, own), *arguments],
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=own,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(reads)
+        self._listening.close()
+        return self._process
+
+    def close(self) -> None:
+        """End the process."""
+        self._listening.close()
+        if self._process is not None:
+            os.close(self._lifeline)
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Request(NamedTuple):
@@ -109,16 +158,6 @@ def become(request: Request) -> None:
     sys.argv[:] = request.command
     sys.path.insert(0, os.path.dirname(program))
     runpy.run_path(program, run_name="__main__")
-
-
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Start a process that ignores Ctrl-C and the end of the terminal, as Ray's own do."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _hung_up(connection: socket.socket) -> bool:

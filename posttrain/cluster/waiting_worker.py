@@ -22,13 +22,12 @@ from typing import Any
 
 from posttrain.cluster.fork_worker import WAITING
 from posttrain.cluster.handover import (
+    ListeningProcess,
     accept_request,
     become,
     close_streams,
-    listen,
     ray_is_tried,
     read_request,
-    signals_blocked,
 )
 from posttrain.config import Config, EngineName
 from posttrain.core.machines import only_gpu
@@ -57,7 +56,7 @@ def begin_engines(cfg: Config) -> Iterator[None]:
         yield
     finally:
         while _waiting:
-            _waiting.pop().end()
+            _waiting.pop().close()
 
 
 def _begin(cfg: Config) -> None:
@@ -94,37 +93,20 @@ def taking(options: dict[str, Any], engine: EngineName, ahead: Sequence[AheadPro
     return options
 
 
-class _Waiting:
-    """The driver's handle on a process that waits. It ends with the driver."""
+class _Waiting(ListeningProcess):
+    """The driver's handle on a process that waits."""
 
     def __init__(self, engine: EngineName, ahead: Sequence[AheadProcess], variables: dict[str, str]) -> None:
+        super().__init__("posttrain-wait-", 1)
         self.engine = engine
         self.ahead = tuple(ahead)
         self.variables = variables
         self.taken = False
-        listening, self.address = listen("posttrain-wait-", 1)
-        reads, self._lifeline = os.pipe()
-        path = json.dumps([os.path.abspath(folder) for folder in sys.path])
         described = json.dumps([engine, [asdict(process) for process in ahead]])
-        with listening, signals_blocked():
-            own = (listening.fileno(), reads)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, path, *map(str, own), described],
-                env=os.environ | variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # what an import says it says again where it begins anew
-                pass_fds=own,
-            )
-        os.close(reads)
-        # A process that has ended must not look as if it were still there, though this one has begun it.
-        threading.Thread(target=self._process.wait, name="wait-for-worker", daemon=True).start()
-
-    def end(self) -> None:
-        os.close(self._lifeline)
-        self._process.kill()
-        self._process.wait()
-        shutil.rmtree(os.path.dirname(self.address), ignore_errors=True)
+        # What an import says on stderr it says again where the process begins anew.
+        process = self.begin(_START, (described,), variables, subprocess.DEVNULL)
+        # One that has ended must not look as if it were still there, though this process has begun it.
+        threading.Thread(target=process.wait, name="wait-for-worker", daemon=True).start()
 
 
 _waiting: list[_Waiting] = []

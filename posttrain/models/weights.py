@@ -66,7 +66,7 @@ def load_weights(
     read = shards.reader(source.shards) if source.shards else None
     if source.adapters and any(parameter.dtype != torch.float32 for parameter in parameters.values()):
         # A weight is rounded once, with its adapters, as in ``stream``.
-        for chunk in _chunks(parameters):
+        for chunk in _chunks(parameters.items()):
             exact = {name: torch.empty_like(p, dtype=torch.float32) for name, p in chunk.items()}
             _load(model, exact, source, seed, read)
             for name, parameter in chunk.items():
@@ -77,14 +77,19 @@ def load_weights(
         copy_held(parameter, value)
 
 
-def _chunks(parameters: Mapping[str, Tensor], chunk_bytes: int = 1 << 30) -> Iterator[dict[str, Tensor]]:
-    """Yield the parameters in parts that take so many bytes in float32, or are one parameter."""
+def _chunks(
+    parameters: Iterable[tuple[str, Tensor]], itemsize: int = 4, chunk_bytes: int = 256 << 20
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the parameters in parts of at most so many bytes, ``itemsize`` of them a value, or of one parameter."""
     chunk: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        if chunk and 4 * sum(map(torch.numel, (*chunk.values(), parameter))) > chunk_bytes:
+    size = 0
+    for name, parameter in parameters:
+        nbytes = parameter.numel() * itemsize
+        if chunk and size + nbytes > chunk_bytes:
             yield chunk
-            chunk = {}
+            chunk, size = {}, 0
         chunk[name] = parameter
+        size += nbytes
     yield chunk
 
 
@@ -95,7 +100,6 @@ def stream(
     dtype: torch.dtype,
     seed: int = 0,
     renamed: Mapping[str, str] | None = None,
-    chunk_bytes: int = 256 << 20,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole weight on the CPU) of each parameter of a model that stays on the meta device, in its order.
 
@@ -103,7 +107,6 @@ def stream(
         dtype: of the weights; adapters of ``source`` are added to them.
         seed: of a built-in model.
         renamed: parameter of the model -> its name in the source's shards, where the two differ.
-        chunk_bytes: so much is read at once, or one weight.
 
     Raises:
         ModelError: as ``load_weights``; or a weight is too large for ``dtype``.
@@ -113,7 +116,8 @@ def stream(
     # A weight is rounded once, with its adapters; and what float16 cannot hold is told from what is not finite.
     exact = torch.float32 if source.adapters or dtype == torch.float16 else dtype
 
-    def loaded() -> Iterator[tuple[str, Tensor]]:
+    for part in _chunks(model.named_parameters(), exact.itemsize):
+        chunk = {name: torch.empty(parameter.shape, dtype=exact) for name, parameter in part.items()}
         _load(model, {names.get(name, name): tensor for name, tensor in chunk.items()}, source, seed, read)
         while chunk:  # each is let go of before the next is asked for
             name = next(iter(chunk))
@@ -122,17 +126,6 @@ def stream(
                 kind = str(dtype).removeprefix("torch.")
                 raise ModelError(f"{name} has values that are too large for {kind}", hint="take bfloat16 or float32")
             yield name, weight
-
-    chunk: dict[str, Tensor] = {}
-    size = 0
-    for name, parameter in model.named_parameters():
-        nbytes = parameter.numel() * exact.itemsize
-        if chunk and size + nbytes > chunk_bytes:
-            yield from loaded()
-            size = 0
-        chunk[name] = torch.empty(parameter.shape, dtype=exact)
-        size += nbytes
-    yield from loaded()
 
 
 def as_stored(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

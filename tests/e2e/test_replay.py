@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from posttrain.cluster.cluster import local_ray
+from posttrain.cluster.samplers import RemoteSampler
 from posttrain.config.presets import resolve
 from posttrain.core.errors import Interrupted
 from posttrain.data.parquet import write_rows
@@ -208,9 +209,16 @@ def test_sampling_without_training(here, capsys):
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
 
 
-def test_sampling_that_goes_on_samples_what_it_had_not(here):
+def test_sampling_that_goes_on_samples_what_it_had_not(here, monkeypatch):
     """One epoch of the same prompts a step: the step after the stop is that of a run that was not stopped, and no copy
-    of the first."""
+    of the first. Engines are told how many steps were sampled before them, for those that look at no request's seed."""
+    before, start = [], RemoteSampler.start
+
+    async def started(sampler, spec, *args):
+        before.append(spec.steps_before)
+        await start(sampler, spec, *args)
+
+    monkeypatch.setattr(RemoteSampler, "start", started)
     sets = [*sampling(here), "data.batch_size=8", "train.epochs=2", "train.steps=2", "data.shuffle=false"]
     sets += ["rollout.batch_invariant=true"]
     whole, _ = run(here, "all-of-it", *sets, rollout__only=True)
@@ -221,6 +229,7 @@ def test_sampling_that_goes_on_samples_what_it_had_not(here):
     first, second = ([row["tokens"] for row in rows] for rows in recorded(folder).values())
     assert second == [row["tokens"] for row in recorded(whole)["step_000002.parquet"]]
     assert sum(map(list.__eq__, first, second)) < len(first) / 2
+    assert before == [0, 0, 1]
 
 
 @pytest.mark.slow
