@@ -208,6 +208,9 @@ def run(system: str, job: dict[str, Any], args: argparse.Namespace) -> dict[str,
     log, started = Path(job["out"]) / "log.txt", time.time()
     env = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= dict(pair.split("=", 1) for pair in getattr(args, f"{system}_env"))
+    if system == "verl":
+        env["VERL_USE_EXTERNAL_MODULES"] = "bench_peers_verl"
+        env["PYTHONPATH"] = os.pathsep.join([*filter(None, [env.get("PYTHONPATH")]), str(HERE)])
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     memory = Memory(process.pid, job["gpu"])
     lines: list[tuple[float, str]] = []

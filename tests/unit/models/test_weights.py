@@ -24,7 +24,7 @@ from posttrain.core.errors import ConfigError, ModelError
 from posttrain.models.attention_kernels import available, choose, needs
 from posttrain.models.load import ModelSource, build
 from posttrain.models.ulysses import check_heads
-from posttrain.models.weights import check_files, load_weights, materialize, stream
+from posttrain.models.weights import as_stored, check_files, load_weights, materialize, stream
 from posttrain.train.flops import model_flops
 
 CPU = torch.device("cpu")
@@ -67,6 +67,19 @@ def test_loads_the_weights_that_were_saved(kind, tmp_path):
         assert torch.equal(buffer, other), name
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == (kind == "tied")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_as_stored_are_those_of_the_files_and_take_one_pass_through_the_modules(kind, tmp_path, monkeypatch):
+    model = saved(kind, tmp_path)
+    files = {name: w for file in tmp_path.glob("*.safetensors") for name, w in load_file(file).items()}
+    weights, passes, pass_through = list(model.named_parameters()), [], model.named_modules
+    monkeypatch.setattr(model, "named_modules", lambda *args, **how: passes.append(1) or pass_through(*args, **how))
+    for _ in range(2):
+        sent = dict(as_stored(model, weights))
+        assert sent.keys() == files.keys()
+        assert all(torch.equal(sent[name], files[name]) for name in files)
+    assert len(passes) == 1  # of as many modules as a model with adapters has, one takes milliseconds
 
 
 def test_rejects_models_that_store_buffers(tmp_path):

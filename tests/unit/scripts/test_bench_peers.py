@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
@@ -54,6 +55,17 @@ def test_steps_are_read_from_verls_console(bench):
         {"step": 2, "at": 10.0, "seconds": 4.5, "rollout": 1.5, "logprobs": 0.25, "update": 2.0, "weights": 0.1,
          "reward": 0.25, "length": 31.5, "tokens": 4096.0, "calls": 0.5}
     ]  # fmt: skip
+
+
+def test_verls_attention_is_given_lengths_that_are_numbers(monkeypatch):
+    from transformers import modeling_flash_attention_utils as flash
+
+    monkeypatch.setattr(flash, "prepare_fa_kwargs_from_position_ids", flash.prepare_fa_kwargs_from_position_ids)
+    load("bench_peers_verl")
+    (offsets, _), lengths = flash.prepare_fa_kwargs_from_position_ids(torch.tensor([[0, 1, 2, 0, 1]]))
+    assert offsets.tolist() == [0, 3, 5]
+    assert lengths == (3, 3)
+    assert [type(length) for length in lengths] == [int, int]
 
 
 def test_the_table_has_medians_after_the_first_step_and_says_what_failed(bench):
