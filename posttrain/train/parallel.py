@@ -66,6 +66,8 @@ def parallelize(
             # The tokens of a micro-batch, its sequences and the longest of them are new nearly every time. Left to find
             # out, torch compiles for the first numbers, then again, and again in a later step when another one moves.
             forward = torch.compile(forward, dynamic=True)
+            if layer is layers[0]:
+                forward = partial(_with_gradient_of_input, forward)
         layer.forward = forward
     blocks = list(largest_list(seeing[0])) if seeing else []
     again = activation_checkpointing != "none" and any(p.requires_grad for block in blocks for p in block.parameters())
@@ -124,6 +126,14 @@ def largest_list(module: nn.Module) -> nn.ModuleList:
     if not lists:
         raise ModelError(f"no list of layers found in {type(module).__name__}")
     return max(lists, key=len)
+
+
+def _with_gradient_of_input(forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``forward`` of the first layer. Above frozen embeddings its input alone has no gradient, for which torch would
+    compile it by itself; one that nobody reads takes a fraction of a layer's backward pass."""
+    if torch.is_grad_enabled() and not hidden_states.requires_grad:
+        hidden_states = hidden_states.detach().requires_grad_()
+    return forward(hidden_states, *args, **kwargs)
 
 
 def _checkpointed(forward: Callable[..., Any], how: str, kept: frozenset[str]) -> Callable[..., Any]:

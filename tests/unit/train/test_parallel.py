@@ -7,14 +7,15 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from posttrain.config import TrainConfig
+from posttrain.config import LoraConfig, TrainConfig
 from posttrain.data.pack import PackedBatch
-from posttrain.models import attention_kernels
+from posttrain.models import attention_kernels, lora
 from posttrain.models.attention import Ragged
 from posttrain.models.attention_kernels import Kernel, choose
 from posttrain.models.experts import Mixture, RoutedTokens
 from posttrain.models.load import ModelSource, implementations
 from posttrain.models.prefixes import SharedPrefixes
+from posttrain.models.weights import materialize
 from posttrain.train import parallel
 from posttrain.train.model import PackedLM
 from posttrain.train.spec import LossSpec, WorkerSpec
@@ -146,6 +147,30 @@ def test_no_length_is_compiled_for(monkeypatch, name, checkpointing, batches):
         seen.append(counters["stats"]["unique_graphs"])
     assert seen[0] == seen[-1], f"graphs after each micro-batch: {seen}"
     assert not counters["graph_break"], dict(counters["graph_break"])
+
+
+def test_layers_with_adapters_share_their_graphs_above_frozen_embeddings(monkeypatch):
+    counters = torch._dynamo.utils.counters["stats"]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    found, graphs = [], []
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        lm = PackedLM(AutoModelForCausalLM.from_config(CONFIGS["qwen2"], **implementations(CONFIGS["qwen2"])))
+        lora.inject(lm.model, LoraConfig(rank=4), dtype=torch.float32)
+        materialize(lm, torch.device("cpu"))
+        for name, parameter in lm.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        parallel.parallelize(lm, None, dtype=torch.float32, activation_checkpointing="full", compiled=compiled)
+        lm(*batch([5, 9, 6], None), 1.0)[0].mean().backward()
+        found.append({name: p.grad for name, p in lm.named_parameters() if p.grad is not None})
+        graphs.append(counters["unique_graphs"])
+    assert graphs == [1, 0]
+    assert all(".lora_" in name for name in found[0])
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name])
 
 
 @pytest.mark.slow
