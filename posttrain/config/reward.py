@@ -52,7 +52,7 @@ class JudgeConfig(Section):
         "Think briefly, then end with one line: Score: N, where N is a whole number from 0 (wrong or useless) to 10."
     )
     """Prompt of the judge; `{conversation}`, `{response}`, `{question}` and `{ground_truth}` are replaced."""
-    pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
+    pattern: str = r"Score:[\s*]*(-?\d+(?:\.\d+)?)"
     """Regular expression for the score; the first group of its last match is the number."""
     scale: PositiveFactor = 10.0
     """Divisor of the number."""

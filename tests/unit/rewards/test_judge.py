@@ -58,6 +58,8 @@ async def test_no_key_no_header():
     ("answer", "values", "expected", "written"),
     [
         ("Score: 7", {}, 0.7, "7"),
+        ("**Score:** 7", {}, 0.7, "7"),
+        ("Score: **7**/10", {}, 0.7, "7"),
         ("It says Score: 10, I say Score: 3", {}, 0.3, "3"),
         ("Score:  -2.5", {}, -0.25, "-2.5"),
         ("Score: 4", {"scale": 5.0}, 0.8, "4"),
