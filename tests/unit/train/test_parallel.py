@@ -218,6 +218,7 @@ PADDED = choose("sdpa", torch.device("cpu"), torch.float32)
     [
         (KERNEL, ([5, 9, 30], [12]), {}, False),
         (KERNEL, ([5, 9, 30], [12]), {"gather_weights": "step", "param_dtype": "bfloat16"}, True),
+        (KERNEL, ([5, 9, 30], [12]), {"lora": {"rank": 4}}, True),
         # One group of each, as they are longer than 16 and at most 32.
         (PADDED, ([17, 20, 30, 32], [20] * 8), {}, False),
     ],
