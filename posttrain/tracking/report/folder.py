@@ -90,7 +90,7 @@ class RunFolder:
         return {
             "every": every,
             "steps": [part[-1]["step"] for part in parts],
-            "values": {name: [_mean([row[name] for row in part if name in row]) for part in parts] for name in names},
+            "values": {name: [_point(name, part) for part in parts] for name in names},
         }
 
     def settings(self) -> dict[str, list[Any]]:
@@ -124,6 +124,15 @@ def groups_of(folders: Sequence[RunFolder]) -> list[int]:
             settings.append(folder.setting)
         numbers.append(settings.index(folder.setting))
     return numbers
+
+
+def _point(name: str, part: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the mean of a metric over the steps that have it. A phase took 0 seconds in the others, which count: the
+    page adds seconds up."""
+    values = [row[name] for row in part if name in row]
+    if name.startswith("timing_s/") and values:
+        values += [0.0] * (len(part) - len(values))
+    return _mean(values)
 
 
 def _mean(values: Sequence[Any]) -> float | None:

@@ -280,6 +280,17 @@ def test_a_thumbnail_has_nothing_but_the_picture() -> None:
     assert len(made.table[0]) < 3000
 
 
+def test_seconds_of_rare_phases_add_up_where_a_point_is_the_mean_of_several_steps(tmp_path: Path) -> None:
+    rows = [{"step": step, "val/loss": 2.0, "timing_s/save": 30.0} if step % 100 == 0 else {"step": step}
+            for step in range(1, 3001)]  # fmt: skip
+    curves = RunFolder(tmp_path, {}, {}, {}, rows).curves()
+    seconds = curves["values"]["timing_s/save"]
+    assert curves["every"] == 2
+    assert sum(value or 0.0 for value in seconds) * curves["every"] == 30 * 30.0
+    assert {value for value in seconds if value is not None} == {15.0}
+    assert {value for value in curves["values"]["val/loss"] if value is not None} == {2.0}
+
+
 def test_what_is_chosen_has_best_worst_failed_and_every_step(tmp_path: Path) -> None:
     steps = many(steps=20, groups=4, n=4)
     steps[6][1][1].reward, steps[12][2][2].reward = 9.0, -9.0
