@@ -180,6 +180,8 @@ def _of_file(file: FileNumbers, number: int) -> Iterator[Place]:
 MOST_PARTS = 100
 """Most parts of a run along its steps; a distribution is counted for each, so that the page can show any range."""
 _BINS = 40
+_LARGEST = 1e300
+"""Where larger values are counted: rounding them, or their distance, would be infinite, which JSON does not have."""
 
 
 def distributions(files: Sequence[FileNumbers], rows: Sequence[Any]) -> dict[str, Any]:
@@ -206,14 +208,13 @@ def distributions(files: Sequence[FileNumbers], rows: Sequence[Any]) -> dict[str
 
 def _binned(values: Sequence[tuple[int, Floats]], parts: int, unit: str) -> dict[str, Any]:
     """Return histograms of finite values: a bin for each where they are few, else bins of equal width."""
+    values = [(part, np.clip(v[np.isfinite(v)], -_LARGEST, _LARGEST)) for part, v in values]
     every = np.concatenate([v for _, v in values])
-    every = every[np.isfinite(every)]
     single = np.unique(every.round(6))
     few = len(single) <= _BINS // 2
     edges = single if few else np.linspace(every.min(), every.max(), _BINS + 1)
     counts = np.zeros((parts, max(len(edges) - (0 if few else 1), 1)), dtype=np.int64)
     for part, some in values:
-        some = some[np.isfinite(some)]
         if len(some):
             at = np.searchsorted(single, some.round(6)) if few else np.searchsorted(edges[1:-1], some, side="right")
             counts[part] += np.bincount(at, minlength=counts.shape[1])

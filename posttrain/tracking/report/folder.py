@@ -138,7 +138,8 @@ def _point(name: str, part: Sequence[Mapping[str, Any]]) -> float | None:
 def _mean(values: Sequence[Any]) -> float | None:
     """Return the mean of the finite numbers, to six digits; None where there is none."""
     finite = [v for v in (_number(value) for value in values) if math.isfinite(v)]
-    return float(f"{sum(finite) / len(finite):.6g}") if finite else None
+    # The sum of large ones may be infinite.
+    return float(f"{sum(v / len(finite) for v in finite):.6g}") if finite else None
 
 
 def _number(value: Any) -> float:

@@ -237,6 +237,20 @@ def test_rewards_that_are_not_finite_are_text(tmp_path: Path) -> None:
     assert [m["reward"] for m in shown["messages"] if m["role"] == "assistant"] == [0.5, "inf"]
 
 
+@pytest.mark.parametrize("others", [1, 30])
+def test_rewards_whose_distance_is_infinite_leave_the_page_readable(others: int, tmp_path: Path) -> None:
+    """As of a reward function that measures how far off an answer is, of a model that says 1e308."""
+    rewards = [-1.7e308, 1.7e308, *map(float, range(others))]
+    run = write_run(tmp_path, "a", [[[episode(number, reward)] for number, reward in enumerate(rewards)]])
+    data, _ = read(report.run([str(run)], "runs", None))
+    assert sum(map(sum, data["runs"][0]["distributions"]["of"]["reward"]["counts"])) == len(rewards)
+
+
+def test_large_values_have_a_finite_mean(tmp_path: Path) -> None:
+    rows = [{"step": step, "critic/score/mean": -1.7e308} for step in range(3000)]
+    assert set(RunFolder(tmp_path, {}, {}, {}, rows).curves()["values"]["critic/score/mean"]) == {-1.7e308}
+
+
 def test_images_are_shown_small_beside_what_names_them(tmp_path: Path) -> None:
     """Those of the prompt in every episode of a group, a tool's in its own; bytes that are no image in none."""
     group = [episode(0, float(number)) for number in range(3)]
