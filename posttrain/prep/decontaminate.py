@@ -4,7 +4,8 @@ A text is normalised to its words: compatibility forms (NFKC), lower case, no pu
 character is a word. A prompt overlaps an evaluation prompt if they share 13 words in a row, or if all of their words
 are the same, however few. Operators are no words, so "1 + 2" and "1 - 2" are the same here: rather one row too many is
 dropped than one too few. What all prompts of one data source begin or end with, such as "Let's think step by step", is
-an instruction and is left out first; else every prompt with the same instruction would overlap.
+an instruction and is left out first; else every prompt with the same instruction would overlap. Five words in a row or
+more that all prompts of both sides have elsewhere, such as "Your code should pass these tests", count as one word.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat, takewhile
 from typing import NamedTuple
@@ -24,6 +25,8 @@ NGRAM = 13
 """Words in a row that two prompts share by copying, not by chance."""
 _GROUP = 5
 """From so many prompts of one source on, what they all share is an instruction and not a coincidence."""
+_PHRASE = 5
+"""Words in a row within a prompt that may be an instruction."""
 
 # A run of letters and digits, but each ideograph, kana or hangul syllable alone: these scripts do not mark words.
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
@@ -49,6 +52,8 @@ class PromptText(NamedTuple):
     """Its words without its data source's instruction."""
     whole: str
     """All of its words."""
+    phrases: frozenset[str] = frozenset()
+    """Runs of ``_PHRASE`` of its own words that all prompts of its data source have."""
 
 
 def asked(texts: Sequence[str], sources: Sequence[str]) -> list[PromptText]:
@@ -63,11 +68,15 @@ def asked(texts: Sequence[str], sources: Sequence[str]) -> list[PromptText]:
     for prompt, source in zip(split, sources, strict=True):
         groups[source].append(prompt)
     affixes = {source: _affixes(group) for source, group in groups.items()}
-    found = []
-    for prompt, source in zip(split, sources, strict=True):
-        start, end = affixes[source]
-        found.append(PromptText(prompt[start : len(prompt) - end], " ".join(prompt)))
-    return found
+    own = [prompt[affixes[of][0] : len(prompt) - affixes[of][1]] for prompt, of in zip(split, sources, strict=True)]
+    groups = defaultdict(list)
+    for prompt, source in zip(own, sources, strict=True):
+        groups[source].append(prompt)
+    phrases = {source: _phrases(group) for source, group in groups.items()}
+    return [
+        PromptText(short, " ".join(prompt), phrases[source])
+        for prompt, short, source in zip(split, own, sources, strict=True)
+    ]
 
 
 def _affixes(group: Sequence[Words]) -> tuple[int, int]:
@@ -78,6 +87,40 @@ def _affixes(group: Sequence[Words]) -> tuple[int, int]:
     start = _common(low, high)
     rest = [prompt[start:][::-1] for prompt in group]
     return start, _common(min(rest), max(rest))
+
+
+def _phrases(group: Sequence[Words]) -> frozenset[str]:
+    """Runs of ``_PHRASE`` words that all prompts have; none where they are few, or all the same."""
+    if len(group) < _GROUP or min(group) == max(group):
+        return frozenset()
+    runs = set(_runs(min(group, key=len)))
+    for prompt in group:
+        if not runs:
+            break
+        text = f" {' '.join(prompt)} "
+        runs = {run for run in runs if f" {run} " in text}
+    return frozenset(runs)
+
+
+def _runs(prompt: Words) -> list[str]:
+    return [" ".join(prompt[i : i + _PHRASE]) for i in range(len(prompt) - _PHRASE + 1)]
+
+
+def _joined(prompt: Words, phrases: frozenset[str]) -> Words:
+    """A prompt in which words of such phrases that follow each other are one word."""
+    if not phrases:
+        return prompt
+    joined: Words = []
+    end = 0
+    starts = {i for i, run in enumerate(_runs(prompt)) if run in phrases}
+    for i, word in enumerate(prompt):
+        if i < end:
+            joined[-1] += f" {word}"
+        else:
+            joined.append(word)
+        if i in starts:
+            end = i + _PHRASE
+    return joined
 
 
 def _common(a: Words, b: Words) -> int:
@@ -107,13 +150,10 @@ class EvalSet:
             self._same.setdefault(prompt.whole, row)
             self._same.setdefault(" ".join(prompt.own), row)
         self._same.pop("", None)
-        self._text = _Text([prompt.own for prompt in prompts])
-        self._vocabulary = {word: i for i, word in enumerate(dict.fromkeys(self._text.flat), start=1)}
-        hashes = self._hashed(self._text.flat)
-        inside = self._text.inside()
-        # Of equal n-grams the first stays, so that an overlap names the first evaluation prompt that has it.
-        self._hashes, first = np.unique(hashes[inside], return_index=True)
-        self._positions = inside[first]
+        self._own = [prompt.own for prompt in prompts]
+        self._phrases = _phrases_of(prompts)
+        self._indexes: dict[frozenset[str], _Index] = {}
+        """By the phrases that count as one word."""
 
     def overlaps(self, prompts: Sequence[PromptText]) -> list[Overlap]:
         """The first overlap of each training prompt that has one, by row."""
@@ -122,18 +162,41 @@ class EvalSet:
             for form in (prompt.whole, " ".join(prompt.own)):
                 if form in self._same:
                     found.setdefault(row, Overlap(row, self._same[form], form))
-        text = _Text([prompt.own for prompt in prompts])
-        inside = text.inside()
-        if len(inside) and len(self._hashes):
-            hashes = self._hashed(text.flat)[inside]
-            places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
-            for hit in np.flatnonzero(self._hashes[places] == hashes).tolist():
-                mine, other = int(inside[hit]), int(self._positions[places[hit]])
-                gram = text.flat[mine : mine + NGRAM]
-                if gram == self._text.flat[other : other + NGRAM]:  # else two n-grams with one hash
-                    row = int(text.owners[mine])
-                    found.setdefault(row, Overlap(row, int(self._text.owners[other]), " ".join(gram)))
+        phrases = self._phrases & _phrases_of(prompts)
+        if phrases not in self._indexes:
+            self._indexes[phrases] = _Index(_Text([_joined(own, phrases) for own in self._own]))
+        for overlap in self._indexes[phrases].hits(_Text([_joined(prompt.own, phrases) for prompt in prompts])):
+            found.setdefault(overlap.row, overlap)
         return [found[row] for row in sorted(found)]
+
+
+def _phrases_of(prompts: Sequence[PromptText]) -> frozenset[str]:
+    return frozenset().union(*{prompt.phrases for prompt in prompts})
+
+
+class _Index:
+    """The runs of 13 words of evaluation prompts."""
+
+    def __init__(self, text: _Text) -> None:
+        self._text = text
+        self._vocabulary = {word: i for i, word in enumerate(dict.fromkeys(text.flat), start=1)}
+        inside = text.inside()
+        # Of equal n-grams the first stays, so that an overlap names the first evaluation prompt that has it.
+        self._hashes, first = np.unique(self._hashed(text.flat)[inside], return_index=True)
+        self._positions = inside[first]
+
+    def hits(self, text: _Text) -> Iterator[Overlap]:
+        """Yield the runs of a text that are in the index, in its order."""
+        inside = text.inside()
+        if not len(inside) or not len(self._hashes):
+            return
+        hashes = self._hashed(text.flat)[inside]
+        places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        for hit in np.flatnonzero(self._hashes[places] == hashes).tolist():
+            mine, other = int(inside[hit]), int(self._positions[places[hit]])
+            gram = text.flat[mine : mine + NGRAM]
+            if gram == self._text.flat[other : other + NGRAM]:  # else two n-grams with one hash
+                yield Overlap(int(text.owners[mine]), int(self._text.owners[other]), " ".join(gram))
 
     def _hashed(self, flat: Words) -> Hashes:
         """[max(0, len(flat) - 12)] a hash of each run of 13 words; words that no evaluation prompt has are all one."""

@@ -82,6 +82,35 @@ def test_instructions_that_all_prompts_share_do_not_count() -> None:
     assert [(o.row, o.eval_row) for o in copies] == [(0, 3), (1, 4)]
 
 
+def test_an_instruction_within_the_prompts_counts_as_one_word() -> None:
+    middle = "your code should pass these tests python assert"
+    tasks = ["sort it", "add both", "reverse each word of a given list", "count", "join two", "find it"]
+    train = [f"{task} {middle} {task[:3]} {number}" for number, task in enumerate(tasks)]
+    test = [text.replace("reverse each", "drop a").replace("it", "them").replace("both", "all") for text in train]
+    found = asked(train, ["a"] * 6)
+    assert found[2][:2] == plain(train[2])[:2]
+    overlapping = lambda index, prompts: [(o.row, o.eval_row) for o in EvalSet(index).overlaps(prompts)]  # noqa: E731
+    # They share 13 words in a row and more, of which eight are the instruction.
+    assert (2, 2) in overlapping([plain(t) for t in test], [plain(t) for t in train])
+    assert (2, 2) not in overlapping(asked(test, ["b"] * 6), found)
+    # Where the other side has no such instruction, it may be a part of the problem.
+    assert overlapping(asked(test[2:3], ["c"]), found) == [(2, 0)]
+    assert overlapping(found, asked([train[2]], ["c"])) == [(0, 2)]
+
+
+def test_mbpp_is_not_its_own_test_set_by_its_instruction(test_data) -> None:  # type: ignore[no-untyped-def]
+    """Ten words stand between each task and its tests."""
+    rows = list(map(json.loads, (test_data / "code" / "mbpp.jsonl").read_text().splitlines()))
+    prompts = [f"{row['text']} Your code should pass these tests: {' '.join(row['test_list'])}" for row in rows]
+    sets = [prompts[600:], prompts[10:510]]
+    train, test = (asked(texts, ["m"] * len(texts)) for texts in sets)
+    without = [asked([t.replace("Your code should pass these tests: assert", "") for t in texts], ["m"] * len(texts))
+               for texts in sets]  # fmt: skip
+    rows_of = lambda index, prompts: {o.row for o in EvalSet(index).overlaps(prompts)}  # noqa: E731
+    assert len(rows_of(test, train)) <= len(rows_of(without[1], without[0])) + 3
+    assert len(rows_of(test, test)) == len(test)
+
+
 def test_equal_prompts_are_not_taken_for_an_instruction() -> None:
     assert asked([LONG] * 9, ["a"] * 9) == [plain(LONG)] * 9
 
