@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+import numpy as np
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.types import Message, Prompt
@@ -75,7 +78,8 @@ class GymnasiumEnvironment(Environment):
         if self.world.render_mode == "ansi":
             shown = re.sub(r"\x1b\[[0-9;]+m(.)\x1b\[0m", r"[\1]", str(self.world.render()))  # where the player is
             return re.sub(r"\x1b\[[0-9;]*m", "", shown).strip()
-        return str(observation)
+        with np.printoptions(threshold=sys.maxsize):  # of more than 1,000 numbers it would show the corners
+            return str(observation)
 
     async def close(self) -> None:
         self.world.close()

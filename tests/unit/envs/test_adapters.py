@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import uvicorn
 
@@ -45,6 +46,25 @@ async def test_a_game_of_gymnasium_is_won_by_numbers():
     assert said[0] == "Answer with a number from 0 to 3.\n\n[S]FFF\nFHFH\nFFFH\nHFFG"
     assert said[1].endswith("SFFF\n[F]HFH\nFFFH\nHFFG")
     assert said[2] == "Answer with a number from 0 to 3."
+
+
+async def test_a_large_observation_of_gymnasium_is_shown_whole():
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Growing(gymnasium.Env):
+        action_space = gymnasium.spaces.Discrete(2)
+        observation_space = gymnasium.spaces.Sequence(gymnasium.spaces.Discrete(10), stack=True)
+
+        def reset(self, *, seed=None, options=None):
+            return np.full(1, 7), {}
+
+        def step(self, action):
+            return np.full(1100, 8), 1.0, action == 1, False, {}
+
+    gymnasium.register("posttrain/Growing-v0", entry_point=Growing)
+    trajectory = await played("gymnasium:posttrain/Growing-v0", {}, "0", "1")
+    assert (trajectory.error, trajectory.reward_parts) == (None, {"env": 2.0})
+    assert trajectory.messages[2]["content"].count("8") == 1100
 
 
 @pytest.mark.parametrize(
