@@ -131,14 +131,16 @@ def shared_memory(place: str = "/dev/shm") -> list[CheckResult]:
     return [CheckResult("shared memory", "ok", detail)]
 
 
-def memory() -> list[CheckResult]:
+def memory(group: str = "/sys/fs/cgroup") -> list[CheckResult]:
     """Memory of the host, or of the container."""
     total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
+    place = Path(group)
+    text = (place / "memory.max").read_text().strip() if (place / "memory.max").is_file() else "max"
     if text.isdigit() and int(text) < total:
-        total, used = int(text), int(Path("/sys/fs/cgroup/memory.current").read_text())
-        free = min(free, total - used)
+        total, used = int(text), int((place / "memory.current").read_text())
+        # What is used counts the files that were read, which make room when it is needed.
+        stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+        free = min(free, total - used + int(stat["inactive_file"]))
     detail = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free, {len(os.sched_getaffinity(0))} CPUs"
     if free < 2 * GIB:
         return [CheckResult("host memory", "warn", detail, "Ray and a driver take about 2 GiB before any model")]

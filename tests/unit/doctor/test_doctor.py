@@ -100,6 +100,15 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert lines[1].startswith("fail in a container: --shm-size")
 
 
+def test_files_that_a_container_has_read_do_not_take_its_memory(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
+    for files, free in ((1 << 29, "0.5"), (0, "0.0")):
+        (tmp_path / "memory.stat").write_text(f"anon {1 << 28}\ninactive_file {files}\n")
+        (found,) = machine.memory(str(tmp_path))
+        assert found.detail.startswith(f"{free} of 1.0 GiB free"), found
+
+
 def test_nobody_at_the_address() -> None:
     (found,) = services.address("127.0.0.1:9", 2.0)
     assert found.status == "fail"
