@@ -14,8 +14,8 @@ from posttrain.rewards import cheap
 from posttrain.rewards.boxed import after
 
 _ROLE = re.compile(
-    r"(?<![\w'])([^\W\d_][\w'-]{0,40})\**\s?(?:(is|:|=|-|\u2013)\s?(not\s)?|(isn't)\s)\**\s?(?:an?\s)?\**(knight|knave)(?![a-z])"
-    r"(?:[*\s,(]{0,4}(?:/|or(?![a-z]))[*\s]{0,3}(?:[a-z]{1,8}\s)?(?:an?\s)?\**(knight|knave)(?![a-z]))?",
+    r"(?<![\w'])([^\W\d_][\w'-]{0,40})\**+\s?(?:(is|:|=|-|\u2013)\s?(not\s)?|(isn't)\s)\**+\s?(?:an?\s)?\**+(knight|knave)(?![a-z])"
+    r"(?:[*\s,(]{0,4}(?:/|or(?![a-z]))[*\s]{0,3}(?:[a-z]{1,8}\s)?(?:an?\s)?\**+(knight|knave)(?![a-z]))?",
     re.IGNORECASE,
 )
 """Name, negation, role, and a second role ("is a knight or a knave")."""

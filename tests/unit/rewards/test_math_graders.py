@@ -344,6 +344,7 @@ HOSTILE = {
     "colons": "a: " * 33_000,
     "Chinese": "答案选" * 33_000,
     "stars": "*" * LONG,
+    "stars after a name": "Ann is " + "*" * LONG,
     "marked letters": "answer is " + "**A**, (C) " * 10_000 + "x",
     "boxes of letters": r"\boxed{A}, " * 10_000 + "x",
     "backslashes": "\\" * LONG,
