@@ -144,9 +144,10 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]], schema: type[Ba
             if _has_empty_struct(arrays[column].type):
                 # Parquet has no struct without fields, so an empty dict is written as null.
                 arrays[column] = pa.array([_empty_as_none(value) for value in values])
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, UnicodeEncodeError) as error:
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
             raise DataError(
-                f"{path}: column {column!r} cannot be written: {error}", hint="give each column one type"
+                f"{path}: column {column!r} cannot be written: {error}",
+                hint="give each column one type, and whole numbers of more than 64 bits as text",
             ) from error
     write_table(Path(path), pa.table(arrays))
     return len(kept)

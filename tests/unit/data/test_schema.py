@@ -328,6 +328,12 @@ def test_a_message_of_ten_megabytes(tmp_path) -> None:  # type: ignore[no-untype
     assert [len(c.messages[0]["content"]) for c in conversations] == [len(text)] * 2
 
 
+def test_numbers_that_parquet_cannot_hold(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    for value in (2**64, {"nested": [-(2**70)]}):
+        with pytest.raises(DataError, match=r"column 'extra_info' cannot be written: .*too large"):
+            write_rows(tmp_path / "c.parquet", [{"extra_info": value}])
+
+
 def test_text_that_utf8_cannot_hold(tmp_path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(DataError, match="column 'messages' cannot be written"):
         write_rows(tmp_path / "c.parquet", [sft(user("half \ud83d"), assistant())], SftRow)
