@@ -73,6 +73,11 @@ _FACTORS = (
     (re.compile(r"\)\s*\("), r") \\cdot ("),
     (re.compile(r"(?<![\w.])(\d+)\s+(\d+)/(\d+)(?![\w.])"), r"\1\\frac{\2}{\3}"),
 )
+_ANGLE = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*+\^\s*+(?:\d|\{[^{}]*+\}))?\s*+(?:\\left)?[({\s]*+)"
+    r"(\d++(?:\.\d++)?)\s*+(?:\^\s*+(?:\\circ(?![a-zA-Z])|\{\s*+\\circ\s*+\})|\u00b0|\\degree(?![a-zA-Z]))"
+)
+"""An angle in degrees that a function is of. The parser drops the sign, and ``\\cos 60`` is of 60 radians."""
 _UNIT_NAME = re.compile(
     r"(?<=[\d})])\s*\\(?:text(?:bf|it|rm|normal)?|mbox|mathrm)\s*\{\s*+"
     r"(?!(?:and|or|if|mod|i|dozen|squared|cubed|factorial|halves|thirds)\b)[A-Za-z. ]+\}\s*$"
@@ -330,7 +335,7 @@ def _repaired(source: str) -> str:
 
     The parser reads an integer beside a number as a mixed number: ``2(3)`` would be 5.
     """
-    text = _without_end(source)
+    text = _ANGLE.sub(r"\1(\\frac{\2\\pi}{180})", _without_end(source))
     text = text if r"\equiv" in text else _MODULUS.sub("", text).rstrip() or text
     text = without_units(_UNIT_NAME.sub("", text.translate(SYMBOLS)))
     if _GROUPS.fullmatch(text):

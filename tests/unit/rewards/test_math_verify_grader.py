@@ -97,6 +97,10 @@ EQUAL = [
     (r"\frac17", r"0.\dot{1}4285\dot{7}"),
     (r"2,\frac13", r"2,0.\overline{3}"),
     (r"0.\overline{3}", "0.333333"),
+    ("0.5", r"\cos 60^\circ"),
+    (r"\sin(30°)", r"\frac{1}{2}"),
+    (r"2\sin^2 20^{\circ}", r"1-\cos 40^\circ"),
+    (r"\tan{70^\circ}", r"\cot 20^\circ"),
 ]
 
 UNEQUAL = [
@@ -156,6 +160,7 @@ UNEQUAL = [
     (r"\frac{4}{11}", r"0.\overline{37}"),
     (r"0.\overline{36}", r"0.3\overline{6}"),
     (r"0.\overline{3}", "0.33"),
+    (r"\sin 10^\circ", r"\cos 10^\circ"),
 ]
 
 
