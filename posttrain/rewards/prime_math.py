@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.core.types import Score
 from posttrain.rewards.boxed import last_boxed, truth_text
 from posttrain.rewards.normal_form import same_answer, tidy
-from posttrain.rewards.symbolic import equal, read_answer, read_gold
+from posttrain.rewards.symbolic import describes, equal, read_answer, read_gold
 
 LONGEST_BARE = 500
 """Characters of the longest response without a box that may be an answer itself."""
@@ -36,7 +36,8 @@ def grade(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Score
 
 
 def equal_by_parts(gold: str, found: str) -> bool:
-    """Equality of two answers in LaTeX; a tuple or interval needs the same brackets, and each part in its place."""
+    """Equality of two answers in LaTeX; a tuple or interval needs the same brackets and each part in its place, or to
+    be described without brackets: ``x > 2``, ``x = 1, y = 2``."""
     if same_answer(gold, found):
         return True
     gold_parts = _parts(gold)
@@ -45,7 +46,10 @@ def equal_by_parts(gold: str, found: str) -> bool:
     # Read first: a ground truth that cannot be read is an error, whatever was answered.
     golds = [read_gold(part) for part in gold_parts[1]]
     parts = _parts(found)
-    if parts is None or parts[0] != gold_parts[0] or len(parts[1]) != len(golds):
+    if parts is None:
+        answer = read_answer(found)
+        return answer is not None and describes(answer) and equal(read_gold(gold), answer)
+    if parts[0] != gold_parts[0] or len(parts[1]) != len(golds):
         return False
     return all(_equal(part, other) for part, other in zip(gold_parts[1], parts[1], strict=True))
 

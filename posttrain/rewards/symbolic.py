@@ -23,7 +23,7 @@ from posttrain.rewards.boxed import answer_phrase, last_boxed, nesting, truth_te
 from posttrain.rewards.magnitude import AGREE, left_to_do, numbers_agree, rounded_alike, too_large
 from posttrain.rewards.normal_form import LONGEST, SYMBOLS, same_answer, without_units
 
-__all__ = ["Answer", "as_word", "equal", "find_answer", "read_answer", "read_gold"]
+__all__ = ["Answer", "as_word", "describes", "equal", "find_answer", "read_answer", "read_gold"]
 
 DEEPEST = 12
 """Brackets of one kind in each other that are still parsed. The parser's time grows steeply with them; real solutions
@@ -247,6 +247,17 @@ def _says_more(gold: Answer, answer: Answer) -> bool:
         return False
     name = sympy.Symbol | AppliedUndef | sympy.Derivative | sympy.Tuple
     return bool(gold.values) and all(_is_equation(value) and not isinstance(value.lhs, name) for value in gold.values)
+
+
+def describes(answer: Answer) -> bool:
+    r"""Return whether an answer says what an interval or a tuple is without its brackets: ``x > 2``, ``\mathbb{R}``,
+    ``x = 1, y = 2``, ``(x, y) = (1, 2)``, but not ``1, 2``."""
+    import sympy
+
+    listed = [value.args if isinstance(value, sympy.FiniteSet) else (value,) for value in answer.values]
+    parts = [part for values in listed for part in values]
+    names = [part.lhs for part in parts if _is_equation(part)]
+    return bool(parts) and all(map(_is_relation, parts)) and len(set(names)) == len(names)
 
 
 def _is_relation(value: Any) -> bool:
