@@ -65,6 +65,8 @@ def test_a_ground_truth_that_is_no_text_is_an_error(truth):
 
 
 SAME = [
+    (r"1\frac{1}{2}", "1 1/2"),
+    (r"-5\frac34", r"-5\ 3/4\text{ cm}"),
     (r"\frac{1}{2}", r"\frac12"),
     (r"\frac{1}{2}", r"\dfrac{1}{2}"),
     (r"\frac{1}{2}", r"\tfrac1{2}"),
@@ -122,6 +124,8 @@ SAME = [
 ]
 
 DIFFERENT = [
+    (r"\frac{11}{2}", "1 1/2"),
+    ("53/4", "5~3/4 cm"),
     ("1", "2"),
     ("12", "1,2"),
     ("1", "-1"),
