@@ -63,7 +63,7 @@ _LEADING_ZEROS = re.compile(r"^(-?)0+(?=\d+$)")
 _NAME = re.compile(r"[a-zA-Z]{1,3}(?:_\w|\([a-z]\))?(?:=|\\in(?![a-zA-Z]))")
 _REPLACED = (
     # A mixed number, before its space is dropped: 1 1/2 is not 11/2.
-    (re.compile(r"(?<![\w.,])(\d++)(?:\s|\\ |~)++([1-9]\d*+)/([1-9]\d*+)(?![./^_])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<![\w.,])(\d++)(?:\\ |[\s~])+([1-9]\d*+)/([1-9]\d*+)(?![./^_])"), r"\1\\frac{\2}{\3}"),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\(le|ge|ne)q(?![a-zA-Z])"), r"\\\1"),
     (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
