@@ -29,10 +29,11 @@ look like a slow program."""
 _FIRST = 10
 """Tests that PRIME's share is of."""
 _FENCE = re.compile(
-    r"(?:^[ \t]*```([\w+-]*)|```(python3?|py))[^\n`]*\n((?:(?!^[ \t]*```).)*?)^[ \t]*```(?![\w+-])",
+    r"(?:^[ \t]*```([\w+-]*)|```(python3?|py))[^\n`]*\n((?:(?!^[ \t]*```).)*)(^[ \t]*```(?![\w+-]))?",
     re.DOTALL | re.MULTILINE,
 )
-"""That of Python may open after words; it closes at the start of a line. One that another opens before is none."""
+"""That of Python may open after words; it closes at the start of a line. One that another opens before is none: it
+matches without its last group, so that what is in it is read once."""
 _PYTHON = ("python", "python3", "py")
 _COMMON_IMPORTS = """\
 import bisect, collections, functools, heapq, itertools, json, math, operator, os, random, re, string, sys
@@ -53,7 +54,7 @@ def extract_code(response: str) -> str | None:
     or the whole response where there is no fence at all; None when it is empty or the fences hold other languages
     only. Thoughts that have ended are not looked at. A block in a list has its indentation taken off."""
     response = response.rpartition("</think>")[2]
-    blocks = [(first or later, textwrap.dedent(body)) for first, later, body in _FENCE.findall(response)]
+    blocks = [(first or later, textwrap.dedent(body)) for first, later, body, end in _FENCE.findall(response) if end]
     if not blocks:
         body = response.split("```")[0] if response.count("```") == 1 and response.strip().endswith("```") else response
         return body if body.strip() and "```" not in body else None

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import time
 
 import pytest
 
@@ -52,6 +53,12 @@ def grade(code, truth, source="codecontests", **extra):
 )
 def test_the_last_python_block_is_the_program(response, code):
     assert extract_code(response) == code
+
+
+def test_fences_that_open_again_and_again_are_read_once():
+    begin = time.process_time()
+    assert extract_code("So ```python\n" * 20_000) is None
+    assert time.process_time() - begin < 30.0  # 0.1 s, and minutes where each one is read to the end of the response
 
 
 @pytest.mark.parametrize(
