@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import builtins
 import linecache
 import os
 import sys
@@ -20,7 +21,7 @@ from typing import NoReturn
 def new_main(name: str) -> types.ModuleType:
     """A fresh ``__main__`` of a program whose file is called ``name``."""
     module = types.ModuleType("__main__")
-    module.__dict__.update(__builtins__=__builtins__, __file__=name)
+    module.__dict__.update(__builtins__=builtins, __file__=name)
     sys.modules["__main__"] = module
     sys.argv = [name]
     return module

@@ -58,6 +58,7 @@ def test_runs_a_program_on_its_input(sandbox):
         ("import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: print(p.map(abs, [-1, -2]))", 0, "stdout", "[1, 2]"),
         ("import tempfile\nwith tempfile.NamedTemporaryFile('w+') as f: f.write('x'); f.seek(0); print(f.read())", 0, "stdout", "x"),
         ("if __name__ == '__main__': print('main')", 0, "stdout", "main"),
+        ("print(__builtins__.len('abc'))", 0, "stdout", "3"),
         ("print('héllo €')", 0, "stdout", "héllo €"),
         ("import sys; sys.setrecursionlimit(10**6)\ndef f(n): return n and 1 + f(n - 1)\nprint(f(20000))", 0, "stdout", "20000"),
     ],
