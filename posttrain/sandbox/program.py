@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import atexit
 import builtins
+import gc
 import linecache
 import os
 import sys
 import threading
 import traceback
 import types
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def new_main(name: str) -> types.ModuleType:
@@ -50,19 +51,31 @@ def execute(source: str, module: types.ModuleType, name: str, *, echo: bool = Fa
 
 
 def finish(code: int) -> NoReturn:
-    """End as the interpreter would (threads, exit functions, buffers), without the milliseconds of taking it apart."""
+    """End as the interpreter would (threads, exit functions, what only the program holds, buffers), without the
+    milliseconds of taking the rest apart."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter's own end does
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
         code = code or 1
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            code = code or 1
+    code = _flush(sys.stdout, sys.stderr) or code
+    sys.modules.pop("__main__", None)
+    gc.collect()  # files that the program left open are written
+    _flush(sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     os._exit(code & 0xFF)
+
+
+def _flush(*streams: Any) -> int:
+    """Empty the buffers; 1 where one cannot be written."""
+    code = 0
+    for stream in streams:
+        try:
+            if not getattr(stream, "closed", False):
+                stream.flush()
+        except (OSError, ValueError, AttributeError):
+            code = 1
+    return code
 
 
 def _execute_and_echo(source: str, module: types.ModuleType, name: str) -> None:
