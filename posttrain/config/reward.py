@@ -128,7 +128,7 @@ class SandboxConfig(Section):
     """Maximum wall time, and maximum CPU time of each process."""
     memory_mb: PositiveInt = 1024
     """Maximum address space of each process, and maximum memory of all processes and their files together."""
-    processes: PositiveInt = 32
+    processes: PositiveInt = 64
     """Maximum number of processes and threads."""
     file_mb: PositiveInt = 16
     """Maximum size of one file."""

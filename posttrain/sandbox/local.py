@@ -177,14 +177,15 @@ class LocalSandbox:
         }
         spec = {"isolated": self.isolated, "work": self._work, "limits": limits}
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        nothing: dict[str, str] = {}  # an environment without any secret of ours
+        # No secret of ours; and threads share their heap: with 64 MB of addresses for each, `memory` is soon used up.
+        environment = {"MALLOC_ARENA_MAX": "1"}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(_ZYGOTE), json.dumps(spec)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env=nothing,
+                env=environment,
                 start_new_session=True,
             )
         try:

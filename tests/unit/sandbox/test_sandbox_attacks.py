@@ -238,6 +238,7 @@ def test_nothing_computes_between_cells(sandbox, name):
 
 HONEST = {
     "threads": "from concurrent.futures import ThreadPoolExecutor as P\nwith P(4) as p: print(sum(p.map(abs, range(-3, 1))))",
+    "as many threads as a pool has on a large machine": "import threading as t\nfrom concurrent.futures import ThreadPoolExecutor as P\nb = t.Barrier(32)\nwith P(32) as p: print(len(list(p.map(lambda _: b.wait(), range(32)))) - 26)",
     "processes": "from concurrent.futures import ProcessPoolExecutor as P\nwith P(2) as p: print(sum(p.map(abs, range(-3, 1))))",
     "a queue": "import multiprocessing as m\nm.set_start_method('fork')\nq = m.Queue(); p = m.Process(target=q.put, args=(6,)); p.start(); print(q.get()); p.join()",
     "a manager": "import multiprocessing as m\nwith m.Manager() as s: l = s.list([1, 2, 3]); print(sum(l))",
