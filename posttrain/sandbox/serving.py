@@ -62,12 +62,13 @@ def serve(connection: socket.socket, prepare: Callable[[], None]) -> NoReturn:
 
 
 class _Server:
-    """Answers questions about one namespace, ``__main__``."""
+    """Answers questions about one namespace. Its name is not ``__main__``: what the solution does as a program (read
+    its input, run examples) is not asked for."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.module = types.ModuleType("__main__")
-        sys.modules["__main__"] = self.module
+        self.module = types.ModuleType("solution")
+        sys.modules.update(__main__=self.module, solution=self.module)
         self.objects: list[Any] = []
         self.handles: dict[int, int] = {}
         self.asking = threading.RLock()

@@ -204,7 +204,13 @@ def calls(name, given, expected, source="codecontests"):
     return source, {"fn_name": name, "inputs": [given], "outputs": [expected]}
 
 
+_MAIN = "def f(x): return x + 1\nif __name__ == '__main__':\n    print(f(int(input())))"
 HONEST = {
+    "a main part that reads its input, in HumanEval": (_MAIN, ("openai/openai_humaneval", HUMANEVAL | {"test": "def check(candidate):\n    assert candidate(1) == 2\n"})),
+    "a main part that reads its input, in MBPP": (_MAIN, ("google-research-datasets/mbpp", {"test_list": ["assert f(1) == 2"]})),
+    "a main part that reads its input, in calls": (_MAIN, calls("f", [1], 2)),
+    "a main part in a program": ("def main(): print(int(input()) + 1)\nif __name__ == '__main__':\n    main()", ("codecontests", PAIRS)),
+    "pickles and processes": ("import pickle\nfrom multiprocessing import get_context\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n  x: int\ndef g(a): return a.x\ndef f(x):\n  with get_context('fork').Pool(2) as p: return sum(p.map(g, pickle.loads(pickle.dumps([A(x), A(1)]))))", calls("f", [1], 2)),
     "sys in MBPP 596": ("def size(x): return __import__('sys').getsizeof(x)", ("google-research-datasets/mbpp", {"test_list": ["assert size((1, 2)) == sys.getsizeof((1, 2))"]})),
     "a function called as a builtin": ("def sum(a, b): return a + b", ("google-research-datasets/mbpp", {"test_list": ["assert sum(10, 15) == 25"]})),
     "a function called as one of the library": ("def gcd(a, b): return b if a % b == 0 else gcd(b, a % b)", asserts("assert isclose(gcd(12, 17), 1)", "assert gcd(4, 6) == 2")),
