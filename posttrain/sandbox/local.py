@@ -142,7 +142,7 @@ class LocalSandbox:
             if self._control is None:
                 self._start()
             assert self._control is not None
-            self._control.settimeout(deadline - time.monotonic())
+            self._control.settimeout(max(0.001, deadline - time.monotonic()))
             socket.send_fds(self._control, [_message(job)], files)
             return self._result(self._receive(deadline), files[-2:])
         except TimeoutError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import SandboxConfig
-from posttrain.sandbox import SandboxUnavailable, check_sandbox, check_solution, open_sandbox
+from posttrain.sandbox import SandboxError, SandboxUnavailable, check_sandbox, check_solution, open_sandbox
 from posttrain.sandbox.local import LocalSandbox
 
 
@@ -305,6 +305,13 @@ def test_a_slot_that_dies_is_started_again():
     sandbox._process.kill()
     assert sandbox.run("print(1)").stdout == "1\n"
     sandbox.close()
+
+
+def test_a_slot_that_does_not_start_in_time_is_an_error_of_the_sandbox():
+    sandbox = LocalSandbox(SandboxConfig())
+    sandbox.close()
+    with pytest.raises(SandboxError, match="did not answer within"):
+        sandbox.run("print(1)", answer_s=0.001)
 
 
 def without_namespaces(code, tmp_path):
