@@ -46,10 +46,9 @@ class Named(tuple):  # type: ignore[type-arg]  # of anything
     _fields: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[self._fields.index(name)]
-        except ValueError:
-            raise AttributeError(name) from None
+        if name.startswith("_") or name not in self._fields:  # numpy reads memory where `__array_interface__` says so
+            raise AttributeError(name)
+        return self[self._fields.index(name)]
 
 
 def encode(value: Any, special: Callable[[Any], Any], depth: int = 0) -> Any:

@@ -265,6 +265,10 @@ FORGERIES = {
         "class np:\n  allclose = staticmethod(lambda *a: True)\nclass pytest:\n  approx = staticmethod(lambda x: f(x))\nclass f:\n  def __init__(s, x): pass\n  def __eq__(s, o): return True",
         asserts("assert np.allclose(f(1), 2)", "assert f(1) == pytest.approx(2)"),
     ),
+    "memory of the tests that numpy is told to read": (
+        "import math\nclass T(tuple): _fields = ('__array_interface__',)\ndef f(x): return T([{'version': 3, 'shape': (1,), 'typestr': '<f8', 'data': (id(math.pi) + 16, False)}])",
+        asserts("import numpy as np, math\nassert np.array_equal(f(1), [math.pi])", "import numpy as np, math\nassert (f(1) == np.array([math.pi])).all()"),
+    ),
     "stops a map early": ("def f(x): raise StopIteration", asserts("assert all(map(f, [1, 2]))", "assert list(map(f, [1])) == []", "assert not any(f(x) for x in [1])")),
     "an exit that swallows": ("class f:\n  def __enter__(s): return s\n  def __exit__(s, *a): return True", asserts("with f():\n    assert False")),
     "a test that catches everything": ("import os\ndef f(x): os._exit(0)", asserts("try: f(1)\nexcept BaseException: pass", "import contextlib\nwith contextlib.suppress(BaseException): f(1)")),
