@@ -18,7 +18,7 @@ import socket
 import struct
 import sys
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -117,6 +117,7 @@ _PARTS: tuple[tuple[str, type, Callable[[Any], list[Any]]], ...] = (
     ("z", frozenset, list),
     ("counter", Counter, _pairs),
     ("ordered", OrderedDict, _pairs),
+    ("default", defaultdict, lambda value: [value.default_factory, *_pairs(value)]),
     ("d", dict, _pairs),
     ("q", deque, lambda value: [value.maxlen, *value]),
     ("b", bytes, lambda value: [value.hex()]),
@@ -192,6 +193,7 @@ _BUILD: dict[str, Callable[..., Any]] = {
     "z": lambda *items: frozenset(items),
     "counter": lambda *parts: Counter(_dict(*parts)),
     "ordered": lambda *parts: OrderedDict(_dict(*parts)),
+    "default": lambda factory, *parts: defaultdict(factory, _dict(*parts)),
     "d": _dict,
     "q": _deque,
     "b": bytes.fromhex,

@@ -228,6 +228,10 @@ HONEST = {
     "a tree": ("class Node:\n  def __init__(s, v): s.v, s.left, s.right = v, None, None\ndef depth(n): return 1 + max(depth(n.left), depth(n.right)) if n else 0", ("google-research-datasets/mbpp", {"test_setup_code": "root = Node(1)\nroot.left = Node(2)", "test_list": ["assert depth(root) == 2 and root.right is None and root.right == None"]})),
     "a generator": ("def f(n):\n  for i in range(n): yield i * i", asserts("assert list(f(3)) == [0, 1, 4] and sum(f(4)) == 14", "g = f(2)\nassert next(g) == 0 and next(g) == 1 and next(g, None) is None")),
     "named tuples and their like": ("from collections import *\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2), Counter('aab'), deque([1]), OrderedDict(a=1), range(3)", asserts("p, c, q, o, r = f()\nassert p == (1, 2) and p.y == 2 and c.most_common(1) == [('a', 2)] and q == deque([1]) and o == {'a': 1} and r == range(3)")),
+    "dicts with a default": (
+        "from collections import defaultdict\ndef f(g):\n  g[5].append(6)\n  return g\ndef h():\n  return defaultdict(lambda: [0], {1: 2})",
+        asserts("g = defaultdict(list, {1: [2]})\nr = f(g)\nassert r == {1: [2], 5: [6]} and r[7] == []", "r = f(defaultdict(lambda: [0]))\nassert r == {5: [0, 6]} and r[9] == [0]", "r = h()\nassert r == {1: 2} and r[3] == [0]"),
+    ),
     "type": ("def f(x): return type(x)", asserts("assert f(1) is int and f(None) is type(None)")),
     "infinity as a result": ("def f(x): return x", calls("f", [float("inf")], float("inf"))),
     "infinity and nan within": ("def f(x): return [-v for v in x]", calls("f", [[float("inf"), float("nan")]], [float("-inf"), float("nan")])),
