@@ -368,6 +368,8 @@ def _run_program(slot: _Slot, jobs: socket.socket) -> None:
             code = 0
         else:
             name = f"{slot.work}/main.py"
+            with open(name, "wb") as file:  # processes that the program spawns run it again
+                file.write(source)
             text = source.decode("utf-8", "surrogateescape")
             code = program.execute(text, program.new_main(name), name, echo=job["echo"])
     except BaseException:

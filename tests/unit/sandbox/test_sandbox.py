@@ -55,7 +55,7 @@ def test_programs_do_not_see_each_other(sandbox):
         "import os, ctypes, math\n"
         "print(os.listdir('.'), os.listdir('/tmp'), ctypes.CDLL(None).shmget(1234, 4096, 0), round(math.pi, 2))"
     )
-    assert sandbox.run(second).stdout == "[] [] -1 3.14\n"
+    assert sandbox.run(second).stdout == "['main.py'] ['main.py'] -1 3.14\n"
 
 
 @pytest.mark.parametrize("place", ["/tmp", "/dev/shm"])
@@ -179,9 +179,9 @@ def test_hostile_programs_end_within_their_deadline_and_leave_nothing(sandbox, n
     assert result.exit_code != 0
     assert time.monotonic() - started < 13.0
     assert len(result.stdout) <= 1 << 20
-    # The slot is as new: alone, empty, and working.
+    # The slot is as new: alone, empty but for the program, and working.
     alone = "import os\nfor p in range(2, 400):\n  if p != os.getpid():\n    try: os.kill(p, 0); print('alive', p)\n    except ProcessLookupError: pass\n    except PermissionError: print('other', p)\nprint(os.listdir('.'))"
-    assert sandbox.run(alone).stdout == "[]\n"
+    assert sandbox.run(alone).stdout == "['main.py']\n"
 
 
 def test_memory_is_limited_by_process_and_in_sum():
@@ -302,7 +302,7 @@ def test_where_nothing_isolates_it_refuses_with_a_hint(tmp_path):
         "try: open_sandbox(SandboxConfig())\n"
         "except SandboxUnavailable as e: print('refused', e)\n"
         "s = open_sandbox(SandboxConfig(allow_unisolated=True, deadline_s=1))\n"
-        'print(s.isolated, s.run(\'import os; open("f", "w"); print(os.listdir("."))\').stdout.strip())\n'
+        'print(s.isolated, s.run(\'import os; open("f", "w"); print(sorted(os.listdir(".")))\').stdout.strip())\n'
         "print(s.run('import os; print(os.listdir(\".\"))').stdout.strip())\n"
         "print(s.run('import os\\nif os.fork() == 0:\\n  os.setsid()\\nwhile True: pass').status)\n"
         "print(s.run('print(1)').stdout)\n"
@@ -312,7 +312,7 @@ def test_where_nothing_isolates_it_refuses_with_a_hint(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("refused no program can be isolated here: unshare"), done
     assert "hint:" in lines[1]
-    assert lines[2:] == ["False ['f']", "[]", "timeout", "1", ""], done
+    assert lines[2:] == ["False ['f', 'main.py']", "['main.py']", "timeout", "1", ""], done
     assert not [p for p in os.listdir(tmp_path) if p.startswith("posttrain-sandbox-")]
 
 

@@ -240,6 +240,7 @@ HONEST = {
     "threads": "from concurrent.futures import ThreadPoolExecutor as P\nwith P(4) as p: print(sum(p.map(abs, range(-3, 1))))",
     "as many threads as a pool has on a large machine": "import threading as t\nfrom concurrent.futures import ThreadPoolExecutor as P\nb = t.Barrier(32)\nwith P(32) as p: print(len(list(p.map(lambda _: b.wait(), range(32)))) - 26)",
     "processes": "from concurrent.futures import ProcessPoolExecutor as P\nwith P(2) as p: print(sum(p.map(abs, range(-3, 1))))",
+    "processes that run the program's file": "import multiprocessing as m\ndef f(x): return x * x\nif __name__ == '__main__':\n  with m.get_context('spawn').Pool(1) as p, m.get_context('forkserver').Pool(1) as q: print(sum(p.map(f, [1, 1]) + q.map(f, [2])))",
     "a queue": "import multiprocessing as m\nm.set_start_method('fork')\nq = m.Queue(); p = m.Process(target=q.put, args=(6,)); p.start(); print(q.get()); p.join()",
     "a manager": "import multiprocessing as m\nwith m.Manager() as s: l = s.list([1, 2, 3]); print(sum(l))",
     "shared values": "import multiprocessing as m\na = m.Array('i', 3); p = m.get_context('fork').Process(target=a.__setitem__, args=(1, 6)); p.start(); p.join(); print(a[1])",
