@@ -18,8 +18,7 @@ _GROUP_BYTES = GATHER_BYTES
 
 def whole(parameter: Tensor) -> Tensor:
     """Return all of a tensor. A collective where it is sharded."""
-    data = parameter.detach()
-    return data.full_tensor() if isinstance(data, DTensor) else data
+    return next(whole_many([("", parameter)]))[1]
 
 
 def whole_many(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -42,17 +41,17 @@ def whole_many(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = 
             group.append((name, tensor))
             size += tensor.numel() * tensor.element_size()
         else:
-            yield name, whole(tensor)
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     if group:
         yield from _gather(group, dtype)
 
 
 def _is_row_sharded(tensor: Tensor) -> bool:
-    """Return True where ranks hold successive rows of the tensor, on the device of their collectives."""
+    """Return True where ranks hold successive rows of the tensor."""
     if not isinstance(tensor, DTensor) or tensor.ndim == 0:
         return False
     shards = [placement for placement in tensor.placements if isinstance(placement, Shard)]
-    return len(shards) == 1 and shards[0].dim == 0 and tensor.to_local().device.type == tensor.device_mesh.device_type
+    return len(shards) == 1 and shards[0].dim == 0
 
 
 def _gather(named: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -67,7 +66,8 @@ def _gather(named: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
     rows = [-(-len(tensor) // ranks) for _, tensor in named]
     sizes = [n * math.prod(tensor.shape[1:]) for n, (_, tensor) in zip(rows, named, strict=True)]
     narrow = dtype if dtype is not None and dtype.itemsize < first.dtype.itemsize else first.dtype
-    mine = torch.zeros(sum(sizes), dtype=narrow, device=first.to_local().device)
+    # On the device of their collectives, which is not that of shards in host memory (`train.cpu_offload`).
+    mine = torch.zeros(sum(sizes), dtype=narrow, device=first.device_mesh.device_type)
     for part, (_, tensor) in zip(mine.split(sizes), named, strict=True):
         local = tensor.to_local()
         part[: local.numel()].copy_(local.flatten())

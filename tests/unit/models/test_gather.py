@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from posttrain.models import gather
-from posttrain.models.gather import whole_many
+from posttrain.models.gather import whole, whole_many
 
 SHAPES = [(7, 3), (1,), (2, 2, 2), (64, 5), (5,), (3, 4)]
 
@@ -63,3 +64,18 @@ def test_gathers_shards_into_the_original_weights(world_size, replicas):
         port = probe.getsockname()[1]
     multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "posttrain.models.gather"])
     mp.start_processes(run, (world_size, replicas, port), nprocs=world_size, start_method="forkserver")
+
+
+def test_shards_in_host_memory_are_gathered_on_the_device_of_the_mesh():
+    """As `train.cpu_offload` leaves them: NCCL takes no tensors of the host."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("meta", (2,))  # in the place of a GPU, which this machine need not have
+        # As FSDP2 makes them; `from_local` would move the shard to the mesh's device.
+        spec = distribute_tensor(torch.empty(5, 3, device="meta"), mesh, [Shard(0)])._spec
+        shard = DTensor(torch.ones(3, 3), spec, requires_grad=False)
+        assert shard.to_local().device.type == "cpu"
+        found = [whole(shard), dict(whole_many([("w", shard)], torch.bfloat16))["w"]]
+    finally:
+        dist.destroy_process_group()
+    assert [(tensor.device.type, tuple(tensor.shape)) for tensor in found] == [("meta", (5, 3))] * 2
