@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from posttrain.core.errors import ModelError
 from posttrain.models import vision
@@ -141,6 +146,14 @@ def _checkpointed(forward: Callable[..., Any], how: str, kept: frozenset[str]) -
     ``kept``: the operators whose results are kept then."""
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
+        # Hooks of FSDP2 inside of a layer, on experts that are shared out, name what they do for a profiler, and do one
+        # thing more when the layer is computed again: selective checkpointing would miss its result.
+        SAC_IGNORED_OPS.update(
+            (
+                torch.ops.profiler._record_function_enter_new.default,
+                torch.ops.profiler._record_function_exit._RecordFunction,
+            )
+        )
         policy = partial(_keep_what_is_expensive, kept)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     return partial(checkpoint, forward, **options)

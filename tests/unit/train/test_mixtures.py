@@ -26,6 +26,7 @@ from posttrain.runs.preflight import check_use
 from posttrain.train import checkpoint
 from posttrain.train.expert_parallel import check_expert_parallel
 from posttrain.train.microbatch import MicroBatch
+from tests.helpers.architectures import ARCHITECTURES
 from tests.helpers.ports import free_ports
 
 LENGTHS = (24, 9, 31, 17, 40, 12, 5, 28)
@@ -47,13 +48,13 @@ from posttrain.train.worker import TrainWorker
 folder = Path(sys.argv[1])
 cases = [json.loads(line) for line in sys.stdin]
 batch = PackedBatch(**torch.load(folder / "batch.pt", weights_only=True))
-source = ModelSource("builtin:tiny-moe")
-build(source, dtype=torch.float32)  # imports what it needs, before there are four of them
+build(ModelSource("builtin:tiny-moe"), dtype=torch.float32)  # imports what it needs, before there are four of them
 
 
 def work(case, rank):
     workers = case["workers"]
     train = TrainConfig.model_validate(case["train"])
+    source = ModelSource(str(folder / "shared") if case["shared_expert"] else "builtin:tiny-moe")
     spec = WorkerSpec(source, "cpu", "float32", 3, 1.0, train, threads=1, replays_routing=case["replays"])
     worker = TrainWorker(spec, rank, workers)
     worker.setup("127.0.0.1", int(case["port"]), 60.0)
@@ -113,10 +114,10 @@ shared_out = pytest.mark.slow
 AUX = {"router_aux_loss_coef": 0.01, "optim": {"lr": 1e-2}}
 
 
-def case(name, workers=1, *, budget=1000, replays=False, load="", save="", **train):
+def case(name, workers=1, *, budget=1000, replays=False, shared_expert=False, load="", save="", **train):
     return {
-        "name": name, "workers": workers, "budget": budget, "replays": replays, "load": load, "save": save,
-        "train": AUX | train,
+        "name": name, "workers": workers, "budget": budget, "replays": replays, "shared_expert": shared_expert,
+        "load": load, "save": save, "train": AUX | train,
     }  # fmt: skip
 
 
@@ -143,6 +144,15 @@ CASES = [
     case("from one: ep2 of 2", 2, expert_parallel=2, load="of1"),
     case("resumed: ep4 of 4", 4, expert_parallel=4, load="of2"),
     case("resumed: ep2 of 4", 4, expert_parallel=2, load="of2"),
+    case("shared expert", shared_expert=True),
+    case(
+        "shared expert, selective, ep2 of 2", 2, shared_expert=True, expert_parallel=2, budget=60,
+        activation_checkpointing="selective",
+    ),
+    case(
+        "shared expert, selective, ep2 of 4", 4, shared_expert=True, expert_parallel=2, budget=30,
+        activation_checkpointing="selective",
+    ),
     case("lora", lora={"rank": 4}),
     case("lora, ep2 of 4", 4, expert_parallel=2, lora={"rank": 4}),
 ]  # fmt: skip
@@ -166,6 +176,7 @@ def batch_of(lengths, routing=False):
 def found(tmp_path_factory):
     """Gradients and weights after a step, and metrics, of every case."""
     folder = tmp_path_factory.mktemp("mixtures")
+    ARCHITECTURES["Qwen2-MoE"].save(folder / "shared")
     batch = batch_of(LENGTHS, routing=True)
     torch.save({name: value for name, value in vars(batch).items() if value is not None}, folder / "batch.pt")
     lines = "".join(json.dumps(c | {"port": p}) + "\n" for c, p in zip(CASES, free_ports(len(CASES)), strict=True))
@@ -208,6 +219,13 @@ def test_nor_with_replayed_experts(found, name):
     assert found(name)[1]["moe/replay_agreement"] < 0.5
     gradient = "model.layers.0.mlp.gate.weight"
     assert not torch.allclose(found(name)[0][gradient], found("one")[0][gradient], atol=1e-5)
+
+
+@shared_out
+@pytest.mark.parametrize("workers", [2, 4])
+def test_nor_where_a_layer_goes_on_after_its_experts_and_is_computed_again(found, workers):
+    """A shared expert, which all tokens go through, comes after the experts that are shared out."""
+    expect(found, f"shared expert, selective, ep2 of {workers}", "shared expert")
 
 
 @shared_out
