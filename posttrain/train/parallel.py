@@ -63,6 +63,11 @@ def parallelize(
     if compiled and activation_checkpointing != "none":
         # Routers keep what they saw in a forward pass, and that computed again in the backward pass is the same.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    if activation_checkpointing == "selective":
+        # Hooks of FSDP2 inside of a layer, on experts that are shared out, name what they do for a profiler, and do one
+        # thing more when the layer is computed again: selective checkpointing would miss its result.
+        marks = torch.ops.profiler
+        SAC_IGNORED_OPS.update((marks._record_function_enter_new.default, marks._record_function_exit._RecordFunction))
     for layer in layers:
         forward: Callable[..., Any] = layer.forward
         if activation_checkpointing != "none":
@@ -146,14 +151,6 @@ def _checkpointed(forward: Callable[..., Any], how: str, kept: frozenset[str]) -
     ``kept``: the operators whose results are kept then."""
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
-        # Hooks of FSDP2 inside of a layer, on experts that are shared out, name what they do for a profiler, and do one
-        # thing more when the layer is computed again: selective checkpointing would miss its result.
-        SAC_IGNORED_OPS.update(
-            (
-                torch.ops.profiler._record_function_enter_new.default,
-                torch.ops.profiler._record_function_exit._RecordFunction,
-            )
-        )
         policy = partial(_keep_what_is_expensive, kept)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     return partial(checkpoint, forward, **options)

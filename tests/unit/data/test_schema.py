@@ -1,6 +1,7 @@
 """Row schemas: what is refused and under which name, and which shapes of other frameworks read as they are."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -328,7 +329,7 @@ def test_a_message_of_ten_megabytes(tmp_path) -> None:  # type: ignore[no-untype
     assert [len(c.messages[0]["content"]) for c in conversations] == [len(text)] * 2
 
 
-def test_numbers_that_parquet_cannot_hold(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_numbers_that_parquet_cannot_hold(tmp_path: Path) -> None:
     for value in (2**64, {"nested": [-(2**70)]}):
         with pytest.raises(DataError, match=r"column 'extra_info' cannot be written: .*too large"):
             write_rows(tmp_path / "c.parquet", [{"extra_info": value}])

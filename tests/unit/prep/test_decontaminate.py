@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -98,7 +99,7 @@ def test_an_instruction_within_the_prompts_counts_as_one_word() -> None:
     assert overlapping(found, asked([train[2]], ["c"])) == [(0, 2)]
 
 
-def test_mbpp_is_not_its_own_test_set_by_its_instruction(test_data) -> None:  # type: ignore[no-untyped-def]
+def test_mbpp_is_not_its_own_test_set_by_its_instruction(test_data: Path) -> None:
     """Ten words stand between each task and its tests."""
     rows = list(map(json.loads, (test_data / "code" / "mbpp.jsonl").read_text().splitlines()))
     prompts = [f"{row['text']} Your code should pass these tests: {' '.join(row['test_list'])}" for row in rows]

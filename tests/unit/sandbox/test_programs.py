@@ -3,18 +3,9 @@
 
 import pytest
 
-from posttrain.config import SandboxConfig
-from posttrain.sandbox import open_sandbox
 from tests.unit.sandbox.test_sandbox import REASON
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-
-
-@pytest.fixture(scope="module")
-def sandbox():
-    opened = open_sandbox(SandboxConfig(deadline_s=5.0))
-    yield opened
-    opened.close()
 
 
 @pytest.mark.parametrize(

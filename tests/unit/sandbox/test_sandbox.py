@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import SandboxConfig
-from posttrain.sandbox import SandboxError, SandboxUnavailable, check_sandbox, check_solution, open_sandbox
+from posttrain.sandbox import SandboxError, SandboxUnavailable, check_sandbox, check_solution
 from posttrain.sandbox.local import LocalSandbox
 
 
@@ -28,13 +28,6 @@ def unavailable() -> str | None:
 
 REASON = unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-
-
-@pytest.fixture(scope="module")
-def sandbox():
-    opened = open_sandbox(SandboxConfig(deadline_s=5.0))
-    yield opened
-    opened.close()
 
 
 def test_runs_a_program_on_its_input(sandbox):

@@ -11,19 +11,12 @@ from pathlib import Path
 import pytest
 
 from posttrain.config import SandboxConfig
-from posttrain.sandbox import SandboxError, open_sandbox
+from posttrain.sandbox import SandboxError
 from posttrain.sandbox.local import LocalSandbox
 from posttrain.sandbox.syscalls import SyscallFilter
 from tests.unit.sandbox.test_sandbox import REASON, without_namespaces
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-
-
-@pytest.fixture(scope="module")
-def sandbox():
-    opened = open_sandbox(SandboxConfig(deadline_s=5.0))
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
