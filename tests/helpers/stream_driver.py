@@ -1,9 +1,10 @@
 """A driver of a ``SampleStream`` that can be killed: it writes down every batch, and its state every few steps.
 
-    python tests/helpers/stream_driver.py FOLDER WORKERS WORLD STEPS
+    python tests/helpers/stream_driver.py FOLDER WORKERS WORLD STEPS HOLD
 
-Each line of ``log.jsonl`` is ``[step, [[rows of rank 0], ...], digest]``. What was logged after the last state is not
-taken back, as with a run that dies: it comes again.
+After ``HOLD`` batches (0: never) it stops where it is, to be killed there. Each line of ``log.jsonl`` is
+``[step, [[rows of rank 0], ...], digest]``. What was logged after the last state is not taken back, as with a run that
+dies: it comes again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -76,22 +78,24 @@ def digest(samples: Sequence[TokenRow]) -> str:
     return content.hexdigest()
 
 
-def main(folder: Path, workers: int, world: int, steps: int) -> None:
+def main(folder: Path, workers: int, world: int, steps: int, hold: int) -> None:
     from posttrain.data.pack import place
 
     with open_stream(folder, workers, 0.002) as stream, (folder / "log.jsonl").open("a") as log:
-        step = 0
+        step = done = 0
         if (folder / "state.json").is_file():
             saved = json.loads((folder / "state.json").read_text())
             step = saved["step"]
             stream.restore(saved["loader"])
         while step < steps:
-            step += 1
+            step, done = step + 1, done + 1
             samples = stream.next().samples
             placement = place([len(s.ids) for s in samples], ranks=world, token_budget=64)
             ranks = [[samples[b].row for micro in rank for b in micro] for rank in placement.parts]
             log.write(json.dumps([step, ranks, digest(samples)]) + "\n")
             log.flush()
+            if done == hold:
+                signal.pause()
             if step % SAVE_EVERY == 0:
                 (folder / "state.tmp").write_text(json.dumps({"step": step, "loader": stream.state()}))
                 os.replace(folder / "state.tmp", folder / "state.json")
