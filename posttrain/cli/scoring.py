@@ -24,9 +24,9 @@ _SAMPLED = frozenset({"model.path", "generate.data", "rollout.env", "rollout.age
 def generate(settings: Settings) -> None:
     """Sample responses to a parquet of prompts, or episodes of an environment or agent."""
     resolved = settings.resolve("generate")
-    from posttrain.cluster.waiting_worker import begin_engines
+    from posttrain.cluster.begin import begin_processes
 
-    with begin_engines(resolved.config):
+    with begin_processes(resolved.config):
         from posttrain.generation import command as generate
 
         echo(generate.run(resolved))

@@ -24,9 +24,12 @@ from posttrain.cli.options import (
 def sft(settings: Settings, dry_run: DryRunOption = False) -> None:
     """Fine-tune on conversations."""
     resolved = settings.resolve("sft")
-    from posttrain.sft import command as sft
+    from posttrain.cluster.begin import begin_processes
 
-    echo(sft.dry_run(resolved) if dry_run else sft.run(resolved))
+    with nullcontext() if dry_run else begin_processes(resolved.config):
+        from posttrain.sft import command as sft
+
+        echo(sft.dry_run(resolved) if dry_run else sft.run(resolved))
 
 
 @with_settings(
@@ -35,9 +38,12 @@ def sft(settings: Settings, dry_run: DryRunOption = False) -> None:
 def prefer(settings: Settings, dry_run: DryRunOption = False) -> None:
     """Train on preferences between pairs of answers: DPO, or a reward model."""
     resolved = settings.resolve("prefer")
-    from posttrain.preference import command as prefer
+    from posttrain.cluster.begin import begin_processes
 
-    echo(prefer.dry_run(resolved) if dry_run else prefer.run(resolved))
+    with nullcontext() if dry_run else begin_processes(resolved.config):
+        from posttrain.preference import command as prefer
+
+        echo(prefer.dry_run(resolved) if dry_run else prefer.run(resolved))
 
 
 @with_settings(
@@ -48,9 +54,9 @@ def prefer(settings: Settings, dry_run: DryRunOption = False) -> None:
 def rl(settings: Settings, dry_run: DryRunOption = False) -> None:
     """Train with reinforcement learning on multi-turn episodes."""
     resolved = settings.resolve("rl")
-    from posttrain.cluster.waiting_worker import begin_engines
+    from posttrain.cluster.begin import begin_processes
 
-    with nullcontext() if dry_run else begin_engines(resolved.config):
+    with nullcontext() if dry_run else begin_processes(resolved.config):
         from posttrain.rl import command as rl
 
         echo(rl.dry_run(resolved) if dry_run else rl.run(resolved))
@@ -64,6 +70,9 @@ def quickstart(
     vision: Annotated[bool, typer.Option("--vision", help="With a tiny model that sees, on pictures.")] = False,
 ) -> None:
     """Run the whole pipeline on the tiny model and print a table."""
-    from posttrain import quickstart
+    from posttrain.cluster.forkserver import fork_ahead
 
-    quickstart.run(seed, out, as_json, overwrite, quickstart.VISION if vision else quickstart.TEXT)
+    with fork_ahead():
+        from posttrain import quickstart
+
+        quickstart.run(seed, out, as_json, overwrite, quickstart.VISION if vision else quickstart.TEXT)

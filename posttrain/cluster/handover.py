@@ -5,6 +5,8 @@ reads some of the environment on import."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import json
 import os
 import runpy
@@ -14,15 +16,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from select import POLLHUP, poll
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, NoReturn
 
+import psutil
 from packaging.specifiers import SpecifierSet
 
+from posttrain.core.cycles import USUAL
 from posttrain.core.errors import RunError
+from posttrain.core.signals import TERMINATING, handle
 
 _TRIED = SpecifierSet("==2.60.*")
 """Releases of Ray that have been tried: some of what this takes is not in its public interface."""
@@ -54,7 +60,7 @@ class ListeningProcess:
         self._folder = tempfile.mkdtemp(prefix=prefix)
         self.address = f"{self._folder}/socket"
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | psutil.Process | None = None
         try:
             self._listening.bind(self.address)
             self._listening.listen(backlog)
@@ -72,12 +78,9 @@ class ListeningProcess:
             environment: variables of its own.
             errors: where its stderr goes.
         """
-        reads, self._lifeline = os.pipe()
-        own = (self._listening.fileno(), reads)
-        path = json.dumps([os.path.abspath(folder) for folder in sys.path])
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-        try:
-            self._process = subprocess.Popen(
+        with self._own_files() as own:
+            path = json.dumps([os.path.abspath(folder) for folder in sys.path])
+            self._process = process = subprocess.Popen(
                 [sys.executable, "-c", code, path, *map(str, own), *arguments],
                 env=os.environ | environment,
                 stdin=subprocess.DEVNULL,
@@ -85,18 +88,39 @@ class ListeningProcess:
                 stderr=errors,
                 pass_fds=own,
             )
+        return process
+
+    def fork(self, function: Callable[[int, int], None]) -> None:
+        """Fork the process of this one, which must have one thread. It runs ``function`` with the socket and the file
+        that is closed when the driver has ended, in the surroundings that it would have as a new Python, and ends as
+        one does."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or what they hold is written twice
+        with self._own_files() as own:
+            if (process := os.fork()) == 0:
+                self._listening.detach()  # the function's to close
+                _run_and_end(function, own)
+            self._process = psutil.Process(process)
+
+    @contextlib.contextmanager
+    def _own_files(self) -> Iterator[tuple[int, int]]:
+        """Give the descriptors of the process that begins within the body, and ignores Ctrl-C and the like."""
+        reads, self._lifeline = os.pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+        try:
+            yield self._listening.fileno(), reads
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(reads)
         self._listening.close()
-        return self._process
 
     def close(self) -> None:
         """End the process."""
         self._listening.close()
         if self._process is not None:
             os.close(self._lifeline)
-            self._process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._process.kill()
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -158,6 +182,39 @@ def become(request: Request) -> None:
     sys.argv[:] = request.command
     sys.path.insert(0, os.path.dirname(program))
     runpy.run_path(program, run_name="__main__")
+
+
+def _be_new_python(own: Sequence[int]) -> None:
+    """Undo in a forked process what it has of the command that it was forked of, but what is imported."""
+    handle(TERMINATING, signal.SIG_DFL)
+    handle((signal.SIGINT,), signal.default_int_handler)
+    sys.unraisablehook = sys.__unraisablehook__
+    gc.set_threshold(*USUAL)
+    sys.path[:] = [os.path.abspath(folder) for folder in sys.path]
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nowhere, stream)
+    for name in os.listdir("/proc/self/fd"):
+        if (number := int(name)) > 2 and number not in own:
+            with contextlib.suppress(OSError):  # that of the folder itself
+                os.close(number)
+
+
+def _run_and_end(function: Callable[[int, int], None], own: tuple[int, int]) -> NoReturn:
+    """Call a function and end as Python does after a program, though this is amid a command's."""
+    code = 0
+    try:
+        _be_new_python(own)
+        function(*own)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)
+    raise AssertionError
 
 
 def _hung_up(connection: socket.socket) -> bool:

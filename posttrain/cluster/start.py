@@ -17,7 +17,7 @@ from ray._private.node import Node
 from ray._raylet import JobID
 
 from posttrain.cluster.fork_worker import SOCKET
-from posttrain.cluster.forkserver import PROGRAM, ForkServer, can_fork
+from posttrain.cluster.forkserver import PROGRAM, ForkServer, can_fork, take_server
 from posttrain.cluster.handover import SHORTER
 from posttrain.cluster.waiting_worker import any_waiting
 from posttrain.core.errors import RunError
@@ -105,7 +105,7 @@ def _start_raylet(node: Node, *args: Any, **options: Any) -> None:
     if not can_fork():
         _ray_starts_raylet(node, *args, **options)
         return
-    _fork_server = ForkServer()
+    _fork_server = take_server()
     os.environ[SOCKET] = _fork_server.address  # its processes inherit it
     try:
         _ray_starts_raylet(node, *args, **options)

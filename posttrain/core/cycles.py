@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RARE = (100_000, 20, 100)
-"""Thresholds of ``gc.set_threshold``; Python's own are (700, 10, 10)."""
+"""Thresholds of ``gc.set_threshold``."""
+USUAL = gc.get_threshold()
+"""Python's own: (700, 10, 10)"""
 
 
 @contextmanager

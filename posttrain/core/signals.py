@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Handler = Callable[[int, FrameType | None], Any]
+Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 

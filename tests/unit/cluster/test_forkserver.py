@@ -18,6 +18,8 @@ from posttrain.cluster.actors import Supervised, actor_class
 from posttrain.cluster.cluster import local_ray
 from posttrain.cluster.fork_worker import plain_command
 from posttrain.cluster.forkserver import FIXED, PROGRAM, ForkServer
+from posttrain.core.cycles import USUAL
+from tests.conftest import REPO
 
 WORKER = "/x/ray/_private/workers/default_worker.py"
 CONTEXT = "--serialized-runtime-env-context="
@@ -52,7 +54,7 @@ def test_workers_are_forked_of_a_process_that_has_imported_what_trains():
         assert Path(program).name == "default_worker.py"
         assert imported
         assert parent == other[1] != os.getpid()
-        assert "forkserver" in " ".join(psutil.Process(parent).cmdline())
+        assert psutil.Process(parent).cmdline()[0] == "posttrain: fork server"
         assert group != other[2]  # raylets end what is left of a group when its worker has ended
         assert number != other[4]
         new = actor_class(Worker).options(**forkserver.not_forked({"num_cpus": 0})).remote()
@@ -69,15 +71,93 @@ def test_workers_are_forked_of_a_process_that_has_imported_what_trains():
     _until(lambda: not psutil.pid_exists(pids[1]))
 
 
+COMMAND = """
+import gc, json, os, signal, sys
+from posttrain.cluster.forkserver import fork_ahead
+from posttrain.core.cycles import rare_cycle_search
+from posttrain.core.signals import termination_raises
+
+def surroundings():
+    files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return {
+        "parent": os.getppid(),
+        "trains": "posttrain.train.worker" in sys.modules,
+        "garbage": gc.get_threshold(),
+        "hangs up": signal.getsignal(signal.SIGHUP) == signal.SIG_DFL,
+        "own files": [file for file in files if os.path.exists(file) and os.path.samefile(file, "mine")],
+        "variables": [os.environ.get(name) for name in ("SET_BEFORE", "SET_SINCE", "OPENBLAS_NUM_THREADS")],
+        "path": [folder for folder in sys.path if not os.path.isabs(folder)],
+    }
+
+os.environ["SET_BEFORE"] = "1"
+mine = open("mine", "w")
+print("in a buffer")  # stdout is a pipe
+with termination_raises(), rare_cycle_search(), fork_ahead():
+    os.environ["SET_SINCE"] = "2"
+    import ray
+    from posttrain.cluster import forkserver
+    from posttrain.cluster.actors import Supervised, actor_class
+    from posttrain.cluster.cluster import local_ray
+
+    server = forkserver._ahead._process
+    class Worker(Supervised):
+        def surroundings(self):
+            return surroundings()
+
+    with local_ray():
+        found = ray.get(actor_class(Worker).options(num_cpus=0).remote().surroundings.remote())
+    print(json.dumps([server.pid, server.is_running(), found]))
+"""
+
+
 @pytest.mark.slow
-def test_it_ends_with_the_driver(tmp_path):
+def test_a_command_forks_it_of_itself_and_workers_have_nothing_of_the_command_but_what_is_imported(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    environment["PYTHONPATH"] = str(REPO)
+    (tmp_path / "command.py").write_text(COMMAND)
+    done = subprocess.run(
+        [sys.executable, "command.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said, answer = done.stdout.splitlines()
+    assert said == "in a buffer"
+    server, is_running, found = json.loads(answer)
+    assert found == {
+        "parent": server,
+        "trains": True,
+        "garbage": list(USUAL),
+        "hangs up": True,
+        "own files": [],
+        "variables": ["1", "2", None],
+        "path": [],
+    }
+    assert not is_running
+
+
+BEGUN = {
+    "a new Python": "server = f.ForkServer(); server.start({}, log)",
+    "forked, and nobody has asked for it": "ahead = f.fork_ahead(); ahead.__enter__(); server = f._ahead",
+    "forked": "ahead = f.fork_ahead(); ahead.__enter__(); server = f.take_server(); server.start({}, log)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", BEGUN)
+def test_it_ends_with_the_driver(begun, tmp_path):
     code = (
-        "from posttrain.cluster.forkserver import ForkServer; import pathlib, sys\n"
-        f"server = ForkServer(); server.start({{}}, pathlib.Path({str(tmp_path / 'log')!r}))\n"
+        "import pathlib, sys; from posttrain.cluster import forkserver as f\n"
+        f"f._import = int; log = pathlib.Path('log'); {BEGUN[begun]}\n"
         "print(server._process.pid, server.address, flush=True)\n"
         "sys.stdin.read()"
     )
-    driver = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPO), "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with driver:
         pid, address = driver.stdout.readline().split()
         server = psutil.Process(int(pid))
@@ -86,9 +166,44 @@ def test_it_ends_with_the_driver(tmp_path):
     assert not Path(address).parent.exists()
 
 
+@pytest.mark.parametrize(
+    ("before", "forked"),
+    [
+        ("", True),
+        ("import ray", False),
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", False),
+        (
+            f"import tempfile, os; tempfile.tempdir = '{'x' * 100}'; os.mkdir(tempfile.tempdir)",
+            False,
+        ),  # no socket there
+    ],
+)
+def test_only_a_process_that_can_be_forked_is_and_its_copy_ends_with_the_command(before, forked, tmp_path):
+    code = (
+        f"{before}\n"
+        "import os\n"
+        "from posttrain.cluster import forkserver as f\n"
+        "f._import = int\n"
+        "with f.fork_ahead():\n"
+        "    server = f._ahead\n"
+        "    print(server is not None)\n"
+        "if server is not None:\n"
+        "    print(server._process.is_running(), os.path.exists(server.address))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPO), "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == ("True\nFalse False\n" if forked else "False\n"), done.stderr
+
+
 def importing(what, monkeypatch):
     """Have servers call ``what`` instead of importing what trains, which takes seconds."""
-    code = f"import posttrain.cluster.forkserver as f; f._import = {what}; f.main()"
+    code = f"import posttrain.cluster.forkserver as f; f._import = int; f._import_ray = {what}; f.main()"
     main = "from posttrain.cluster.forkserver import main; main()"
     monkeypatch.setattr(forkserver, "_START", forkserver._START.replace(main, code))
     assert code in forkserver._START
