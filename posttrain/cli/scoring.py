@@ -65,34 +65,41 @@ def evaluate(
     With --preset, --model, --data, --env or --agent, responses are sampled first, as with `posttrain generate`.
     Responses that an earlier command sampled with the same settings are reused.
     """
+    flags = {"eval.pass_at": None if pass_at is None else _whole_numbers(pass_at)}
+    if settings.preset is not None or settings.flags.keys() & _SAMPLED:
+        _refuse(
+            file is not None or compare is not None, "a file is given, and --preset, --model, --data, --env or --agent"
+        )
+        resolved = settings.resolve("generate", flags, ("eval", "generate"))
+        from posttrain.cluster.begin import begin_processes
+
+        with begin_processes(resolved.config):
+            from posttrain.evaluation import command as evaluate
+
+            resolved = evaluate.with_run_name(resolved)
+            sampled = evaluate.files_of(resolved.config)
+            evaluate.check_output(resolved.config, out, failures, read=sampled, as_json=as_json)
+            file = evaluate.sample(resolved)
+        evaluate.run(file, resolved.config, as_json, out, failures)
+        return
+    resolved = settings.resolve("eval", flags)
     from posttrain.core.registry import load_plugins
     from posttrain.evaluation import command as evaluate
     from posttrain.evaluation.rows import newest_responses
 
-    flags = {"eval.pass_at": None if pass_at is None else _whole_numbers(pass_at)}
-    if settings.preset is None and not settings.flags.keys() & _SAMPLED:
-        resolved = settings.resolve("eval", flags)
-        load_plugins(resolved.config.plugins)
-        if compare is not None:
-            _refuse(file is not None, "--compare takes its two files and no other")
-            _refuse(failures is not None, "--compare writes no failures, and --failures is given too")
-            for key in ("eval.pass_at", "reward.examine"):
-                _refuse(resolved.provenance[key] != "default", f"--compare does not read {key}, which is given too")
-            evaluate.check_output(resolved.config, out, None, read=compare, as_json=as_json)
-            evaluate.run_comparison(*compare, resolved.config, as_json, out)
-            return
-        if file is None:
-            file = newest_responses(Path(resolved.config.run.dir))
-            echo(f"evaluating {file}", err=True)
-        evaluate.check_output(resolved.config, out, failures, read=[file], as_json=as_json)
-    else:
-        _refuse(
-            file is not None or compare is not None, "a file is given, and --preset, --model, --data, --env or --agent"
-        )
-        resolved = evaluate.with_run_name(settings.resolve("generate", flags, ("eval", "generate")))
-        sampled = evaluate.files_of(resolved.config)
-        evaluate.check_output(resolved.config, out, failures, read=sampled, as_json=as_json)
-        file = evaluate.sample(resolved)
+    load_plugins(resolved.config.plugins)
+    if compare is not None:
+        _refuse(file is not None, "--compare takes its two files and no other")
+        _refuse(failures is not None, "--compare writes no failures, and --failures is given too")
+        for key in ("eval.pass_at", "reward.examine"):
+            _refuse(resolved.provenance[key] != "default", f"--compare does not read {key}, which is given too")
+        evaluate.check_output(resolved.config, out, None, read=compare, as_json=as_json)
+        evaluate.run_comparison(*compare, resolved.config, as_json, out)
+        return
+    if file is None:
+        file = newest_responses(Path(resolved.config.run.dir))
+        echo(f"evaluating {file}", err=True)
+    evaluate.check_output(resolved.config, out, failures, read=[file], as_json=as_json)
     evaluate.run(file, resolved.config, as_json, out, failures)
 
 

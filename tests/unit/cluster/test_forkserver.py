@@ -19,8 +19,10 @@ from posttrain.cluster.cluster import local_ray
 from posttrain.cluster.fork_worker import plain_command
 from posttrain.cluster.forkserver import FIXED, PROGRAM, ForkServer
 from posttrain.core.cycles import USUAL
-from tests.conftest import REPO
+from posttrain.core.errors import DataError
+from tests.helpers.commands import invoke
 
+REPO = Path(__file__).parents[3]
 WORKER = "/x/ray/_private/workers/default_worker.py"
 CONTEXT = "--serialized-runtime-env-context="
 
@@ -271,3 +273,28 @@ def test_leaves_to_ray_what_is_more_than_a_plain_worker():
         assert plain_command([f"{CONTEXT}{json.dumps(plain | more)}", WORKER]) is None
     assert plain_command(["--language=JAVA", WORKER]) is None
     assert plain_command([]) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "begins"),
+    [
+        ("sft --preset tiny-arith-sft", True),
+        ("prefer --preset tiny-prefer", True),
+        ("rl --preset tiny-arith", True),
+        ("generate --preset tiny-arith-generate", True),
+        ("eval --preset tiny-arith-generate", True),
+        ("quickstart", True),
+        ("rl --preset tiny-arith --dry-run", False),
+        ("rl --preset tiny-arith --set cluster.address=127.0.0.1:1", False),
+        ("generate --preset tiny-arith-generate --endpoint http://127.0.0.1:1/v1", False),
+    ],
+)
+def test_commands_that_start_ray_begin_with_it(line, begins, tmp_path, monkeypatch):
+    def fork_ahead():
+        raise DataError("begun", hint="begun")
+
+    monkeypatch.setattr("posttrain.cluster.begin.fork_ahead", fork_ahead)
+    monkeypatch.setattr("posttrain.cluster.forkserver.fork_ahead", fork_ahead)
+    done = invoke(tmp_path, *line.split())
+    assert ("error: begun" in done.stderr) == begins, done.stderr
+    assert done.exit_code == 2
