@@ -90,10 +90,11 @@ _ahead: ForkServer | None = None
 @contextlib.contextmanager
 def fork_ahead() -> Iterator[None]:
     """Import what workers need, and this command too, and fork the server of the Ray that is started within the body.
-    Nothing is done where workers cannot be forked, or this process has threads or has imported Ray already: the server
-    is a new Python then."""
+    Nothing is done where workers cannot be forked, or this process has threads, has imported Ray already or lacks a
+    standard stream: the server is a new Python then."""
     global _ahead
-    if can_fork() and "ray" not in sys.modules and _has_one_thread():
+    streams = None not in (sys.stdin, sys.stdout, sys.stderr)
+    if can_fork() and "ray" not in sys.modules and streams and _has_one_thread():
         given = {name: os.environ.get(name) for name in _ONE_THREAD}
         os.environ.update(_ONE_THREAD)
         _import()
@@ -102,7 +103,8 @@ def fork_ahead() -> Iterator[None]:
             if value is not None:
                 os.environ[name] = value
         if _has_one_thread():
-            with contextlib.suppress(RunError):  # no socket: Ray's are in the same folder, and it says so
+            # No socket: Ray's are in the same folder, and it says so. No memory for a fork: a new Python may fit.
+            with contextlib.suppress(RunError, OSError):
                 _ahead = ForkServer()
                 _ahead.fork(_serve)
     try:

@@ -1,5 +1,6 @@
 """Workers that are forked from a process which has imported what they need."""
 
+import errno
 import json
 import os
 import signal
@@ -136,6 +137,25 @@ def test_a_command_forks_it_of_itself_and_workers_have_nothing_of_the_command_bu
     assert not is_running
 
 
+@pytest.mark.slow
+def test_where_there_is_no_memory_for_a_fork_it_is_a_new_python(tmp_path, monkeypatch):
+    def fork():
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(forkserver, "_has_one_thread", lambda: True)
+    monkeypatch.setattr(forkserver, "_import", int)
+    monkeypatch.setattr(forkserver.os, "fork", fork)
+    monkeypatch.delitem(sys.modules, "ray")
+    with forkserver.fork_ahead():
+        server = forkserver.take_server()
+        assert server._process is None
+        server.start({}, tmp_path / "log")
+        try:
+            assert server._process.poll() is None
+        finally:
+            server.close()
+
+
 BEGUN = {
     "a new Python": "server = f.ForkServer(); server.start({}, log)",
     "forked, and nobody has asked for it": "ahead = f.fork_ahead(); ahead.__enter__(); server = f._ahead",
@@ -173,6 +193,7 @@ def test_it_ends_with_the_driver(begun, tmp_path):
     [
         ("", True),
         ("import ray", False),
+        ("import sys; sys.stdin = None", False),  # as of a command that was started with `<&-`
         ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", False),
         (
             f"import tempfile, os; tempfile.tempdir = '{'x' * 100}'; os.mkdir(tempfile.tempdir)",
