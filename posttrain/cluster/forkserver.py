@@ -201,9 +201,7 @@ def _import() -> None:
 @rare_cycle_search()
 def _import_ray() -> None:
     import ray._private.node
-    import ray.actor
+    import ray.actor  # noqa: F401
 
     import posttrain.cluster.samplers
     import posttrain.cluster.trainers  # noqa: F401
-
-    ray._raylet.setproctitle("posttrain: fork server")  # type: ignore[attr-defined]  # it is compiled

@@ -214,7 +214,7 @@ def _run_and_end(function: Callable[[int, int], None], own: tuple[int, int]) -> 
         traceback.print_exc()
         code = 1
     ctypes.pythonapi.Py_Exit(code)
-    raise AssertionError
+    raise AssertionError  # for type checkers: it does not return
 
 
 def _hung_up(connection: socket.socket) -> bool:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from posttrain.cluster import forkserver
+from posttrain.cluster import forkserver, start
 from posttrain.cluster.actors import Supervised, actor_class
 from posttrain.cluster.cluster import local_ray
 from posttrain.cluster.fork_worker import plain_command
@@ -25,6 +25,8 @@ from tests.helpers.commands import invoke
 
 REPO = Path(__file__).parents[3]
 WORKER = "/x/ray/_private/workers/default_worker.py"
+ONE_THREAD = os.environ | {"PYTHONPATH": str(REPO), "OPENBLAS_NUM_THREADS": "1"}
+"""Environment of a process that can be forked"""
 CONTEXT = "--serialized-runtime-env-context="
 
 pytestmark = pytest.mark.skipif(
@@ -57,7 +59,7 @@ def test_workers_are_forked_of_a_process_that_has_imported_what_trains():
         assert Path(program).name == "default_worker.py"
         assert imported
         assert parent == other[1] != os.getpid()
-        assert psutil.Process(parent).cmdline()[0] == "posttrain: fork server"
+        assert parent == start._fork_server._process.pid
         assert group != other[2]  # raylets end what is left of a group when its worker has ended
         assert number != other[4]
         new = actor_class(Worker).options(**forkserver.not_forked({"num_cpus": 0})).remote()
@@ -93,6 +95,7 @@ def surroundings():
     }
 
 os.environ["SET_BEFORE"] = "1"
+sys.path.append("relative")
 mine = open("mine", "w")
 print("in a buffer")  # stdout is a pipe
 with termination_raises(), rare_cycle_search(), fork_ahead():
@@ -137,7 +140,6 @@ def test_a_command_forks_it_of_itself_and_workers_have_nothing_of_the_command_bu
     assert not is_running
 
 
-@pytest.mark.slow
 def test_where_there_is_no_memory_for_a_fork_it_is_a_new_python(tmp_path, monkeypatch):
     def fork():
         raise OSError(errno.ENOMEM, "no memory")
@@ -175,7 +177,7 @@ def test_it_ends_with_the_driver(begun, tmp_path):
     driver = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(REPO), "OPENBLAS_NUM_THREADS": "1"},
+        env=ONE_THREAD,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -195,10 +197,8 @@ def test_it_ends_with_the_driver(begun, tmp_path):
         ("import ray", False),
         ("import sys; sys.stdin = None", False),  # as of a command that was started with `<&-`
         ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", False),
-        (
-            f"import tempfile, os; tempfile.tempdir = '{'x' * 100}'; os.mkdir(tempfile.tempdir)",
-            False,
-        ),  # no socket there
+        # A folder too deep for a socket.
+        (f"import tempfile, os; tempfile.tempdir = '{'x' * 100}'; os.mkdir(tempfile.tempdir)", False),
     ],
 )
 def test_only_a_process_that_can_be_forked_is_and_its_copy_ends_with_the_command(before, forked, tmp_path):
@@ -216,7 +216,7 @@ def test_only_a_process_that_can_be_forked_is_and_its_copy_ends_with_the_command
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(REPO), "OPENBLAS_NUM_THREADS": "1"},
+        env=ONE_THREAD,
         capture_output=True,
         text=True,
         timeout=60,
