@@ -42,6 +42,8 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # The scheduler looks for a worker's answer that it was not told of as often as it would log that it waits.
+    "VLLM_RINGBUFFER_WARNING_INTERVAL": "5",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run's other processes use these cores too
     # DeepGEMM's kernels are compiled as sizes come. Where it is installed vLLM spends minutes at its start on all that
     # might come, even if it computes by others.

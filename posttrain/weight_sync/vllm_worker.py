@@ -1,4 +1,4 @@
-"""Changes to vLLM's workers: they load weights from buckets, and keep logits in float32.
+"""Changes to vLLM's workers: they load weights from buckets, keep logits in float32, and miss no call.
 
 vLLM mixes ``BucketLoader`` into its worker class (``worker_extension_cls``), in processes of its own.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.scaled_mm import BlockScaledMMLinearKernel, deep_gemm
 from vllm.model_executor.layers.linear import LinearBase
@@ -50,6 +51,25 @@ def _keep_float32_logits() -> None:
 
 
 _keep_float32_logits()
+
+_LOOK_MS = 5000
+"""Interval between two looks for a call, of a worker that has had none for a second."""
+
+
+def _look_for_calls() -> None:
+    """Have workers that wait for a call look for one now and then. A call lies in shared memory, and a message of
+    ZeroMQ tells of it, which may get lost (vllm#45224). vLLM up to 0.26 waits for that message without end, so that the
+    call hangs, and with it the run; later ones do as here."""
+    endless = MessageQueue.ReadTimeoutWithWarnings.timeout_ms
+
+    def timeout_ms(self: Any) -> int:
+        found: int | None = endless(self)
+        return _LOOK_MS if found is None else found
+
+    MessageQueue.ReadTimeoutWithWarnings.timeout_ms = timeout_ms
+
+
+_look_for_calls()
 
 
 def _keep_parameters() -> None:
