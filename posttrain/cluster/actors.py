@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
+import contextlib
 import itertools
 import math
 import os
@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from posttrain.core.errors import RunError
 from posttrain.core.quiet import quiet_libraries
 from posttrain.core.registry import load_plugins
+from posttrain.core.stacks import stacks_file, write_stacks_at_signal
 from posttrain.tracking.log import shorten, take_over, worker_log
 
 T = TypeVar("T")
@@ -58,22 +59,19 @@ class Process:
     """Seconds since 1970, which tell it from another process of the same number."""
     log: str | None
     """The file that its stderr goes to."""
-    stacks: int
-    """Descriptor of the file into which it writes the stacks of its threads at SIGUSR1."""
     oom_kills: int
     """Processes that the kernel of its node had ended for lack of memory when this one started."""
     address: str
     """Its node's, by which people know that node."""
 
     @classmethod
-    def current(cls, stacks: int) -> Process:
+    def current(cls) -> Process:
         """Return this process."""
         return cls(
             str(ray.get_runtime_context().get_node_id()),
             os.getpid(),
             psutil.Process().create_time(),
             _stderr(),
-            stacks,
             _oom_kills(),
             ray.util.get_node_ip_address(),
         )
@@ -97,7 +95,7 @@ class Diagnosis:
     works: bool = False
     """It uses CPU time, or waits for nothing else."""
     stack: tuple[str, ...] = ()
-    """Stacks of its threads, innermost call first."""
+    """Stacks of its threads, innermost call first, and then those of an engine's own processes."""
     log: tuple[str, ...] = ()
     """The end of its log."""
     oom_kills: int = 0
@@ -148,10 +146,8 @@ class Supervised:
     def __init__(self, context: ActorContext | None = None) -> None:
         if context is not None:
             context.enter()
-        # faulthandler writes from C, without waiting for Python. Ray does not use this signal.
-        stacks = os.memfd_create("stacks")
-        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-        self._process = Process.current(stacks)
+        write_stacks_at_signal()
+        self._process = Process.current()
 
     @ray.method(concurrency_group=HEARTBEAT)
     def heartbeat(self) -> Process:
@@ -277,19 +273,48 @@ def diagnose_process(process: Process, ask_stacks: bool) -> Diagnosis:
     found = process.find()
     if found is None:
         return ended
-    stacks = Path(f"/proc/{process.pid}/fd/{process.stacks}")
     try:  # it may end at any moment
         if found.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             return Diagnosis(stopped=True, log=tail, oom_kills=memory)
         if not ask_stacks:
             return Diagnosis(log=tail, oom_kills=memory)
-        size = stacks.stat().st_size
-        _signal(found, signal.SIGUSR1)
+        asked = _ask_for_stacks(found)
+        others = []
+        for child in found.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                others.append((child.name(), _ask_for_stacks(child)))
         works = _works(found)
-        stack = stack_in(_from(stacks, size))
-    except (psutil.NoSuchProcess, FileNotFoundError):
+    except psutil.NoSuchProcess:
         return ended
+    stack = _stacks_from(asked)
+    if stack is None:
+        return ended
+    for name, asked_too in others:
+        if lines := _stacks_from(asked_too):
+            stack += (f"in {name}, which it has started:", *lines)
     return Diagnosis(works=works, stack=stack, log=tail, oom_kills=memory)
+
+
+def _ask_for_stacks(process: psutil.Process) -> tuple[Path, int] | None:
+    """Ask a process for its stacks. Returns the file that it writes them into, and from which byte on; None where it
+    writes none, or has ended."""
+    file = stacks_file(process.pid)
+    if file is None:
+        return None
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError:
+        return None
+    _signal(process, signal.SIGUSR1)
+    return file, size
+
+
+def _stacks_from(asked: tuple[Path, int] | None) -> tuple[str, ...] | None:
+    """Return what a process that was asked has written, in short; None where it has ended."""
+    try:
+        return None if asked is None else stack_in(_from(*asked))
+    except FileNotFoundError:
+        return None
 
 
 def _works(process: psutil.Process) -> bool:
@@ -338,7 +363,7 @@ _IDLE = re.compile(
 def stack_in(dump: str) -> tuple[str, ...]:
     """Return the stacks of faulthandler's ``dump`` in short: busy threads only, without Ray's calls."""
     threads = []
-    for block in dump.split("\n\n"):
+    for block in reversed(dump.split("\n\n")):  # the main thread is the last one
         frames = [match.groups() for line in block.splitlines() if (match := _FRAME.fullmatch(line))]
         frames = list(itertools.takewhile(lambda frame: not frame[0].endswith(_FORK), frames))
         paths = [path.rpartition("site-packages/")[2] for path, _, _ in frames]

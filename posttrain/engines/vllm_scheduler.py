@@ -21,6 +21,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
+from posttrain.core.stacks import write_stacks_at_signal
+
 CHUNK = 64
 """Steps of a request that are handed on together."""
 
@@ -35,6 +37,7 @@ class ChunkScheduler(AsyncScheduler):  # type: ignore[misc]  # of unknown type: 
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        write_stacks_at_signal()  # of the process with the scheduler
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         if [type(spec) for spec in specs] == [FullAttentionSpec]:
             self.kv_cache_manager.allocate_slots = _within_blocks(self.kv_cache_manager, specs[0].block_size)

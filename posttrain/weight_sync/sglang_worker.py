@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.errors import WeightSyncError
+from posttrain.core.stacks import write_stacks_at_signal
 from posttrain.models.fp8_layers import SCALE
 from posttrain.models.logprobs import float32_logits
 from posttrain.weight_sync.broadcast import RankLost
@@ -25,6 +26,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """Run SGLang's scheduler process, with SGLang's own arguments."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    write_stacks_at_signal()
     _keep_float32_logits()
     _report_failures()
     return run_scheduler_process(*args, **kwargs)

@@ -22,11 +22,14 @@ from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 
+from posttrain.core.stacks import write_stacks_at_signal
 from posttrain.models.fp8 import DTYPE, dequantize, rounded_activations
 from posttrain.models.logprobs import float32_logits
 from posttrain.weight_sync.broadcast import RankLost
 from posttrain.weight_sync.buckets import Bucket, BucketReader
 from posttrain.weight_sync.quantized import check_overwritten, poison
+
+write_stacks_at_signal()
 
 if current_platform.is_cpu():
     # On a CPU vLLM repacks every matrix for oneDNN after loading, or in bfloat16 for AMX, and frees the parameter, so

@@ -182,6 +182,13 @@ async def test_processes_that_began_ahead_are_vllms_own(sampler):
     assert "starts anew" not in found.stderr
 
 
+async def test_what_hangs_is_shown_in_all_of_its_processes(sampler):
+    stack = (await sampler.handle.diagnose()).stack
+    assert sum(line.startswith("in ") and line.endswith(", which it has started:") for line in stack) == 2
+    assert any(line.endswith("in worker_busy_loop") for line in stack)
+    assert any(line.endswith("in run_busy_loop") for line in stack)
+
+
 async def test_a_request_that_cannot_fit_is_refused_and_names_why(sampler):
     with pytest.raises(RunError, match="vLLM refuses a request of 900 tokens"):
         await sampler.generate(prompt(900), SamplingParams(8, 1.0))

@@ -94,16 +94,15 @@ def test_names_node_without_the_drivers_folder(tmp_path, monkeypatch):
 def child():
     """A process that shows its stacks at SIGUSR1, and how to reach it."""
     script = (
-        "import faulthandler, os, signal, time\n"
-        "stacks = os.memfd_create('stacks')\n"
-        "faulthandler.register(signal.SIGUSR1, stacks)\n"
-        "def waiting(): print(stacks, flush=True); time.sleep(100)\n"
+        "import time; from posttrain.core.stacks import write_stacks_at_signal\n"
+        "write_stacks_at_signal()\n"
+        "def waiting(): print(flush=True); time.sleep(100)\n"
         "waiting()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        stacks = int(process.stdout.readline())
+        process.stdout.readline()
         created = psutil.Process(process.pid).create_time()
-        yield Process("node", process.pid, created, None, stacks, 0, "10.0.0.7")
+        yield Process("node", process.pid, created, None, 0, "10.0.0.7")
         process.kill()
 
 
@@ -112,7 +111,7 @@ def test_examines_a_process(child):
         found = diagnose_process(child, True)
         # It lives, and waits; what the kernel has killed meanwhile may be of tests beside this one.
         assert found == Diagnosis(stack=found.stack, oom_kills=found.oom_kills)
-        assert found.stack == ("<string>:4 in waiting", "<string>:5 in <module>")
+        assert found.stack == ("<string>:3 in waiting", "<string>:4 in <module>")
     assert not diagnose_process(child, False).stack
     os.kill(child.pid, signal.SIGSTOP)
     while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
@@ -121,6 +120,50 @@ def test_examines_a_process(child):
     os.kill(child.pid, signal.SIGKILL)
     psutil.Process(child.pid).wait(10)
     assert diagnose_process(child, True).ended
+
+
+PARENT = """
+import multiprocessing, subprocess, sys, time
+from posttrain.core.stacks import write_stacks_at_signal
+
+def silent():  # a child that does not write its stacks, which the signal would end
+    time.sleep(100)
+
+def in_the_child(ready):
+    write_stacks_at_signal()
+    ready.set()
+    time.sleep(100)
+
+def in_the_parent():
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    fork.Process(target=in_the_child, args=(ready,), daemon=True).start()
+    fork.Process(target=silent, daemon=True).start()
+    subprocess.Popen(["sleep", "100"])
+    ready.wait()
+    print(flush=True)
+    time.sleep(100)
+
+write_stacks_at_signal()
+in_the_parent()
+"""
+
+
+def test_shows_where_the_processes_are_that_it_has_started():
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        found = psutil.Process(process.pid)
+        children = found.children()
+        try:
+            stack = diagnose_process(Process("node", process.pid, found.create_time(), None, 0, "10.0.0.7"), True).stack
+            assert stack[0].endswith("in in_the_parent")
+            heading = stack.index(f"in {children[0].name()}, which it has started:")
+            assert stack[heading + 1].endswith("in in_the_child")
+            assert sum("which it has started" in line for line in stack) == 1
+            assert [child.is_running() and child.status() for child in children] == ["sleeping"] * 3
+        finally:
+            for each in (*children, found):
+                each.kill()
 
 
 def test_a_process_that_others_leave_no_cpu_works(monkeypatch):
@@ -156,7 +199,7 @@ def test_does_not_kill_a_process_that_has_ended(child, monkeypatch):
 
 
 def test_does_not_take_a_reused_pid_for_the_process(child):
-    other = Process("node", child.pid, child.created - 10, None, child.stacks, 0, "10.0.0.7")
+    other = Process("node", child.pid, child.created - 10, None, 0, "10.0.0.7")
     assert diagnose_process(other, True).ended
     assert psutil.Process(child.pid).is_running()
 
@@ -166,7 +209,7 @@ class Seen(ActorHandle):
 
     def __init__(self, name, pid, found):
         super().__init__(name, actor=object(), silence_s=60.0)
-        self.process = Process("node-7", pid, 0.0, f"/logs/{pid}.err", 3, 0, "10.0.0.7")
+        self.process = Process("node-7", pid, 0.0, f"/logs/{pid}.err", 0, "10.0.0.7")
         self.found = found
 
     async def diagnose(self, *, stacks=True, within_s=8.0):
