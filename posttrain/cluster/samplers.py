@@ -33,6 +33,8 @@ _COLLECT_S = 5.0
 """An engine without an answer replies after this time, so that a longer silence means a failure."""
 
 _CLOSE_S = 20.0
+_WAKE_S = 120.0
+"""Longest wait for an engine to allocate memory, seconds of work. One that does not answer is replaced."""
 _FULL = 64
 """Requests of a message that is sent at once: the engine begins with the first episodes of a step while others
 start."""
@@ -249,7 +251,7 @@ class RemoteSampler:
 
     async def wake(self) -> None:
         """Allocate memory for the weights of an update, if the engine sleeps."""
-        await self._answer(self.actor.wake.remote(), "wake")
+        await answer(self.actor.wake.remote(), self.handle, "wake", min(_WAKE_S, self.deadline_s))
 
     async def load_bucket(self, bucket: Bucket, data: Any = None) -> None:
         """Load a trainer's bucket. ``data`` refers to its bytes where the trainer is on another node."""

@@ -1,5 +1,7 @@
 """`rl` runs in which a sampler dies or hangs, tools misbehave, and groups are cancelled."""
 
+import asyncio
+import itertools
 import json
 import os
 import signal
@@ -9,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from posttrain.cluster import samplers
 from posttrain.cluster.cluster import local_ray
 from posttrain.config.presets import resolve
 from posttrain.core.errors import WorkerError
@@ -151,6 +154,29 @@ def test_a_sampler_that_hangs_is_noticed_and_replaced(start):
     assert steps[-1]["rollout/samplers_lost"] == 1
     assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_STOPPED]
+
+
+def test_an_engine_that_does_not_wake_up_for_an_update_is_replaced(start, monkeypatch):
+    wake, calls = samplers.RemoteSampler.wake, itertools.count()
+
+    def forget_to_wake(actor):
+        actor.engine.wake = asyncio.Event().wait
+
+    async def wake_once(sampler):
+        with monkeypatch.context() as patch:
+            if next(calls) == 2:
+                await sampler.actor.__ray_call__.remote(forget_to_wake)
+                patch.setattr(samplers, "_WAKE_S", 0.5)
+            await wake(sampler)
+
+    monkeypatch.setattr(samplers.RemoteSampler, "wake", wake_once)
+    steps = start("rollout.sleep=true")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert steps[-1]["rollout/samplers_lost"] == 1
+    assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
+    assert max(row["sync/check_gap"] for row in steps) < 1e-3
+    log = (start.metrics.parent / "logs" / "driver.log").read_text()
+    assert "sampler 0 did not finish wake within 0.5 s" in log
 
 
 def test_a_run_that_starts_its_workers_again_opens_its_tools_and_user_again(start):
