@@ -289,8 +289,11 @@ def diagnose_process(process: Process, ask_stacks: bool) -> Diagnosis:
     stack = _stacks_from(asked)
     if stack is None:
         return ended
+    shown = set()
     for name, asked_too in others:
-        if lines := _stacks_from(asked_too):
+        lines = _stacks_from(asked_too)
+        if lines and lines not in shown:  # workers of an engine hang in the same place together
+            shown.add(lines)
             stack += (f"in {name}, which it has started:", *lines)
     return Diagnosis(works=works, stack=stack, log=tail, oom_kills=memory)
 

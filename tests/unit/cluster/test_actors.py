@@ -136,11 +136,12 @@ def in_the_child(ready):
 
 def in_the_parent():
     fork = multiprocessing.get_context("fork")
-    ready = fork.Event()
-    fork.Process(target=in_the_child, args=(ready,), daemon=True).start()
+    for _ in range(2):
+        ready = fork.Event()
+        fork.Process(target=in_the_child, args=(ready,), daemon=True).start()
+        ready.wait()
     fork.Process(target=silent, daemon=True).start()
     subprocess.Popen(["sleep", "100"])
-    ready.wait()
     print(flush=True)
     time.sleep(100)
 
@@ -155,12 +156,16 @@ def test_shows_where_the_processes_are_that_it_has_started():
         found = psutil.Process(process.pid)
         children = found.children()
         try:
-            stack = diagnose_process(Process("node", process.pid, found.create_time(), None, 0, "10.0.0.7"), True).stack
+            parent, deadline = Process("node", process.pid, found.create_time(), None, 0, "10.0.0.7"), time.time() + 60
+            while True:  # a child may not have come to its sleep yet
+                stack = diagnose_process(parent, True).stack
+                if sum("which it has started" in line for line in stack) == 1 or time.time() > deadline:
+                    break
             assert stack[0].endswith("in in_the_parent")
             heading = stack.index(f"in {children[0].name()}, which it has started:")
             assert stack[heading + 1].endswith("in in_the_child")
-            assert sum("which it has started" in line for line in stack) == 1
-            assert [child.is_running() and child.status() for child in children] == ["sleeping"] * 3
+            assert sum("which it has started" in line for line in stack) == 1  # both are in the same place
+            assert [child.is_running() and child.status() for child in children] == ["sleeping"] * 4
         finally:
             for each in (*children, found):
                 each.kill()
