@@ -33,8 +33,9 @@ _COLLECT_S = 5.0
 """An engine without an answer replies after this time, so that a longer silence means a failure."""
 
 _CLOSE_S = 20.0
-_WAKE_S = 120.0
-"""Longest wait for an engine to allocate memory, seconds of work. One that does not answer is replaced."""
+_MEMORY_S = 120.0
+"""Longest wait for an engine to free its memory, or to allocate it again, seconds of work. One that does not answer is
+replaced."""
 _FULL = 64
 """Requests of a message that is sent at once: the engine begins with the first episodes of a step while others
 start."""
@@ -247,11 +248,11 @@ class RemoteSampler:
 
     async def sleep(self) -> None:
         """Free the GPU. Requests that run return with ``abort``; new ones wait for the next update."""
-        await self._answer(self.actor.sleep.remote(), "sleep")
+        await answer(self.actor.sleep.remote(), self.handle, "sleep", min(_MEMORY_S, self.deadline_s))
 
     async def wake(self) -> None:
         """Allocate memory for the weights of an update, if the engine sleeps."""
-        await answer(self.actor.wake.remote(), self.handle, "wake", min(_WAKE_S, self.deadline_s))
+        await answer(self.actor.wake.remote(), self.handle, "wake", min(_MEMORY_S, self.deadline_s))
 
     async def load_bucket(self, bucket: Bucket, data: Any = None) -> None:
         """Load a trainer's bucket. ``data`` refers to its bytes where the trainer is on another node."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from posttrain.cluster.cluster import Cluster
@@ -104,7 +104,7 @@ class SyncedSamplers:
     async def _to_trainers(self, samplers: Sequence[RemoteSampler]) -> None:
         if self._sleep:
             self._complete = []
-            await asyncio.gather(*(_if_alive(sampler.sleep()) for sampler in samplers))
+            await asyncio.gather(*(_put_to_sleep(sampler) for sampler in samplers))
         await self._onload()
 
     async def _onload(self) -> None:
@@ -153,7 +153,9 @@ class SyncedSamplers:
         return metrics
 
 
-async def _if_alive(call: Awaitable[None]) -> None:
-    """Await a call to a sampler. One that turns out to be dead is replaced when it is needed again."""
-    with contextlib.suppress(*PROCESS_FAILURES):
-        await call
+async def _put_to_sleep(sampler: RemoteSampler) -> None:
+    """Have a sampler free its memory. One that does not is ended, and replaced when it is needed again."""
+    try:
+        await sampler.sleep()
+    except PROCESS_FAILURES:
+        await sampler.handle.kill()

@@ -156,27 +156,28 @@ def test_a_sampler_that_hangs_is_noticed_and_replaced(start):
     assert not [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_STOPPED]
 
 
-def test_an_engine_that_does_not_wake_up_for_an_update_is_replaced(start, monkeypatch):
-    wake, calls = samplers.RemoteSampler.wake, itertools.count()
+@pytest.mark.parametrize("what", ["sleep", "wake"])
+def test_an_engine_that_does_not_free_its_memory_or_allocate_it_again_is_replaced(start, monkeypatch, what):
+    ask, calls, hung = getattr(samplers.RemoteSampler, what), itertools.count(), []
 
-    def forget_to_wake(actor):
-        actor.engine.wake = asyncio.Event().wait
+    def hang(actor):
+        setattr(actor.engine, what, asyncio.Event().wait)
 
-    async def wake_once(sampler):
+    async def ask_once(sampler):
         with monkeypatch.context() as patch:
             if next(calls) == 2:
-                await sampler.actor.__ray_call__.remote(forget_to_wake)
-                patch.setattr(samplers, "_WAKE_S", 0.5)
-            await wake(sampler)
+                hung.append(sampler.handle.process)
+                await sampler.actor.__ray_call__.remote(hang)
+                patch.setattr(samplers, "_MEMORY_S", 0.5)
+            await ask(sampler)
 
-    monkeypatch.setattr(samplers.RemoteSampler, "wake", wake_once)
+    monkeypatch.setattr(samplers.RemoteSampler, what, ask_once)
     steps = start("rollout.sleep=true")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert steps[-1]["rollout/samplers_lost"] == 1
     assert [row["rollout/failed"] for row in steps] == [0, 0, 0, 0]
     assert max(row["sync/check_gap"] for row in steps) < 1e-3
-    log = (start.metrics.parent / "logs" / "driver.log").read_text()
-    assert "sampler 0 did not finish wake within 0.5 s" in log
+    assert [process.find() for process in hung] == [None]
 
 
 def test_a_run_that_starts_its_workers_again_opens_its_tools_and_user_again(start):
