@@ -236,15 +236,17 @@ async def running(sampler):
 async def test_an_update_amid_generation(sampler):
     """What was sampled comes back at once, and is of the old weights. What is asked for then is of the new ones."""
     prompts = [prompt(20 + n, seed=n) for n in range(8)]
-    tasks = [asyncio.create_task(sampler.generate(ids, SamplingParams(400, 1.0))) for ids in prompts]
-    while await running(sampler) == 0:
+    tasks = [asyncio.create_task(sampler.generate(ids, SamplingParams(700, 1.0))) for ids in prompts]
+    while await sampled(sampler) == 0:
         await asyncio.sleep(0.01)
     update = asyncio.create_task(send(sampler, 5, weights_of(MODELS[1])))
     cut = await asyncio.gather(*tasks)
     rest = [sampler.generate([*ids, *s.ids], SamplingParams(16, 1.0)) for ids, s in zip(prompts, cut, strict=True)]
     new = await asyncio.gather(*rest)
     await update
-    assert any(sample.finish_reason == "abort" and sample.ids for sample in cut)
+    assert any(sample.finish_reason == "abort" and sample.ids for sample in cut), [
+        (sample.finish_reason, len(sample.ids)) for sample in cut
+    ]
     for ids, before, after in zip(prompts, cut, new, strict=True):
         assert (before.version, after.version) == (0, 5)
         whole = [*ids, *before.ids, *after.ids]
