@@ -1,4 +1,5 @@
-"""Changes to vLLM's workers: they load weights from buckets, keep logits in float32, and miss no call.
+"""Changes to vLLM's workers: they load weights from buckets, keep logits in float32, miss no call, and
+show where they hang.
 
 vLLM mixes ``BucketLoader`` into its worker class (``worker_extension_cls``), in processes of its own.
 """
