@@ -29,9 +29,11 @@ CHAOS = Path(__file__).parents[2] / "scripts" / "chaos.py"
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_here():
-    """For the runs in this process."""
-    with local_ray():
-        yield
+    """For the runs in this process, which are compared to the bit with those of other processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with local_ray():
+            yield
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +131,7 @@ def test_it_branches_off_and_keeps_the_best(place, calm):
 
 def start(command, *more):
     line = [*PROGRAM, *command, *(part for one in more for part in ("--set", one))]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(condition, process, seconds=120.0):

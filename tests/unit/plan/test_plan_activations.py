@@ -113,7 +113,6 @@ class Living(TorchDispatchMode):
 
 def saved_bytes(config, policy, monkeypatch, tokens=TOKENS):
     """Kept between forward and backward pass of all but the head, weights apart."""
-    torch._dynamo.reset()
     with torch.device("meta" if policy.lora_rank else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **implementations(config))
     if policy.lora_rank:
@@ -182,6 +181,7 @@ POLICIES = [
 
 @pytest.mark.parametrize(("name", "policy"), POLICIES, ids=str)
 def test_the_formula_counts_what_autograd_keeps(name, policy, monkeypatch):
+    torch._dynamo.reset()
     two, four = (saved_bytes(CONFIGS[name](layers), policy, monkeypatch) for layers in (2, 4))
     shape = shape_of(CONFIGS[name](2).to_dict(), name)
     # Compiled layers that are checkpointed keep a number or two besides, such as how many tokens there were.
