@@ -228,7 +228,8 @@ def test_kl_in_the_reward(models):
 
 def test_kl_and_entropy_in_the_loss(models):
     plain, _ = models("grpo")
-    more, _ = models("grpo", "algo.entropy_coef=0.5", "algo.kl_coef=0.1", "algo.kl_estimator='k3+'")
+    # Of a model that has learned nothing the entropy hardly depends on the weights.
+    more, _ = models("grpo", "algo.entropy_coef=10.0", "algo.kl_coef=0.1", "algo.kl_estimator='k3+'")
     assert more[0]["actor/pg_loss"] == pytest.approx(plain[0]["actor/pg_loss"], abs=1e-6)
     assert more[0]["actor/grad_norm"] != pytest.approx(plain[0]["actor/grad_norm"], rel=1e-3)
     assert more[1]["actor/kl_loss"] > 0.0
